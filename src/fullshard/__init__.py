@@ -1,0 +1,38 @@
+"""Train PyTorch models larger than one device: fully sharded data parallel."""
+
+from fullshard.engine.grad_norm import clip_grad_norm_
+from fullshard.engine.observe import describe
+from fullshard.errors import (
+    CommError,
+    FullshardError,
+    LayoutError,
+    MeshError,
+    PeerLostError,
+    PeerTimeoutError,
+    ShardingError,
+    StateError,
+)
+from fullshard.fsdp2 import FSDPModule, UnshardHandle, fully_shard, set_default_comm
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CommError",
+    "FSDPModule",
+    "FullshardError",
+    "LayoutError",
+    "MeshError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "ShardingError",
+    "StateError",
+    "UnshardHandle",
+    "clip_grad_norm_",
+    "describe",
+    "fully_shard",
+    "set_default_comm",
+]

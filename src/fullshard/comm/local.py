@@ -1,0 +1,91 @@
+"""The communication of a group of one: nothing moves.
+
+The unsharded parameters are the shards themselves, or a cast of them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.comm.interface import (
+    Comm,
+    Done,
+    Reduction,
+    Scaling,
+    ShardBuffer,
+    Work,
+    copy_in_gradients,
+    copy_out_packed,
+)
+from fullshard.plan.layout import BucketLayout, DirectRule
+
+
+class _Present:
+    def __init__(self, grads: Sequence[torch.Tensor | None]) -> None:
+        self._present = tuple(grad is not None for grad in grads)
+
+    def wait(self) -> tuple[bool, ...]:
+        return self._present
+
+
+class LocalComm(Comm):
+    """One rank that owns everything."""
+
+    name = "local (one rank)"
+    rank = 0
+    size = 1
+    overlaps = False
+    rule = DirectRule(even=False, min_nbytes=0)
+
+    def allocate_shards(
+        self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
+    ) -> ShardBuffer:
+        flat = torch.zeros(
+            bucket.shard_numel,
+            dtype=bucket.dtype,
+            device=device,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+        )
+        shards = [
+            flat.narrow(0, param.shard_offset, param.spec.numel).view(param.spec.shape)
+            for param in bucket.params
+        ]
+        num_direct = len(bucket.params) - len(bucket.packed)
+        return ShardBuffer(
+            bucket,
+            shards,
+            flat=flat,
+            gathered=shards[:num_direct],
+            packed_region=flat[bucket.packed_offset :],
+        )
+
+    def all_gather(self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0) -> Work:
+        bucket, flat = shards.bucket, shards.flat
+        assert flat is not None
+        # One rank's direct shards lie as the unsharded buffer does: same order, same alignment.
+        if first == 0:
+            unsharded[: bucket.direct_numel].copy_(flat[: bucket.direct_numel], non_blocking=True)
+        region = flat[bucket.packed_offset :].to(
+            unsharded.device, unsharded.dtype, non_blocking=True
+        )
+        copy_out_packed(bucket, region, unsharded, first)
+        return Done()
+
+    def reduce_scatter(
+        self,
+        bucket: BucketLayout,
+        grads: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        *,
+        wire_dtype: torch.dtype,
+        scaling: Scaling,
+        label: str,
+    ) -> Reduction:
+        divisor = scaling.before * scaling.after
+        copy_in_gradients(
+            bucket.params, grads, out, first=0, stride=bucket.shard_numel, divisor=divisor
+        )
+        return _Present(grads)
+
+    def all_reduce(self, tensor: torch.Tensor, *, wire_dtype: torch.dtype, label: str) -> Work:
+        return Done()

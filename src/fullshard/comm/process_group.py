@@ -1,0 +1,306 @@
+"""Communication through the collectives of ``torch.distributed``.
+
+Direct parameters are gathered straight into place and their gradients are reduced straight from
+where autograd left them; the packed rest goes through one buffer. The best form differs:
+
+- NCCL: one coalesced all-gather and one coalesced reduce-scatter a bucket, native sums.
+- Gloo: one asynchronous call a direct parameter (its coalescing manager is four times slower), and
+  reduce-scatter as all-to-all plus a local sum, half the time of Gloo's own and deterministic:
+  terms are added in rank order in float32 or wider.
+
+Collectives are looked up on ``torch.distributed`` at call time, so that tools which replace them
+there (debug modes, tests) see every one.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.interface import (
+    Comm,
+    Done,
+    Reduction,
+    Scaling,
+    ShardBuffer,
+    Work,
+    copy_in_gradients,
+    copy_out_packed,
+)
+from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
+
+
+@dataclasses.dataclass(slots=True)
+class _Pending:
+    """Collectives under way, what to do once they are done, and the tensors they need."""
+
+    works: list[Any]
+    finish: Callable[[], None]
+    tensors: tuple[torch.Tensor, ...]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        self.finish()
+        self.finish = _nothing
+        self.tensors = ()
+
+
+@dataclasses.dataclass(slots=True)
+class _PendingReduction:
+    sums: _Pending
+    present: Callable[[], tuple[bool, ...]]
+
+    def wait(self) -> tuple[bool, ...]:
+        self.sums.wait()
+        return self.present()
+
+
+def _nothing() -> None:
+    return None
+
+
+class ProcessGroupComm(Comm):
+    """Collectives of one c10d process group, on any device and backend."""
+
+    overlaps = True
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.device = device
+        self.backend = dist.get_backend(group)
+        self.is_nccl = device.type == "cuda" and "nccl" in self.backend
+        self.name = f"process group ({self.backend})"
+        self.rule = DirectRule(even=True, min_nbytes=1 << 16 if self.is_nccl else 1 << 18)
+
+    def allocate_shards(
+        self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
+    ) -> ShardBuffer:
+        flat = torch.zeros(
+            bucket.shard_numel,
+            dtype=bucket.dtype,
+            device=device,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+        )
+        shards = [
+            flat.narrow(0, param.shard_offset, param.shard_numel(self.rank)).view(
+                param.shard_shape(self.rank)
+            )
+            for param in bucket.params
+        ]
+        return ShardBuffer(bucket, shards, flat=flat)
+
+    def all_gather(self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0) -> Work:
+        bucket, flat = shards.bucket, shards.flat
+        assert flat is not None and first == 0
+        if bucket.unsharded_numel == 0:
+            return Done()
+        source = flat.to(unsharded.device, unsharded.dtype, non_blocking=True)
+        works: list[Any] = []
+        with self._coalesced(works):
+            for param in bucket.direct:
+                target = unsharded.narrow(0, param.unsharded_offset, param.spec.numel)
+                part = source.narrow(0, param.shard_offset, param.chunk_numel)
+                works.append(self._all_gather(target, part))
+            if bucket.packed_numel == 0:
+                return _Pending(works, _nothing, (source,))
+            region = source.new_empty(self.size * bucket.packed_numel)
+            part = source.narrow(0, bucket.packed_offset, bucket.packed_numel)
+            works.append(self._all_gather(region, part))
+        return _Pending(
+            works, lambda: copy_out_packed(bucket, region, unsharded, first), (source, region)
+        )
+
+    def gather_flat(self, target: torch.Tensor, part: torch.Tensor) -> Work:
+        """Concatenate every rank's equal part into ``target`` (both 1-D)."""
+        return _Pending([self._all_gather(target, part)], _nothing, (part,))
+
+    def reduce_scatter(
+        self,
+        bucket: BucketLayout,
+        grads: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        *,
+        wire_dtype: torch.dtype,
+        scaling: Scaling,
+        label: str,
+    ) -> Reduction:
+        if self.is_nccl:
+            return self._reduce_scatter_native(bucket, grads, out, scaling)
+        return self._reduce_scatter_by_exchange(bucket, grads, out, wire_dtype, scaling)
+
+    def all_reduce(self, tensor: torch.Tensor, *, wire_dtype: torch.dtype, label: str) -> Work:
+        wire = tensor.to(wire_dtype)
+        work = dist.all_reduce(wire, group=self.group, async_op=True)
+        finish = _nothing if wire is tensor else lambda: _copy(tensor, wire)
+        return _Pending([work], finish, (wire,))
+
+    def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
+        if self.is_nccl:
+            return reduce_dtype  # NCCL sums in the dtype that travels
+        return super().accumulate_dtype(reduce_dtype)
+
+    def _reduce_scatter_native(
+        self,
+        bucket: BucketLayout,
+        grads: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        scaling: Scaling,
+    ) -> Reduction:
+        tensors: list[torch.Tensor] = []
+        works: list[Any] = []
+        with self._coalesced(works):
+            for param, grad in zip(bucket.params, grads, strict=True):
+                if param.route is not Route.DIRECT:
+                    continue
+                source = _wire_gradient(param, grad, out.dtype, out.device, scaling.before)
+                target = out.narrow(0, param.shard_offset, param.chunk_numel)
+                works.append(self._reduce_scatter(target, source))
+                tensors.append(source)
+            if bucket.packed_numel:
+                region = self._pack(bucket, grads, out.dtype, out.device, scaling.before)
+                target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
+                works.append(self._reduce_scatter(target, region))
+                tensors.append(region)
+        # Whether another rank had a gradient is not asked: the answer would stall the host.
+        present = tuple(grad is not None for grad in grads)
+
+        def finish() -> None:
+            if scaling.after != 1.0:
+                out.div_(scaling.after)
+
+        return _PendingReduction(_Pending(works, finish, tuple(tensors)), lambda: present)
+
+    def _reduce_scatter_by_exchange(
+        self,
+        bucket: BucketLayout,
+        grads: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        wire_dtype: torch.dtype,
+        scaling: Scaling,
+    ) -> Reduction:
+        works: list[Any] = []
+        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        tensors: list[torch.Tensor] = []
+
+        def exchange(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            received = torch.empty_like(source)
+            works.append(dist.all_to_all_single(received, source, group=self.group, async_op=True))
+            sums.append((received.view(self.size, -1), target))
+            tensors.append(source)
+            return received
+
+        for param, grad in zip(bucket.params, grads, strict=True):
+            if param.route is Route.DIRECT:
+                source = _wire_gradient(param, grad, wire_dtype, out.device, scaling.before)
+                exchange(source, out.narrow(0, param.shard_offset, param.chunk_numel))
+        # One more element a parameter tells every rank whether anybody had a gradient for it.
+        flags = torch.tensor([grad is not None for grad in grads], dtype=wire_dtype)
+        packed = self._pack(bucket, grads, wire_dtype, out.device, scaling.before)
+        region = torch.cat((packed.view(self.size, -1), flags.expand(self.size, -1)), dim=1)
+        target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
+        received = exchange(region.view(-1), target).view(self.size, -1)
+        sums[-1] = (received[:, : bucket.packed_numel], target)
+
+        def finish() -> None:
+            for terms, total in sums:
+                add_in_order(list(terms.unbind()), total, divisor=scaling.after)
+
+        return _PendingReduction(
+            _Pending(works, finish, tuple(tensors)),
+            lambda: tuple((received[:, bucket.packed_numel :] != 0).any(0).tolist()),
+        )
+
+    def _pack(
+        self,
+        bucket: BucketLayout,
+        grads: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        device: torch.device,
+        divisor: float,
+    ) -> torch.Tensor:
+        """Return the packed parameters' gradients rank by rank, zeros where there is padding."""
+        region = torch.zeros(self.size * bucket.packed_numel, dtype=dtype, device=device)
+        num_direct = len(bucket.params) - len(bucket.packed)
+        copy_in_gradients(
+            bucket.params[num_direct:],
+            grads[num_direct:],
+            region,
+            first=bucket.packed_offset,
+            stride=bucket.packed_numel,
+            divisor=divisor,
+        )
+        return region
+
+    def _coalesced(self, works: list[Any]) -> contextlib.AbstractContextManager[Any]:
+        if not self.is_nccl:
+            return contextlib.nullcontext()
+        return _Coalesced(self.group, self.device, works)
+
+    def _all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return collective(target, source, group=self.group, async_op=True)
+
+    def _reduce_scatter(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return collective(target, source, group=self.group, async_op=True)
+
+
+class _Coalesced:
+    """Join the collectives issued inside into one launch, whose work replaces theirs."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, works: list[Any]) -> None:
+        self._works = works
+        self._manager = dist.distributed_c10d._coalescing_manager(group, device, async_ops=True)
+
+    def __enter__(self) -> None:
+        self._joined = self._manager.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._manager.__exit__(*exception)
+        self._works.clear()
+        self._works.append(self._joined)
+
+
+def add_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: float) -> None:
+    """Set ``out`` to the sum of the terms, first to last, divided by ``divisor``.
+
+    Works through blocks that stay in cache, so that memory is read once however many terms there
+    are. The sum is formed in ``out.dtype``: adding bfloat16 terms to a float32 ``out`` is exact
+    in the terms.
+    """
+    block = 1 << 16
+    for start in range(0, out.numel(), block):
+        total = out[start : start + block]
+        first, *others = (term[start : start + block] for term in terms)
+        if others and first.dtype == total.dtype:
+            torch.add(first, others.pop(0), out=total)
+        else:
+            total.copy_(first)
+        for term in others:
+            total.add_(term)
+        if divisor != 1.0:
+            total.div_(divisor)
+
+
+def _wire_gradient(
+    param: ParamLayout,
+    grad: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    divisor: float,
+) -> torch.Tensor:
+    if grad is None:
+        return torch.zeros(param.spec.numel, dtype=dtype, device=device)
+    wire = grad.contiguous().view(-1).to(dtype)
+    return wire if divisor == 1.0 else wire / divisor
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)

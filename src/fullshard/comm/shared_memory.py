@@ -1,0 +1,276 @@
+"""Memory that the ranks of one host share, and the flags by which they wait for each other.
+
+Everything lives in anonymous memory files (``memfd_create``): a peer opens one through
+``/proc/PID/fd/N``, maps it, and the descriptor is closed. There is never a name in the file
+system, so a crash leaks nothing, and the size of ``/dev/shm`` in a container does not matter.
+
+[Note: Ordering] Ranks write data, then a counter; a peer reads the counter, then the data. On x86
+stores become visible in order; elsewhere `_fence` orders them: releasing and taking a lock are a
+release and an acquire operation, and neither moves past the other. Counters are aligned 8-byte
+words, written by one rank each, and only ever grow.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import mmap
+import os
+import select
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import CommError, PeerLostError, PeerTimeoutError
+
+logger = logging.getLogger("fullshard")
+
+_WORDS_PER_RANK = 8  # one cache line, so that ranks do not share one
+_SPIN_S = 50e-6  # as long as a core each is likely: a flag takes 2-3 us
+_YIELD_S = 2e-3
+_LIVENESS_S = 0.1
+_SLOW_S = 30.0
+
+
+class Unavailable(Exception):
+    """Shared memory cannot be had; the message is the reason."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Introduction:
+    """What a rank tells the others before they share anything."""
+
+    rank: int
+    global_rank: int
+    pid: int
+    host: str
+    control_fd: int | None
+    problem: str | None
+
+
+class SharedMemory:
+    """A group of ranks on one host that map the same memory.
+
+    Build it with `connect`. Four counters a rank: arrivals at `barrier`, offered descriptors,
+    reductions posted and reductions consumed (the last two for `PeerMemoryComm`).
+    """
+
+    BARRIER, OFFER_FD, POSTED, CONSUMED = range(4)
+
+    def __init__(
+        self, introductions: list[_Introduction], rank: int, control: mmap.mmap, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.size = len(introductions)
+        self.timeout_s = timeout_s
+        self._peers = introductions
+        self._control = control
+        self._words = memoryview(control).cast("q")
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._arrivals = 0
+        self._spin_s = _SPIN_S if self.size <= (os.cpu_count() or 1) else 0.0
+        self._pidfds = select.poll()
+        self._rank_of_pidfd: dict[int, int] = {}
+        for peer in introductions:
+            if peer.rank != rank:
+                pidfd = os.pidfd_open(peer.pid)
+                self._pidfds.register(pidfd, select.POLLIN)
+                self._rank_of_pidfd[pidfd] = peer.rank
+
+    def __del__(self) -> None:
+        for pidfd in getattr(self, "_rank_of_pidfd", ()):
+            with contextlib.suppress(OSError):
+                os.close(pidfd)
+
+    @classmethod
+    def connect(cls, group: dist.ProcessGroup) -> "SharedMemory":
+        """Join the group's ranks. Raises Unavailable on every rank if one of them cannot."""
+        rank, size = group.rank(), group.size()
+        control: mmap.mmap | None = None
+        fd, problem = None, _platform_problem()
+        if problem is None and rank == 0:
+            fd = _create_file(size * _WORDS_PER_RANK * 8)
+        mine = _Introduction(
+            rank, dist.get_rank(), os.getpid(), _host() if problem is None else "", fd, problem
+        )
+        introductions: list[Any] = _exchange(mine, group)
+        problem = _common_problem(introductions)
+        if problem is None:
+            try:
+                control = _open_peer_file(
+                    introductions[0].pid, introductions[0].control_fd, size * _WORDS_PER_RANK * 8
+                )
+            except OSError as error:
+                problem = f"rank {dist.get_rank()} cannot open a peer's memory: {error}"
+        problems = [p for p in _exchange(problem, group) if p is not None]
+        if fd is not None:
+            os.close(fd)
+        if problems or control is None:
+            raise Unavailable(problems[0])
+        return cls(introductions, rank, control, _timeout_s(group))
+
+    def allocate(self, nbytes: int, label: str) -> mmap.mmap:
+        """Map zeroed memory that all ranks share. Every rank has to call it with the same size.
+
+        Raises CommError if the host has too little memory.
+        """
+        nbytes = max(nbytes, mmap.PAGESIZE)
+        fd = -1
+        if self.rank == 0:
+            try:
+                fd = _create_file(nbytes)
+            except OSError as error:
+                self.set(self.OFFER_FD, -1)
+                self.barrier(label)
+                raise CommError(f"{label}: cannot share {nbytes} bytes: {error}.") from error
+            self.set(self.OFFER_FD, fd)
+        self.barrier(label)
+        offered = self.get(0, self.OFFER_FD)
+        if offered < 0:
+            raise CommError(f"{label}: rank {self._peers[0].global_rank} cannot share {nbytes} bytes.")
+        memory = _open_peer_file(self._peers[0].pid, offered, nbytes)
+        self.barrier(label)
+        if self.rank == 0:
+            os.close(fd)
+        return memory
+
+    def barrier(self, label: str) -> None:
+        """Return once every rank is here; what they wrote before is then visible."""
+        self._arrivals += 1
+        self.set(self.BARRIER, self._arrivals)
+        self.wait_all(self.BARRIER, self._arrivals, label)
+
+    def get(self, rank: int, counter: int) -> int:
+        return self._words[rank * _WORDS_PER_RANK + counter]
+
+    def set(self, counter: int, value: int) -> None:
+        """Publish one of this rank's counters, after everything it wrote before."""
+        self._fence()
+        self._words[self.rank * _WORDS_PER_RANK + counter] = value
+
+    def wait_all(self, counter: int, value: int, label: str) -> None:
+        """Return once the counter is at least ``value`` on every rank.
+
+        Raises PeerLostError if one of them dies, PeerTimeoutError if one never comes.
+        """
+        words = self._words
+        slots = range(counter, self.size * _WORDS_PER_RANK, _WORDS_PER_RANK)
+        if all(words[slot] >= value for slot in slots):
+            self._fence()
+            return
+        started = time.perf_counter()
+        checked, warned = started, False
+        while not all(words[slot] >= value for slot in slots):
+            now = time.perf_counter()
+            waited = now - started
+            if waited < self._spin_s:
+                continue
+            if waited < _YIELD_S:
+                os.sched_yield()
+                continue
+            time.sleep(20e-6 if waited < 0.05 else 200e-6)
+            if now - checked > _LIVENESS_S:
+                checked = now
+                self._check_alive(counter, value, label)
+                if waited > _SLOW_S and not warned:
+                    warned = True
+                    logger.warning("%s", self._describe_wait(counter, value, label, waited))
+                if waited > self.timeout_s:
+                    raise PeerTimeoutError(
+                        self._describe_wait(counter, value, label, waited)
+                        + " Giving up: look for a rank that took another path through the model."
+                    )
+        self._fence()
+
+    def _fence(self) -> None:
+        """See [Note: Ordering]."""
+        self._lock.release()
+        self._lock.acquire()
+
+    def _late(self, counter: int, value: int) -> list[int]:
+        return [
+            peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value
+        ]
+
+    def _describe_wait(self, counter: int, value: int, label: str, waited: float) -> str:
+        late = ", ".join(str(rank) for rank in self._late(counter, value))
+        return (
+            f"{label} (rank {self._peers[self.rank].global_rank}): waited {waited:.0f} s for "
+            f"rank {late}, which is alive but has not arrived."
+        )
+
+    def _check_alive(self, counter: int, value: int, label: str) -> None:
+        lost = [self._rank_of_pidfd[fd] for fd, _ in self._pidfds.poll(0)]
+        # A rank that arrived before it exited has done its part; only the late ones are missed.
+        missed = [rank for rank in sorted(lost) if self.get(rank, counter) < value]
+        if missed:
+            names = ", ".join(
+                f"rank {self._peers[rank].global_rank} (pid {self._peers[rank].pid})"
+                for rank in missed
+            )
+            raise PeerLostError(
+                f"{label} (rank {self._peers[self.rank].global_rank}): {names} died or left while "
+                "this rank waited for it. The cause is in that rank's own output; restart from "
+                "the last checkpoint."
+            )
+
+
+def _platform_problem() -> str | None:
+    if not sys.platform.startswith("linux"):
+        return f"it needs Linux, this is {sys.platform}"
+    missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
+    return f"this Python lacks os.{missing[0]}" if missing else None
+
+
+def _host() -> str:
+    """Name the set of processes that can open each other's files: kernel, pid space and user."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+
+
+def _common_problem(introductions: list[_Introduction]) -> str | None:
+    for peer in introductions:
+        if peer.problem is not None:
+            return f"rank {peer.global_rank}: {peer.problem}"
+    if len({peer.host for peer in introductions}) > 1:
+        return "the ranks are on different hosts, in different containers, or of different users"
+    if len({peer.pid for peer in introductions}) < len(introductions):
+        return "several ranks live in one process"
+    return None
+
+
+def _create_file(nbytes: int) -> int:
+    fd = os.memfd_create("fullshard")
+    try:
+        os.posix_fallocate(fd, 0, nbytes)  # an error now rather than a SIGBUS at first use
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open_peer_file(pid: int, fd: int, nbytes: int) -> mmap.mmap:
+    mapped = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        # Populated at once: a page fault costs more than the copy of a page.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        return mmap.mmap(mapped, nbytes, flags=flags)
+    finally:
+        os.close(mapped)
+
+
+def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return float(timeout.total_seconds()) if timeout is not None else 1800.0

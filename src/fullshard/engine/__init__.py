@@ -1,0 +1,1 @@
+"""Execution: the only code that touches devices and process groups."""

@@ -1,0 +1,233 @@
+"""The memory of one unit, and when each part of it exists.
+
+| buffer | allocated | freed | written by | read by |
+| --- | --- | --- | --- | --- |
+| shards | when the unit is built, or at the first forward for meta parameters | with the unit | \
+optimizer, state-dict loading | all-gather, peers |
+| unsharded, private | at unshard, on the compute lane | at reshard | all-gather | forward, \
+backward |
+| unsharded, in place | it is the shards' memory | never | optimizer | forward, backward |
+| gradient shards | at the first reduction | when the user drops the gradients, then reused | \
+reduction | optimizer |
+
+Unsharded parameters are created once and keep their identity: autograd's graph saves them. A
+private buffer is freed by resizing its storage to nothing, under the tensors that view it.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.comm.interface import Comm, ShardBuffer, Work
+from fullshard.comm.process_group import ProcessGroupComm
+from fullshard.engine.runtime import Lane, Runtime
+from fullshard.plan.layout import ALIGNMENT_NBYTES, BucketLayout, UnitLayout
+
+_KEPT_NBYTES = 1 << 20  # a host buffer this small costs more to free than to keep
+
+
+@dataclasses.dataclass(slots=True)
+class _Unsharded:
+    """One bucket's unsharded buffer, from element ``first`` on; what precedes is read in place."""
+
+    flat: torch.Tensor
+    first: int
+    nbytes: int
+
+    @property
+    def is_allocated(self) -> bool:
+        return self.flat.untyped_storage().size() == self.nbytes
+
+    def allocate(self) -> None:
+        if not self.is_allocated:
+            self.flat.untyped_storage().resize_(self.nbytes)
+
+    def free(self) -> None:
+        if self.flat.device.type != "cpu" or self.nbytes > _KEPT_NBYTES:
+            self.flat.untyped_storage().resize_(0)
+
+
+class UnitBuffers:
+    """Shards and unsharded parameters of one unit."""
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        comm: Comm,
+        runtime: Runtime,
+        *,
+        shard_device: torch.device,
+        pin_memory: bool,
+    ) -> None:
+        self.layout = layout
+        self.in_place = False
+        self._comm = comm
+        self._runtime = runtime
+        self._buckets: list[ShardBuffer] = [
+            comm.allocate_shards(bucket, shard_device, pin_memory=pin_memory)
+            for bucket in layout.buckets
+        ]
+        self._unsharded: list[_Unsharded] = []
+        self._views: dict[int, torch.Tensor] = {}
+        self._shards = {
+            param.index: shard
+            for buffer in self._buckets
+            for param, shard in zip(buffer.bucket.params, buffer.shards, strict=True)
+        }
+        self._kept: list[torch.Tensor] = []
+        self._post_forward: ProcessGroupComm | None = None
+        self._bind(allow_in_place=True)
+
+    def shard(self, index: int) -> torch.Tensor:
+        """This rank's shard of a parameter, in its local shape."""
+        return self._shards[index]
+
+    def unsharded(self, index: int) -> torch.Tensor:
+        """The whole parameter in compute dtype; valid between unshard and free."""
+        return self._views[index]
+
+    def read_privately(self) -> bool:
+        """Stop reading shards in place, for good. Returns whether that changed anything.
+
+        Somebody outside the engine may write to the unsharded parameters from now on, and must
+        not reach the shards by it.
+        """
+        if not self.in_place:
+            return False
+        self._bind(allow_in_place=False)
+        return True
+
+    def start_unshard(self) -> list[Work]:
+        """Start filling the unsharded buffers from all ranks' shards, or from what was kept."""
+        for unsharded in self._unsharded:
+            unsharded.allocate()
+        ready = self._runtime.record()
+        with self._runtime.on(Lane.ALL_GATHER):
+            self._runtime.wait(ready)  # the memory may have been freed by compute just now
+            if self._kept:
+                assert self._post_forward is not None
+                works = [
+                    self._post_forward.gather_flat(unsharded.flat, part)
+                    for unsharded, part in zip(self._unsharded, self._kept, strict=True)
+                ]
+                self._kept = []
+                return works
+            return [
+                self._comm.all_gather(buffer, unsharded.flat, first=unsharded.first)
+                for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True)
+            ]
+
+    def free_unsharded(self) -> None:
+        for unsharded in self._unsharded:
+            unsharded.free()
+
+    def keep_post_forward(self, comm: ProcessGroupComm) -> None:
+        """Free the unsharded buffers but for this rank's part, cut equally over a smaller group.
+
+        The next unshard gathers those parts, over ``comm``.
+        """
+        self._post_forward = comm
+        self._kept = []
+        for unsharded in self._unsharded:
+            part_numel = unsharded.flat.numel() // comm.size
+            self._kept.append(unsharded.flat.narrow(0, comm.rank * part_numel, part_numel).clone())
+            unsharded.free()
+
+    def drop_kept(self) -> None:
+        self._kept = []
+
+    def _bind(self, *, allow_in_place: bool) -> None:
+        self._unsharded = []
+        self.in_place = False
+        with torch.inference_mode(False):
+            for buffer in self._buckets:
+                self._bind_bucket(buffer, allow_in_place=allow_in_place)
+
+    def _bind_bucket(self, buffer: ShardBuffer, *, allow_in_place: bool) -> None:
+        bucket, device = buffer.bucket, self._runtime.device
+        readable = bucket.dtype == bucket.compute_dtype and all(
+            shard.device == device for shard in buffer.gathered
+        )
+        in_place = allow_in_place and readable and bool(buffer.gathered)
+        first = bucket.direct_numel if in_place else 0
+        # Cut into equal parts by `keep_post_forward`, so sized for any number of them.
+        parts = self._comm.size * ALIGNMENT_NBYTES
+        numel = _divisible(bucket.unsharded_numel - first, parts)
+        flat = torch.empty(numel, dtype=bucket.compute_dtype, device=device)
+        unsharded = _Unsharded(flat, first, flat.untyped_storage().size())
+        unsharded.free()
+        self._unsharded.append(unsharded)
+        self.in_place |= in_place
+        for position, param in enumerate(bucket.params):
+            if in_place and position < len(buffer.gathered):
+                self._views[param.index] = buffer.gathered[position]
+                continue
+            # Not a view of `flat`: the all-gather writes there, and must not advance the version
+            # counter of what autograd has saved.
+            self._views[param.index] = torch.empty(0, dtype=flat.dtype, device=device).set_(
+                flat.untyped_storage(),
+                param.unsharded_offset - first,
+                torch.Size(param.spec.shape),
+                _contiguous_strides(param.spec.shape),
+            )
+
+
+class GradientShards:
+    """One bucket's reduced gradients, as one tensor and as views of it.
+
+    The memory is reused for the next step once nobody but this object refers to it, so a gradient
+    that the user keeps is never overwritten.
+    """
+
+    def __init__(
+        self, bucket: BucketLayout, rank: int, device: torch.device, *, pin_memory: bool
+    ) -> None:
+        self.flat = torch.empty(
+            bucket.shard_numel,
+            dtype=bucket.dtype,
+            device=device,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+        )
+        self.views = shard_views(bucket, self.flat, rank)
+        self.wrapped: list[torch.Tensor] = []
+        self._own_uses = 0
+
+    def seal(self, wrapped: Sequence[torch.Tensor]) -> None:
+        """Take the tensors that are handed out as gradients; count who refers to them now."""
+        self.wrapped = list(wrapped)
+        self._own_uses = self._uses()
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no gradient is in use any more."""
+        return self._uses() == self._own_uses
+
+    def _uses(self) -> int:
+        storage = self.flat.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) + sum(map(_references, self.wrapped))
+
+
+def shard_views(bucket: BucketLayout, flat: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """View a shard buffer as this rank's shard of each parameter."""
+    return [
+        flat.narrow(0, param.shard_offset, param.shard_numel(rank)).view(param.shard_shape(rank))
+        for param in bucket.params
+    ]
+
+
+def _references(tensor: torch.Tensor) -> int:
+    return sys.getrefcount(tensor) + tensor._use_count()
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, running = [], 1
+    for size in reversed(shape):
+        strides.append(running)
+        running *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _divisible(numel: int, parts: int) -> int:
+    return -(-numel // parts) * parts

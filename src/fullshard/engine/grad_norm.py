@@ -1,0 +1,77 @@
+"""Gradient clipping by the norm over all ranks."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their norm is at most ``max_norm``; return the norm before.
+
+    parameters: sharded on any meshes, plain, or both. Every rank has to call it.
+    norm_type: 1, 2, any positive p, or infinity.
+
+    Returns a 0-dim plain tensor, the norm over all ranks, the same on each. One all-reduce for each
+    different mesh. Raises RuntimeError on a norm that is not finite, if asked to.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for grad in grads:
+        local = grad._local_tensor if isinstance(grad, DTensor) else grad
+        by_groups.setdefault(_shard_groups(grad), []).append(local)
+    if not by_groups:
+        return torch.tensor(0.0)
+    parts = []
+    for groups, locals_ in by_groups.items():
+        part = _local_power(locals_, norm_type)
+        for group in groups:
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            dist.all_reduce(part, op=op, group=group)
+        parts.append(part)
+    stacked = torch.stack([part.to(parts[0].device) for part in parts])
+    norm = stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The gradients' norm of order {norm_type} is {norm.item()}. Look for the first loss "
+            "that is not finite, or pass error_if_nonfinite=False to go on."
+        )
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for locals_ in by_groups.values():
+        torch._foreach_mul_(locals_, scale.to(locals_[0].device))
+    return norm
+
+
+def _shard_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a gradient is divided; replicas hold the same and do not count."""
+    if not isinstance(grad, DTensor):
+        return ()
+    return tuple(
+        grad.device_mesh.get_group(axis)
+        for axis, placement in enumerate(grad.placements)
+        if isinstance(placement, Shard) and grad.device_mesh.size(axis) > 1
+    )
+
+
+def _local_power(locals_: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the sum of p-th powers, or the maximum for infinity, in float32 or wider."""
+    filled = [tensor for tensor in locals_ if tensor.numel()]
+    device = locals_[0].device
+    if not filled:
+        return torch.zeros((), device=device)
+    dtype = torch.promote_types(filled[0].dtype, torch.float32)
+    norms = torch.stack(
+        [norm.to(dtype) for norm in torch._foreach_norm(filled, norm_type, dtype=dtype)]
+    )
+    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()

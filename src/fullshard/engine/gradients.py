@@ -1,0 +1,323 @@
+"""From the gradients autograd leaves on unsharded parameters to those on sharded ones.
+
+    start    take full gradients, hand them to the reduce-scatter       (after a unit's backward)
+    finish   all-reduce over the replicate axis, divide, set ``.grad``  (one unit later, or at the
+             end of backward: ranks that are a little apart do not wait for each other)
+
+Sizes never depend on which gradients exist: a missing one travels as zeros, so ranks that used
+different parameters still agree on every collective. A parameter that no rank had a gradient for
+keeps ``grad=None``.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fullshard.comm.interface import Comm, Reduction, Scaling
+from fullshard.engine.buffers import GradientShards, shard_views
+from fullshard.engine.params import ManagedParameter
+from fullshard.engine.runtime import Lane, Runtime
+from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout, rows_layout
+from fullshard.plan.mesh import MeshPlan
+from fullshard.policies import UnitConfig
+
+_POOLED = 2  # gradient memory kept for reuse: the current and, with accumulation, the next
+
+
+class Scratch:
+    """Memory for results that are added to something and then no longer needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=self._device)  # a caching allocator
+        nbytes = numel * dtype.itemsize
+        for position, memory in enumerate(self._free):
+            if memory.numel() >= nbytes:
+                return self._free.pop(position)[:nbytes].view(dtype)
+        return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        if self._device.type == "cpu" and tensor.numel():
+            storage = tensor.untyped_storage()
+            self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+
+
+@dataclasses.dataclass(slots=True)
+class _BucketPlan:
+    """The gradients of one bucket: which of the unit's parameters, and the memory kept for them.
+
+    partial: sums over the shard axis whose all-reduce was put off.
+    """
+
+    bucket: BucketLayout
+    indices: list[int]
+    params: list[ManagedParameter]
+    pool: list[GradientShards] = dataclasses.field(default_factory=list)
+    partial: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _BucketInFlight:
+    plan: _BucketPlan
+    reduction: Reduction
+    total: torch.Tensor
+    shards: GradientShards | None  # whose memory ``total`` is, or None: scratch
+
+
+@dataclasses.dataclass(slots=True)
+class InFlight:
+    """A unit's reduction between start and finish, with everything it needs."""
+
+    gradients: "UnitGradients"
+    buckets: list[_BucketInFlight]
+    config: UnitConfig
+    grads: list[torch.Tensor | None]
+    event: torch.Event | None = None
+    is_finished: bool = False
+
+    def finish(self) -> None:
+        """Form the sums and give them to the sharded parameters."""
+        self.gradients.finish(self)
+        self.is_finished = True
+
+    def release(self) -> None:
+        """Let compute wait for it, and drop what it held."""
+        self.gradients.wait_for(self.event)
+        self.buckets.clear()
+        self.grads.clear()
+
+    def discard(self) -> None:
+        """Wait for what is under way and forget the result."""
+        if not self.is_finished and self.gradients.overlaps:
+            for item in self.buckets:
+                item.reduction.wait()
+
+
+class UnitGradients:
+    """Reduces one unit's gradients and keeps their memory."""
+
+    def __init__(
+        self,
+        mesh: MeshPlan,
+        shard_comm: Comm,
+        replicate_comm: Comm,
+        runtime: Runtime,
+        scratch: Scratch,
+    ) -> None:
+        self.label = ""
+        self._mesh = mesh
+        self._shard_comm = shard_comm
+        self._replicate_comm = replicate_comm
+        self._runtime = runtime
+        self._scratch = scratch
+        self._params: list[ManagedParameter] = []
+        self._specs: list[ParamSpec] = []
+        self._plans: dict[tuple[bool, ...], list[_BucketPlan]] = {}
+
+    def bind(self, params: Sequence[ManagedParameter], specs: Sequence[ParamSpec]) -> None:
+        """Say whose gradients these are. Forgets what was kept for others."""
+        self._params, self._specs = list(params), list(specs)
+        self._plans.clear()
+
+    def layout(self) -> UnitLayout:
+        """Return the layout of the gradients of the parameters that are trainable now."""
+        return UnitLayout(self._mesh.shard_size, tuple(plan.bucket for plan in self._plan()))
+
+    def needs(self, config: UnitConfig) -> dict[Comm, list[int]]:
+        """Return how many bytes each communication will stage at once, for `Comm.prepare`."""
+        needs: dict[Comm, list[int]] = {self._shard_comm: [], self._replicate_comm: []}
+        for plan in self._plan():
+            bucket = plan.bucket
+            wire = _wire_dtype(bucket, config, accumulated=False)
+            needs[self._shard_comm].append(self._shard_comm.staged_nbytes(bucket, wire))
+            needs[self._replicate_comm].append(bucket.shard_numel * wire.itemsize)
+        return needs
+
+    def start(
+        self, grads: Sequence[torch.Tensor | None], config: UnitConfig, *, accumulated: bool
+    ) -> InFlight:
+        """Start reducing full gradients, one a parameter; None where there is none.
+
+        accumulated: whether they hold the sum of several backwards, in the reduce dtype.
+        """
+        in_flight = InFlight(self, [], config, list(grads))
+        ready = self._runtime.record()
+        scaling = self._scaling(config)
+        if self._mesh.replicate_size > 1:
+            scaling = Scaling(scaling.before, 1.0)  # the rest follows the all-reduce
+        with self._runtime.on(Lane.REDUCE):
+            self._runtime.wait(ready)
+            for plan in self._plan():
+                shards, total = self._destination(plan, config)
+                reduction = self._shard_comm.reduce_scatter(
+                    plan.bucket,
+                    [grads[index] for index in plan.indices],
+                    total,
+                    wire_dtype=_wire_dtype(plan.bucket, config, accumulated=accumulated),
+                    scaling=scaling,
+                    label=f"{self.label}: reduce-scatter",
+                )
+                in_flight.buckets.append(_BucketInFlight(plan, reduction, total, shards))
+        if not self._runtime.has_streams:
+            in_flight.grads.clear()
+        return in_flight
+
+    def finish(self, in_flight: InFlight) -> None:
+        with self._runtime.on(Lane.REDUCE), torch.no_grad():
+            for item in in_flight.buckets:
+                present = item.reduction.wait()
+                if self._reduce_replicas(item, in_flight.config):
+                    self._deposit(item, present)
+            in_flight.event = self._runtime.record()
+
+    @property
+    def overlaps(self) -> bool:
+        return self._shard_comm.overlaps
+
+    def wait_for(self, event: torch.Event | None) -> None:
+        """Let compute wait for an event; the host as well, if it is to read the gradients."""
+        self._runtime.wait(event)
+        if self._params and self._params[0].local.is_cpu:
+            self._runtime.finish(event)
+
+    def drop_partial(self) -> None:
+        """Forget sums that were not all-reduced yet."""
+        for plan in itertools.chain.from_iterable(self._plans.values()):
+            plan.partial = None
+
+    def _plan(self) -> list[_BucketPlan]:
+        mask = tuple(param.requires_grad for param in self._params)
+        plans = self._plans.get(mask)
+        if plans is None:
+            trainable = [index for index, yes in enumerate(mask) if yes]
+            layout = rows_layout(
+                [self._specs[index] for index in trainable],
+                shard_size=self._mesh.shard_size,
+                rule=self._shard_comm.rule,
+            )
+            plans = self._plans[mask] = [
+                _BucketPlan(bucket, indices, [self._params[index] for index in indices])
+                for bucket in layout.buckets
+                for indices in [[trainable[param.index] for param in bucket.params]]
+            ]
+        return plans
+
+    def _destination(
+        self, plan: _BucketPlan, config: UnitConfig
+    ) -> tuple[GradientShards | None, torch.Tensor]:
+        """Choose where a sum goes: into the gradients' own memory if it is final as it comes."""
+        dtype = self._shard_comm.accumulate_dtype(_reduce_dtype(plan.bucket, config))
+        final = (
+            dtype == plan.bucket.dtype
+            and not config.offload_to_cpu
+            and (config.all_reduce_grads or self._mesh.replicate_size == 1)
+            and all(param.sharded.grad is None for param in plan.params)
+        )
+        if final:
+            shards = self._gradient_shards(plan, self._runtime.device)
+            return shards, shards.flat
+        return None, self._scratch.take(plan.bucket.shard_numel, dtype)
+
+    def _reduce_replicas(self, item: _BucketInFlight, config: UnitConfig) -> bool:
+        """Sum over the replicate axis. Returns False if that is put off."""
+        if self._mesh.replicate_size == 1:
+            return True
+        plan, total = item.plan, item.total
+        if plan.partial is not None:
+            total.add_(plan.partial)
+            self._scratch.give(plan.partial)
+            plan.partial = None
+        if not config.all_reduce_grads:
+            plan.partial = total
+            return False
+        wire_dtype = _reduce_dtype(plan.bucket, config)
+        label = f"{self.label}: all-reduce"
+        self._replicate_comm.all_reduce(total, wire_dtype=wire_dtype, label=label).wait()
+        after = self._scaling(config).after
+        if after != 1.0:
+            total.div_(after)
+        return True
+
+    def _deposit(self, item: _BucketInFlight, present: Sequence[bool]) -> None:
+        """Set or add to the sharded parameters' gradients."""
+        plan, shards = item.plan, item.shards
+        if shards is None and all(param.sharded.grad is None for param in plan.params):
+            shards = self._gradient_shards(plan, plan.params[0].local.device)
+            shards.flat.copy_(item.total, non_blocking=True)
+        views = (
+            shards.views
+            if shards is not None
+            else shard_views(plan.bucket, item.total, self._mesh.shard_rank)
+        )
+        for position, param in enumerate(plan.params):
+            if not present[position]:
+                continue
+            if param.sharded.grad is not None:
+                local = param.sharded.grad._local_tensor  # type: ignore[attr-defined]
+                local.add_(views[position].to(local.device))
+            elif shards is not None:
+                param.sharded.grad = shards.wrapped[position]
+            else:
+                local = views[position].to(param.local.device, param.sharded.dtype, copy=True)
+                param.sharded.grad = param.wrap_shard(local)
+            for hook in _post_accumulate_hooks(param):
+                self._runtime.finish(self._runtime.record() if param.local.is_cpu else None)
+                hook(param.sharded)
+        if item.shards is None:
+            self._scratch.give(item.total)
+        if shards is not None:
+            plan.pool.append(shards)
+            del plan.pool[:-_POOLED]
+
+    def _gradient_shards(self, plan: _BucketPlan, device: torch.device) -> GradientShards:
+        for position, shards in enumerate(plan.pool):
+            if shards.is_unused and shards.flat.device == device:
+                return plan.pool.pop(position)
+        with torch.inference_mode(False):
+            shards = GradientShards(
+                plan.bucket,
+                self._mesh.shard_rank,
+                device,
+                pin_memory=device != self._runtime.device,
+            )
+            shards.seal(
+                [p.wrap_shard(view) for p, view in zip(plan.params, shards.views, strict=True)]
+            )
+        return shards
+
+    def _scaling(self, config: UnitConfig) -> Scaling:
+        """Return by what to divide: the number of ranks that see different data.
+
+        Where sums are formed in float16 (NCCL), part of it comes first, to avoid overflow.
+        """
+        factor = config.gradient_divide_factor or float(self._mesh.data_parallel_size)
+        policy = config.mp_policy
+        low = policy.reduce_dtype or policy.param_dtype
+        if low != torch.float16 or self._shard_comm.accumulate_dtype(low) != torch.float16:
+            return Scaling(after=factor)
+        before = 1.0
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+        return Scaling(before, factor / before)
+
+
+def _post_accumulate_hooks(param: ManagedParameter) -> list[Callable[[torch.Tensor], None]]:
+    return list((getattr(param.sharded, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def _reduce_dtype(bucket: BucketLayout, config: UnitConfig) -> torch.dtype:
+    return config.mp_policy.reduce_dtype or bucket.compute_dtype
+
+
+def _wire_dtype(bucket: BucketLayout, config: UnitConfig, *, accumulated: bool) -> torch.dtype:
+    """Return what travels: the narrower of gradient and reduce dtype, as sums are wide anyway."""
+    reduce_dtype = _reduce_dtype(bucket, config)
+    if accumulated or reduce_dtype.itemsize <= bucket.compute_dtype.itemsize:
+        return reduce_dtype
+    return bucket.compute_dtype

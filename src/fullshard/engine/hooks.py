@@ -1,0 +1,307 @@
+"""Every hook the engine registers, in firing order.
+
+    1  forward pre-hook      of each sharded module: unshard, cast inputs; the first module to run
+                             is the forward root and begins the iteration
+    2  identity on inputs    an autograd node whose backward is 6
+    3  forward hook          reshard, cast outputs; the forward root ends the forward
+    4  tensor hook           on each differentiable output, fires when its gradient is ready:
+                             unshard for backward, prefetch the next unit
+    5  autograd              computes the module's gradients; they land on unsharded parameters
+    6  backward of 2         gradients are complete: reshard and reduce
+    7  engine callback       once a backward pass: units that had no 6 (inputs without gradient,
+                             unused in part), then everything under way is finished
+    8  state-dict hooks      before saving or loading: parameters are shown sharded
+
+Special cases. Activation recomputation runs 1 and 3 again inside backward, between 4 and 6: the
+parameters stay unsharded until 6. A module that runs several times has one 6 for each, and reduces
+each time. Modules sharded together share a state: 3 completes with the last of them, or, if one
+never ran, with the forward root. After an exception, whatever was left is reset by the next
+forward of the root.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.engine.iteration import Iteration, is_in_backward
+from fullshard.engine.params import ManagedParameter
+from fullshard.engine.precision import (
+    cast_inputs,
+    cast_outputs,
+    differentiable_tensors,
+    map_tensors,
+    replace_differentiable,
+)
+from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
+from fullshard.plan.units import contains, lowest_common_unit
+from fullshard.policies import TrainingState
+
+_STATE = "_fullshard_state"
+
+
+class ModuleState:
+    """What a sharded module, or several sharded together, carries: its unit and where it is.
+
+    ``unit`` may own no parameters: nested units may have taken them all.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], unit: Unit) -> None:
+        self.unit = unit
+        self.training_state = TrainingState.IDLE
+        self.forward_prefetch: list[ModuleState] = []
+        self.backward_prefetch: list[ModuleState] = []
+        self.iteration: weakref.ref[Iteration] | None = None
+        self._own_iteration: Iteration | None = None  # of a root
+        self._root: weakref.ref[ModuleState] | None = None
+        self._states: list[ModuleState] = [self]  # of a root: all below it
+        self._modules = [weakref.ref(module) for module in modules]
+        self._to_run: set[int] = set()
+        for module in modules:
+            module.__dict__[_STATE] = self
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._after_forward)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_state_dict)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    @property
+    def is_root(self) -> bool:
+        return self._own_iteration is not None
+
+    @property
+    def shared(self) -> Iteration:
+        """The iteration of the model this belongs to; the first module to ask becomes its root."""
+        iteration = self.iteration() if self.iteration is not None else None
+        return self.initialise() if iteration is None else iteration
+
+    def initialise(self) -> Iteration:
+        """Make this the root: resolve names and ties, materialise the units, connect them."""
+        if len(self._modules) > 1:
+            names = ", ".join(type(module).__name__ for module in self.modules)
+            raise StateError(
+                f"The root has to be one module, but {names} were sharded together and run first. "
+                "Apply fully_shard to the module that contains them."
+            )
+        (root,) = self.modules
+        named = _named_states(root)
+        for name, state in named.items():
+            if state is not self and state.iteration is not None and state.iteration() is not None:
+                raise StateError(
+                    f"{name}: it ran forward before the module that contains it, and so became a "
+                    "root of its own. Run the outermost module first."
+                )
+        self._states = list(dict.fromkeys(named.values()))
+        for state in self._states:
+            state.unit.set_name(
+                ", ".join(name for name, other in named.items() if other is state)
+            )
+        _name_parameters(root, self._states)
+        _move_ties(root, named)
+        self.unit.is_root = True
+        units = [state.unit for state in self._states if state.unit.params]
+        for unit in units:
+            unit.adopt()
+        self._own_iteration = Iteration(units)
+        for state in self._states:
+            state.iteration = weakref.ref(self._own_iteration)
+            state._root = weakref.ref(self)
+        return self._own_iteration
+
+    def reset(self) -> None:
+        """Forget an iteration that did not end."""
+        if self._own_iteration is None:
+            return
+        self._own_iteration.reset()
+        for state in self._states:
+            state.training_state = TrainingState.IDLE
+            state._to_run.clear()
+
+    # 1
+
+    @torch.compiler.disable
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        policy = self.unit.config.mp_policy
+        if self.training_state is TrainingState.PRE_BACKWARD and is_in_backward():
+            self.unit.unshard()  # a backward that ran in between may have resharded it
+            self.unit.wait_unshard()
+            return cast_inputs(policy, args, kwargs)
+        iteration = self.shared
+        if self.is_root and _is_left_over(self, iteration):
+            self.reset()
+        is_first = self.training_state is not TrainingState.FORWARD
+        if not self._to_run:
+            self._to_run = {id(module) for module in self.modules}
+        self.training_state = TrainingState.FORWARD
+        if is_first and not iteration.is_in_forward and not is_in_backward():
+            args, kwargs = _to_device(self.unit.device, args, kwargs)
+            iteration.begin_forward(self)
+        args, kwargs = cast_inputs(policy, args, kwargs)
+        if self.unit.params:
+            iteration.begin_unit(self.unit, prefetches=not self.forward_prefetch)
+        if is_first:
+            for state in self.forward_prefetch:
+                state.unit.unshard()
+            args, kwargs = self._mark_inputs(args, kwargs)
+        return args, kwargs
+
+    # 2
+
+    def _mark_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not torch.is_grad_enabled() or not self.unit.params:
+            return args, kwargs
+        inputs = differentiable_tensors((args, kwargs))
+        if not inputs:
+            return args, kwargs
+        marked = _AfterBackward.apply(self, *inputs)
+        return replace_differentiable((args, kwargs), marked)  # type: ignore[no-any-return]
+
+    # 3
+
+    @torch.compiler.disable
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        policy = self.unit.config.mp_policy
+        if self.training_state is TrainingState.PRE_BACKWARD:
+            return cast_outputs(policy, output)
+        self._to_run.discard(id(module))
+        if self._to_run:
+            return cast_outputs(policy, output)  # others of the group are still to come
+        output = self._complete_forward(output)
+        iteration = self.shared
+        if iteration.is_forward_root(self):
+            for state in self._root()._states if self._root is not None else ():
+                if state._to_run:  # part of its group did not run
+                    state._to_run.clear()
+                    output = state._complete_forward(output)
+            iteration.end_forward()
+        return cast_outputs(policy, output)
+
+    def _complete_forward(self, output: Any) -> Any:
+        if self.unit.params:
+            self.shared.end_unit(self.unit)
+        self.training_state = TrainingState.IDLE
+        if torch.is_grad_enabled():
+            for tensor in differentiable_tensors(output):
+                tensor.register_hook(self._before_backward)
+        return output
+
+    # 4
+
+    @torch.compiler.disable
+    def _before_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        iteration = self.shared
+        iteration.begin_backward(self._end_backward)
+        if self.training_state is TrainingState.PRE_BACKWARD:
+            return grad
+        self.training_state = TrainingState.PRE_BACKWARD
+        if self.unit.params:
+            iteration.start_backward_unshard(self.unit)
+            self.unit.wait_unshard()
+            if not self.backward_prefetch:
+                iteration.prefetch_backward(self.unit)
+        for state in self.backward_prefetch:
+            iteration.start_backward_unshard(state.unit)
+        return grad
+
+    # 6
+
+    @torch.compiler.disable
+    def _after_backward(self) -> None:
+        self.training_state = TrainingState.POST_BACKWARD
+        self.shared.after_backward(self.unit)
+
+    # 7
+
+    @torch.compiler.disable
+    def _end_backward(self) -> None:
+        root = self._root() if self._root is not None else None
+        assert root is not None
+        finished = [
+            state.unit
+            for state in root._states
+            if state.training_state is TrainingState.POST_BACKWARD
+        ]
+        for state in root._states:
+            state.training_state = TrainingState.IDLE
+        self.shared.end_backward(finished)
+
+    # 8
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.unit.reshard()
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity whose backward runs once the gradients of all inputs are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, state: ModuleState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.state._after_backward()
+        return (None, *grads)
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """Return the state of a sharded module, None for any other."""
+    state = module.__dict__.get(_STATE)
+    return state if isinstance(state, ModuleState) else None
+
+
+def _named_states(root: nn.Module) -> dict[str, ModuleState]:
+    return {
+        name: state
+        for name, module in root.named_modules()
+        if (state := state_of(module)) is not None
+    }
+
+
+def _is_left_over(state: ModuleState, iteration: Iteration) -> bool:
+    """Whether an exception ended the last iteration: the root starts again before it was over."""
+    return not is_in_backward() and (iteration.is_in_forward or iteration.has_stale_backward)
+
+
+def _name_parameters(root: nn.Module, states: Sequence[ModuleState]) -> None:
+    managed = {id(p.sharded): p for state in states for p in state.unit.params}
+    for name, parameter in root.named_parameters():
+        if id(parameter) in managed:
+            managed[id(parameter)].name = name
+
+
+def _move_ties(root: nn.Module, named: dict[str, ModuleState]) -> None:
+    """Move each parameter that several units use to the innermost unit that contains them all."""
+    name_of = {id(module): name for name, module in root.named_modules()}
+    single = {name: state for name, state in named.items() if len(state._modules) == 1}
+    moves: list[tuple[ManagedParameter, ModuleState, ModuleState]] = []
+    for state in dict.fromkeys(named.values()):
+        for param in state.unit.params:
+            if len(param.slots) == 1:
+                continue
+            users = [name_of.get(id(slot.module()), "") for slot in param.slots]
+            nearest = {id(named[max((n for n in named if contains(n, u)), key=len)]) for u in users}
+            if nearest != {id(state)}:
+                moves.append((param, state, single[lowest_common_unit(users, single)]))
+    for param, state, target in moves:
+        state.unit.give_param(param, target.unit, [slot.path(name_of) for slot in param.slots])
+
+
+def _to_device(
+    device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if device.type == "cpu":
+        return args, kwargs
+    moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
+    return moved  # type: ignore[no-any-return]

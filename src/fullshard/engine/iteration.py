@@ -1,0 +1,200 @@
+"""What the units of one model share during an iteration: order, prefetch, work in flight, fences.
+
+Every model that runs forward as a whole has one `Iteration`, owned by its root module. Its verbs
+are called by `hooks`, in this order for a step of training:
+
+    begin_forward   fence; the root's forward starts
+    begin_unit      a unit's parameters become usable; the next unit's gather may start
+    end_unit        they are freed, if the unit reshards after forward
+    end_forward     fence
+    begin_backward  once a backward pass: arrange for end_backward
+    prefetch_backward
+    after_backward  a unit's gradients are complete: reshard, start reducing, finish older ones
+    end_backward    units without a backward of their own; finish everything; fence
+
+[Note: Fences] Ranks of one host may read each other's shards in place. All writes happen between a
+fence after the last use and a fence before the first: optimizer steps, loading, anything a user
+does to sharded parameters between iterations. Between forward and backward of one iteration nobody
+may write, as ever with autograd.
+"""
+
+import collections
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fullshard.engine.gradients import InFlight
+from fullshard.engine.unit import Unit, comms_of
+from fullshard.plan.schedule import Recorder
+from fullshard.policies import ShardedState
+
+
+class Iteration:
+    """The shared side of a model's units. ``units`` are in the order of ``named_modules``."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = list(units)
+        self.is_last_backward = True
+        self._comms = comms_of(self.units)
+        self._number = {id(unit): number for number, unit in enumerate(self.units)}
+        self._recorder = Recorder()
+        self._positions: dict[int, list[int]] = collections.defaultdict(list)
+        self._in_flight: collections.deque[InFlight] = collections.deque()
+        self._forward_root: weakref.ref[Any] | None = None
+        self._in_backward = False
+        self._expects_backward = False
+        self._fenced_since_backward = True
+        self._prepare()
+
+    # Forward
+
+    @property
+    def is_in_forward(self) -> bool:
+        return self._forward_root is not None
+
+    @property
+    def has_stale_backward(self) -> bool:
+        """Whether a backward began and neither ended nor is running: it raised."""
+        return self._in_backward and not is_in_backward()
+
+    def begin_forward(self, root: Any) -> None:
+        self._forward_root = weakref.ref(root)
+        self._expects_backward = torch.is_grad_enabled()
+        self._recorder.start_pass()
+        self.fence("before forward")
+        self._fenced_since_backward = True
+
+    def is_forward_root(self, state: Any) -> bool:
+        return self._forward_root is not None and self._forward_root() is state
+
+    def begin_unit(self, unit: Unit, *, prefetches: bool) -> None:
+        unit.unshard()
+        unit.wait_unshard()
+        if is_in_backward():
+            return  # a recomputation: backward has its own order
+        following = self._recorder.next_unit(self._number[id(unit)])
+        if prefetches and following is not None and self.units[following].comm.overlaps:
+            self.units[following].unshard()
+
+    def end_unit(self, unit: Unit) -> None:
+        if is_in_backward():
+            return  # its backward comes next
+        if self._expects_backward:
+            position = self._recorder.expect_backward(self._number[id(unit)])
+            self._positions[id(unit)].append(position)
+        unit.reshard(after_forward=True)
+
+    def end_forward(self) -> None:
+        self._forward_root = None
+        if not self._expects_backward:
+            # Whoever changes parameters after evaluation must find them sharded.
+            for unit in self.units:
+                if unit.state is not ShardedState.GATHERING:
+                    unit.reshard()
+        self.fence("after forward")
+
+    # Backward
+
+    def begin_backward(self, end: Any) -> None:
+        """Arrange that ``end`` is called when this backward pass is over."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        if not self._fenced_since_backward:
+            self.fence("before another backward")  # somebody may have written since the last one
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def prefetch_backward(self, unit: Unit) -> None:
+        """Start gathering the unit whose backward comes next, by the order of this forward."""
+        positions = self._positions[id(unit)]
+        if not positions:
+            return  # differentiated more often than it ran
+        previous = self._recorder.before(positions.pop())
+        if previous is not None and self.units[previous].comm.overlaps:
+            self.start_backward_unshard(self.units[previous])
+
+    def start_backward_unshard(self, unit: Unit) -> None:
+        if unit.config.unshard_in_backward:
+            unit.unshard()
+
+    def after_backward(self, unit: Unit) -> None:
+        grads = unit.take_gradients()
+        config = unit.config
+        if config.reshard_after_backward:
+            unit.reshard()
+        if not config.reduce_grads:
+            unit.accumulate(grads)
+            return
+        in_flight = unit.reduce(grads)
+        if in_flight is not None:
+            self._finish_reductions(keep=0 if unit.runtime.has_streams else 1, then=in_flight)
+
+    def end_backward(self, finished: Sequence[Unit]) -> None:
+        """``finished`` had an `after_backward` in this pass; the others get theirs now."""
+        done = {id(unit) for unit in finished}
+        for unit in reversed(self.units):
+            if id(unit) not in done:
+                self.after_backward(unit)
+        self._in_backward = False
+        self._fenced_since_backward = False
+        self._finish_reductions(keep=0)
+        self._release_events()
+        if self.is_last_backward:
+            self._recorder.end_iteration()
+            self._positions.clear()
+            for unit in self.units:
+                if unit.state is ShardedState.GATHERING:  # prefetched, but never used
+                    unit.wait_unshard()
+                    unit.reshard()
+        self.fence("after backward")
+
+    # Any time
+
+    def fence(self, label: str) -> None:
+        """See [Note: Fences]."""
+        for comm in self._comms:
+            comm.fence(label)
+
+    def reset(self) -> None:
+        """Forget an iteration that an exception ended, its gradients included."""
+        for in_flight in self._in_flight:
+            in_flight.discard()
+        for comm in self._comms:
+            comm.abandon()
+        self._in_flight.clear()
+        self._recorder.forget()
+        self._positions.clear()
+        self._forward_root = None
+        self._in_backward = False
+        for unit in self.units:
+            unit.reset()
+
+    def _finish_reductions(self, *, keep: int, then: InFlight | None = None) -> None:
+        """Finish all but the last ``keep`` reductions, in the order they were started."""
+        if then is not None:
+            self._in_flight.append(then)
+        unfinished = [item for item in self._in_flight if not item.is_finished]
+        for item in unfinished[: max(len(unfinished) - keep, 0)]:
+            item.finish()
+        # A finished one still holds tensors that its lane reads; compute waits before they go.
+        while len(self._in_flight) > 1 and self._in_flight[0].is_finished:
+            self._in_flight.popleft().release()
+
+    def _release_events(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().release()
+
+    def _prepare(self) -> None:
+        needs: dict[Any, list[int]] = {}
+        for unit in self.units:
+            for comm, nbytes in unit.gradients.needs(unit.config).items():
+                needs.setdefault(comm, []).extend(nbytes)
+        for comm in self._comms:
+            comm.prepare(needs.get(comm, []))
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,90 @@
+"""Casts at a unit's boundary, and finding the tensors that autograd has to see."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fullshard.policies import MixedPrecisionPolicy
+
+
+def cast_inputs(
+    policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast floating-point inputs to the compute dtype, if the policy asks for it."""
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return args, kwargs
+    return map_tensors(_caster(policy.param_dtype), (args, kwargs))  # type: ignore[no-any-return]
+
+
+def cast_outputs(policy: MixedPrecisionPolicy, outputs: Any) -> Any:
+    """Cast floating-point outputs to the output dtype, if the policy asks for it."""
+    if policy.output_dtype is None:
+        return outputs
+    return map_tensors(_caster(policy.output_dtype), outputs)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Apply a function to every tensor in nested containers, dataclasses among them."""
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_plain_dataclass)
+    changed = False
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            new: Any = function(leaf)
+        elif _is_plain_dataclass(leaf):
+            new = _map_dataclass(function, leaf)
+        else:
+            continue
+        changed |= new is not leaf
+        leaves[position] = new
+    return pytree.tree_unflatten(leaves, spec) if changed else tree
+
+
+def differentiable_tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers that require a gradient, in order."""
+    found: list[torch.Tensor] = []
+
+    def visit(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(visit, tree)
+    return found
+
+
+def replace_differentiable(tree: Any, replacements: tuple[torch.Tensor, ...]) -> Any:
+    """Put other tensors where `differentiable_tensors` found some, in the same order."""
+    remaining = iter(replacements)
+    return map_tensors(lambda tensor: next(remaining) if tensor.requires_grad else tensor, tree)
+
+
+def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _is_plain_dataclass(leaf: Any) -> bool:
+    return (
+        hasattr(type(leaf), "__dataclass_fields__")
+        and not isinstance(leaf, type)
+        and type(leaf) not in pytree.SUPPORTED_NODES
+    )
+
+
+def _map_dataclass(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return the dataclass with its tensors mapped; itself if none of them changed."""
+    changes = {}
+    for name in type(value).__dataclass_fields__:
+        old = getattr(value, name, None)
+        new = map_tensors(function, old)
+        if new is not old:
+            changes[name] = new
+    if not changes:
+        return value
+    # Not dataclasses.replace: it reruns __init__, which may derive fields or refuse some.
+    result = copy.copy(value)
+    for name, new in changes.items():
+        object.__setattr__(result, name, new)
+    return result

@@ -1,0 +1,61 @@
+"""Streams and events of a device, with a form for the CPU where they are no-ops.
+
+Three lanes. COMPUTE is the user's current stream. ALL_GATHER carries unshards, so that one may run
+beside compute; REDUCE carries gradient reductions, which must not wait behind the next unshard.
+Memory is allocated on the lane that frees it: unsharded buffers on COMPUTE, what exists only
+during a collective on that collective's lane.
+"""
+
+import contextlib
+import enum
+from typing import Any
+
+import torch
+
+
+class Lane(enum.Enum):
+    COMPUTE = enum.auto()
+    ALL_GATHER = enum.auto()
+    REDUCE = enum.auto()
+
+
+class Runtime:
+    """The lanes of one device.
+
+    has_streams: whether work runs behind the host's back. Without streams a collective is waited
+    for when its result is needed; with them, waiting is an event between two lanes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.has_streams = device.type != "cpu"
+        self._streams: dict[Lane, torch.Stream] = {}
+
+    def on(self, lane: Lane) -> contextlib.AbstractContextManager[Any]:
+        """Make a lane the current stream."""
+        if not self.has_streams or lane is Lane.COMPUTE:
+            return contextlib.nullcontext()
+        return self._stream(lane)
+
+    def record(self) -> torch.Event | None:
+        """Mark the current stream's position."""
+        if not self.has_streams:
+            return None
+        event = torch.Event(self.device.type)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def wait(self, event: torch.Event | None) -> None:
+        """Let the current stream wait for an event; the host does not."""
+        if event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(event)
+
+    def finish(self, event: torch.Event | None) -> None:
+        """Let the host wait for an event."""
+        if event is not None:
+            event.synchronize()
+
+    def _stream(self, lane: Lane) -> torch.Stream:
+        if lane not in self._streams:
+            self._streams[lane] = torch.Stream(self.device, priority=-1)
+        return self._streams[lane]

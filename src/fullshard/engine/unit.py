@@ -1,0 +1,324 @@
+"""A unit: parameters that are gathered and freed together.
+
+    SHARDED --unshard--> GATHERING --wait--> UNSHARDED --reshard--> SHARDED
+                             ^                   |
+                             |                   v  (reshard_after_forward=N)
+                             +---------- SHARDED_POST_FORWARD
+
+A unit knows how to move between these states and to hand its gradients on; when it does is decided
+by `hooks` and `iteration`.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.comm.interface import Comm, Work
+from fullshard.comm.process_group import ProcessGroupComm
+from fullshard.comm.select import select_comm
+from fullshard.engine.buffers import UnitBuffers
+from fullshard.engine.gradients import InFlight, Scratch, UnitGradients
+from fullshard.engine.params import ManagedParameter
+from fullshard.engine.runtime import Lane, Runtime
+from fullshard.errors import StateError
+from fullshard.plan.layout import UnitLayout, rows_layout
+from fullshard.plan.mesh import MeshPlan
+from fullshard.policies import ShardedState, UnitConfig
+
+logger = logging.getLogger("fullshard")
+
+_TRANSITIONS = {
+    ShardedState.SHARDED: {ShardedState.GATHERING},
+    ShardedState.GATHERING: {ShardedState.UNSHARDED, ShardedState.SHARDED},
+    ShardedState.UNSHARDED: {ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD},
+    ShardedState.SHARDED_POST_FORWARD: {ShardedState.GATHERING, ShardedState.SHARDED},
+}
+
+
+class UnitMesh(NamedTuple):
+    """A mesh with its place in numbers and its process groups (None for an axis of one)."""
+
+    mesh: DeviceMesh
+    plan: MeshPlan
+    shard_group: dist.ProcessGroup | None
+    replicate_group: dist.ProcessGroup | None
+    post_forward_group: dist.ProcessGroup | None = None
+
+
+class Unit:
+    """Parameters sharded over one mesh, with their memory and communication."""
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParameter],
+        mesh: UnitMesh,
+        device: torch.device,
+        config: UnitConfig,
+    ) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.config = config
+        self.name = ""
+        self.is_root = False
+        self.runtime = Runtime(device)
+        self.comm = select_comm(mesh.shard_group, device, config.comm)
+        self.replicate_comm = select_comm(mesh.replicate_group, device, config.comm)
+        self.gradients = UnitGradients(
+            mesh.plan, self.comm, self.replicate_comm, self.runtime, Scratch(device)
+        )
+        self.state = ShardedState.SHARDED
+        self.params: list[ManagedParameter] = []
+        self.buffers: UnitBuffers | None = None
+        self._works: list[Work] = []
+        self._gathered: torch.Event | None = None
+        self._post_forward: ProcessGroupComm | None = None
+        self.set_params(params)
+
+    # Parameters and memory
+
+    def set_params(self, params: Sequence[ManagedParameter]) -> None:
+        """Take these parameters, and allocate their memory unless some are still on meta."""
+        self.params = list(params)
+        for param in self.params:
+            param.show_sharded()
+        self.buffers = None
+        if not any(param.local.is_meta for param in self.params):
+            self.adopt()
+
+    def give_param(self, param: ManagedParameter, other: "Unit", names: Sequence[str]) -> None:
+        """Hand over a parameter that modules of several units share."""
+        logger.warning(
+            "%s are one tied parameter: it moves from unit %r to %r, their lowest common unit.",
+            " and ".join(names),
+            self.name,
+            other.name or "root",
+        )
+        self.set_params([own for own in self.params if own is not param])
+        other.set_params([*other.params, param])
+
+    @property
+    def layout(self) -> UnitLayout:
+        specs = [param.spec(self.config.mp_policy) for param in self.params]
+        return rows_layout(specs, shard_size=self.mesh.plan.shard_size, rule=self.comm.rule)
+
+    def adopt(self) -> None:
+        """Bring the shards into the unit's memory, wherever they are now.
+
+        Parameters may be replaced, moved or cast by others between steps: ``to_empty``,
+        ``load_state_dict(assign=True)``, ``model.half()``. A change of dtype makes a new layout.
+        """
+        for param in self.params:
+            param.follow_replacement()
+        on_meta = [param.name for param in self.params if param.local.is_meta]
+        if on_meta:
+            raise StateError(
+                f"{self.label}: these parameters are still on the meta device: "
+                f"{', '.join(on_meta)}. Materialise them before the first forward: "
+                f"model.to_empty(device={str(self.device)!r}), then initialise every value."
+            )
+        layout = self.layout
+        if self.buffers is None or self.buffers.layout != layout:
+            shard_device = torch.device("cpu") if self.config.offload_to_cpu else self.device
+            with torch.inference_mode(False):
+                self.buffers = UnitBuffers(
+                    layout,
+                    self.comm,
+                    self.runtime,
+                    shard_device=shard_device,
+                    pin_memory=self.config.pin_memory,
+                )
+            specs = [param.spec(self.config.mp_policy) for param in self.params]
+            self.gradients.bind(self.params, specs)
+            self._create_unsharded()
+        for index, param in enumerate(self.params):
+            self._check_device(param, self.buffers.shard(index).device)
+            param.move_shard(self.buffers.shard(index))
+
+    def read_privately(self) -> None:
+        """From now on, keep what users may write to apart from the shards."""
+        if self.buffers is not None and self.buffers.read_privately():
+            self._create_unsharded()
+
+    # Moving between states
+
+    def unshard(self) -> None:
+        """Start gathering the parameters; no effect if they are gathered or being gathered."""
+        if self.state in (ShardedState.GATHERING, ShardedState.UNSHARDED):
+            return
+        if not self.params:
+            return
+        if self._shards_moved():
+            self.adopt()
+        assert self.buffers is not None
+        works = self.buffers.start_unshard()
+        if self.runtime.has_streams:
+            with self.runtime.on(Lane.ALL_GATHER):
+                for work in works:
+                    work.wait()
+                self._gathered = self.runtime.record()
+            works = []
+        self._works = works
+        self._enter(ShardedState.GATHERING)
+
+    def wait_unshard(self) -> None:
+        """Make the unsharded parameters usable and put them on the modules."""
+        if self.state is not ShardedState.GATHERING:
+            return
+        self._finish_gather()
+        for param in self.params:
+            param.show_unsharded()
+        self._enter(ShardedState.UNSHARDED)
+
+    def reshard(self, *, after_forward: bool = False) -> None:
+        """Free the unsharded parameters and put the sharded ones on the modules."""
+        if after_forward and self.keeps_after_forward:
+            return
+        if self.state in (ShardedState.SHARDED, ShardedState.GATHERING) or not self.params:
+            return
+        assert self.buffers is not None
+        target = ShardedState.SHARDED
+        if self.state is ShardedState.SHARDED_POST_FORWARD:
+            if after_forward:
+                return
+            self.buffers.drop_kept()
+        elif after_forward and self._post_forward_comm() is not None:
+            self.buffers.keep_post_forward(self._post_forward_comm())  # type: ignore[arg-type]
+            target = ShardedState.SHARDED_POST_FORWARD
+        else:
+            self.buffers.free_unsharded()
+        for param in self.params:
+            param.show_sharded()
+        self._enter(target)
+
+    def reset(self) -> None:
+        """Return to SHARDED from anywhere, without gradients (after an exception)."""
+        if self.state is ShardedState.GATHERING:
+            self._finish_gather()
+            self._enter(ShardedState.UNSHARDED)
+        self.reshard()
+        self.gradients.drop_partial()
+        for param in self.params:
+            param.accumulated_grad = None
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self.state is ShardedState.UNSHARDED
+
+    @property
+    def keeps_after_forward(self) -> bool:
+        """Whether parameters stay unsharded from forward to backward."""
+        option = self.config.reshard_after_forward
+        return self.is_root if option is None else option is False
+
+    # Gradients
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Take what autograd has accumulated, one full gradient a parameter."""
+        grads = []
+        for param in self.params:
+            grad = None if param.unsharded is None else param.unsharded.grad
+            if grad is not None:
+                param.unsharded.grad = None  # type: ignore[union-attr]
+                if grad.layout is not torch.strided:
+                    raise StateError(
+                        f"{param.name}: its gradient is sparse, which cannot be reduced. "
+                        "Build the embedding with sparse=False."
+                    )
+            grads.append(grad)
+        return grads
+
+    def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Keep full gradients for a later reduction, in the reduce dtype."""
+        reduce_dtype = self.config.mp_policy.reduce_dtype
+        for param, grad in zip(self.params, grads, strict=True):
+            if grad is None:
+                continue
+            grad = grad if reduce_dtype is None else grad.to(reduce_dtype)
+            if param.accumulated_grad is None:
+                param.accumulated_grad = grad
+            else:
+                param.accumulated_grad.add_(grad)
+
+    def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
+        """Start reducing gradients and what was accumulated before; None if there is nothing."""
+        accumulated = any(param.accumulated_grad is not None for param in self.params)
+        if accumulated:
+            self.accumulate(grads)
+            grads = [param.accumulated_grad for param in self.params]
+            for param in self.params:
+                param.accumulated_grad = None
+        if all(grad is None for grad in grads):
+            return None
+        return self.gradients.start(grads, self.config, accumulated=accumulated)
+
+    # Messages
+
+    @property
+    def label(self) -> str:
+        return f"{self.name or 'root'} (rank {dist.get_rank()})"
+
+    def set_name(self, name: str) -> None:
+        self.name = name
+        self.gradients.label = name or "root"
+
+    def configure(self, **changes: object) -> None:
+        self.config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]
+
+    # Inside
+
+    def _enter(self, state: ShardedState) -> None:
+        assert state in _TRANSITIONS[self.state], f"{self.label}: {self.state} -> {state}"
+        self.state = state
+
+    def _finish_gather(self) -> None:
+        # Written through tensors of their own, so autograd sees no change of what it saved.
+        with torch.no_grad():
+            for work in self._works:
+                work.wait()
+        self._works = []
+        self.runtime.wait(self._gathered)
+        self._gathered = None
+
+    def _create_unsharded(self) -> None:
+        assert self.buffers is not None
+        for index, param in enumerate(self.params):
+            param.create_unsharded(self.buffers.unsharded(index))
+
+    def _shards_moved(self) -> bool:
+        """Whether a shard is no longer the registered parameter over the unit's memory."""
+        buffers = self.buffers
+        if buffers is None:
+            return True
+        return any(
+            param.slots[0].current is not param.sharded or param.local is not buffers.shard(index)
+            for index, param in enumerate(self.params)
+        )
+
+    def _post_forward_comm(self) -> ProcessGroupComm | None:
+        group = self.mesh.post_forward_group
+        # Ranks that read each other's memory gain nothing from a smaller group.
+        if group is None or not isinstance(self.comm, ProcessGroupComm):
+            return None
+        if self._post_forward is None:
+            self._post_forward = ProcessGroupComm(group, self.device)
+        return self._post_forward
+
+    def _check_device(self, param: ManagedParameter, device: torch.device) -> None:
+        if param.local.device.type != device.type and self.config.offload_to_cpu:
+            raise StateError(
+                f"{param.name} ({self.label}): the shard is on {param.local.device}, but the unit "
+                f"keeps its shards on {device}. Load a CPU state dict or call "
+                f"model.to_empty(device={device.type!r})."
+            )
+
+
+def comms_of(units: Sequence[Unit]) -> list[Comm]:
+    """Return every communication the units use, once each."""
+    return list(dict.fromkeys(comm for u in units for comm in (u.comm, u.replicate_comm)))

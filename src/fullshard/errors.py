@@ -1,0 +1,46 @@
+"""Every exception fullshard raises on purpose.
+
+    FullshardError
+    ├── ShardingError (ValueError)    a module, parameter or option that cannot be sharded as asked
+    ├── MeshError     (ValueError)    a device mesh that does not fit
+    ├── LayoutError   (ValueError)    shapes or sizes no layout exists for
+    ├── StateError    (RuntimeError)  a call at a moment where it cannot work
+    └── CommError     (RuntimeError)  communication failed
+        ├── PeerLostError             a rank died or left while others waited for it
+        └── PeerTimeoutError          a rank is alive but did not arrive in time
+
+A message says where (module and rank), what, and what to do. The ``ValueError`` branch is for
+arguments and is raised before anything has been changed.
+"""
+
+
+class FullshardError(Exception):
+    """Root of the tree above."""
+
+
+class ShardingError(FullshardError, ValueError):
+    """A module, parameter or option cannot be sharded as asked."""
+
+
+class MeshError(FullshardError, ValueError):
+    """A device mesh does not fit the call."""
+
+
+class LayoutError(FullshardError, ValueError):
+    """No layout exists for these shapes and sizes."""
+
+
+class StateError(FullshardError, RuntimeError):
+    """The call cannot work at this moment; the message says what has to happen first."""
+
+
+class CommError(FullshardError, RuntimeError):
+    """Communication between ranks failed."""
+
+
+class PeerLostError(CommError):
+    """A rank died or left while this one waited for it."""
+
+
+class PeerTimeoutError(CommError):
+    """A rank is alive but did not arrive in time."""

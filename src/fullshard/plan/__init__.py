@@ -1,0 +1,1 @@
+"""Pure planning: integers, shapes and dtypes in, frozen values out."""

@@ -1,0 +1,84 @@
+"""What the engine needs to know of a mesh, as integers."""
+
+import dataclasses
+
+from fullshard.errors import MeshError, ShardingError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """One rank's place in a data-parallel mesh.
+
+    A 2 x 4 mesh on rank 6 is replicate_size=2, replicate_rank=1, shard_size=4, shard_rank=2.
+    """
+
+    shard_size: int
+    shard_rank: int
+    replicate_size: int = 1
+    replicate_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for size, rank, axis in (
+            (self.shard_size, self.shard_rank, "shard"),
+            (self.replicate_size, self.replicate_rank, "replicate"),
+        ):
+            if not 0 <= rank < size:
+                raise MeshError(f"{axis} axis: rank {rank} is not in a group of {size}.")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks see different data: the default gradient divide factor."""
+        return self.shard_size * self.replicate_size
+
+
+def plan_mesh(shape: tuple[int, ...], coordinate: tuple[int, ...] | None) -> MeshPlan:
+    """Read a 1-D mesh as (shard,) and a 2-D mesh as (replicate, shard), as PyTorch does."""
+    if len(shape) not in (1, 2):
+        raise MeshError(
+            f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), not one of "
+            f"shape {shape}. Pass a slice of it, such as mesh['dp_replicate', 'dp_shard']."
+        )
+    if coordinate is None:
+        raise MeshError(
+            f"This rank is not part of the mesh of shape {shape}. Call fully_shard only on the "
+            "mesh's ranks, or build the mesh over all of them."
+        )
+    if len(shape) == 1:
+        return MeshPlan(shard_size=shape[0], shard_rank=coordinate[0])
+    return MeshPlan(
+        shard_size=shape[1],
+        shard_rank=coordinate[1],
+        replicate_size=shape[0],
+        replicate_rank=coordinate[0],
+    )
+
+
+def check_reshard_after_forward(value: bool | int | None, shard_size: int) -> bool | int | None:
+    """Return the option with trivial group sizes turned into booleans.
+
+    On 8 ranks: 8 -> True, 1 -> False, 4 -> 4, 3 -> ShardingError.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ShardingError(
+            f"reshard_after_forward={value!r}: expected True, False, None or a group size (int)."
+        )
+    if value < 1 or shard_size % value != 0:
+        sizes = ", ".join(str(n) for n in range(2, shard_size) if shard_size % n == 0)
+        raise ShardingError(
+            f"reshard_after_forward={value}: a group size must be a factor of {shard_size}, the "
+            f"size of the shard axis. Choose one of: {sizes or 'True, False (no factor exists)'}."
+        )
+    if value == 1:
+        return False
+    return True if value == shard_size else value
+
+
+def post_forward_group(rank: int, group_size: int) -> tuple[int, ...]:
+    """Return the shard ranks among which ``rank`` keeps its parameters after forward.
+
+    Rank 5 with groups of 4 -> (4, 5, 6, 7).
+    """
+    first = rank - rank % group_size
+    return tuple(range(first, first + group_size))

@@ -1,0 +1,114 @@
+"""Options as frozen values, checked where they are made.
+
+The public policies carry the names, fields and defaults of PyTorch's. ``UnitConfig`` is what the
+faces translate their arguments into; the engine reads nothing else, and every ``set_*`` method of
+a face replaces one field of it.
+"""
+
+import dataclasses
+import enum
+
+import torch
+
+from fullshard.errors import ShardingError
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of one unit; ``None`` leaves a dtype as it is.
+
+    param_dtype: unsharded parameters, hence compute and the all-gather. The optimizer keeps
+        working on the sharded parameters in their own dtype.
+    reduce_dtype: gradient reduction, and unreduced accumulation. ``None`` takes the gradients'
+        dtype. Sums are formed in float32 or wider whatever travels.
+    output_dtype: floating-point outputs of the module's forward.
+    cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
+
+    Raises ShardingError for a dtype that is not floating point.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ShardingError(
+                    f"MixedPrecisionPolicy({name}={dtype!r}): expected a floating-point "
+                    "torch.dtype such as torch.bfloat16, or None to keep the dtype as it is."
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadPolicy:
+    """Keep shards on the compute device (the default)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep sharded parameters, gradients and hence optimizer state in host memory.
+
+    pin_memory: page-lock that memory, so that copies overlap with compute. Without effect when
+        the compute device is the CPU.
+    """
+
+    pin_memory: bool = True
+
+
+class CommChoice(enum.Enum):
+    """How the ranks of a shard axis exchange bytes."""
+
+    AUTO = "auto"  # peer memory where it can be had, else the process group
+    PEER_MEMORY = "peer_memory"  # ranks of one host read each other's memory; an error elsewhere
+    PROCESS_GROUP = "process_group"  # collectives of torch.distributed
+
+
+class TrainingState(enum.Enum):
+    """What a unit's modules are doing."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    PRE_BACKWARD = enum.auto()  # between the pre-backward hook and the end of its backward
+    POST_BACKWARD = enum.auto()
+
+
+class ShardedState(enum.Enum):
+    """Where a unit's parameters are."""
+
+    SHARDED = enum.auto()
+    GATHERING = enum.auto()  # the all-gather is under way
+    UNSHARDED = enum.auto()
+    SHARDED_POST_FORWARD = enum.auto()  # resharded over the smaller group until backward
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitConfig:
+    """Everything the engine is told about one unit.
+
+    reshard_after_forward: True reshards over the whole shard axis, False keeps the parameters
+        unsharded until backward is over, an int reshards over groups of that many ranks, None
+        means True except for the root.
+    """
+
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    offload_policy: OffloadPolicy = OffloadPolicy()
+    reshard_after_forward: bool | int | None = None
+    comm: CommChoice = CommChoice.AUTO
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    gradient_divide_factor: float | None = None
+
+    @property
+    def offload_to_cpu(self) -> bool:
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
+
+    @property
+    def pin_memory(self) -> bool:
+        return isinstance(self.offload_policy, CPUOffloadPolicy) and self.offload_policy.pin_memory
