@@ -122,10 +122,12 @@ def fully_shard(
     covered = covered_modules(roots)
     parameters = CoveredParameters(covered, ignored_params or set())
     check_parameters(parameters.slots.items(), device)
-    dims = [_shard_dim(p, shard_placement_fn, slots[0].name) for p, slots in parameters.slots.items()]
+    dims = [
+        _shard_dim(p, shard_placement_fn, slots[0].name) for p, slots in parameters.slots.items()
+    ]
     unit_mesh = _with_post_forward_group(unit_mesh, config)
 
-    _move_to_device(covered, parameters, device, config, ignored_params or set())
+    _move_to_device(covered, parameters, device, config)
     managed = [
         ManagedParameter(parameter, slots, unit_mesh.mesh, dim)
         for (parameter, slots), dim in zip(parameters.slots.items(), dims, strict=True)
@@ -194,9 +196,7 @@ class FSDPModule:
         """Sum over the replicate axis in backward, or keep sums over the shard axis (HSDP)."""
         self._configure(recurse, all_reduce_grads=requires_all_reduce)
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, recurse: bool = True
-    ) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` to True or False."""
         if not isinstance(reshard_after_forward, bool):
             raise ShardingError(
@@ -221,7 +221,9 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by this instead of the number of data-parallel ranks."""
         if not factor > 0:
-            raise ShardingError(f"set_gradient_divide_factor({factor!r}): expected a positive number.")
+            raise ShardingError(
+                f"set_gradient_divide_factor({factor!r}): expected a positive number."
+            )
         self._configure(recurse=False, gradient_divide_factor=float(factor))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -335,7 +337,6 @@ def _move_to_device(
     parameters: CoveredParameters,
     device: torch.device,
     config: UnitConfig,
-    ignored: set[nn.Parameter],
 ) -> None:
     """Move what was built on the CPU to the mesh's device; offloaded parameters stay."""
     if device.type == "cpu":

@@ -12,9 +12,7 @@ from fullshard.errors import ShardingError
 
 def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that are not inside another of them, in order, once each."""
-    inside = {
-        id(child) for module in modules for child in module.modules() if child is not module
-    }
+    inside = {id(child) for module in modules for child in module.modules() if child is not module}
     return [m for m in dict.fromkeys(modules) if id(m) not in inside]
 
 
@@ -112,4 +110,7 @@ def check_parameters(
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward not in (nn.Module.forward, getattr(nn.modules.module, "_forward_unimplemented", None))
+    return type(module).forward not in (
+        nn.Module.forward,
+        getattr(nn.modules.module, "_forward_unimplemented", None),
+    )

@@ -39,7 +39,7 @@ class Scaling:
     after: float = 1.0
 
 
-@dataclasses.dataclass(slots=True, weakref_slot=True)
+@dataclasses.dataclass(slots=True)
 class ShardBuffer:
     """One rank's shards of one bucket.
 
@@ -166,11 +166,11 @@ def shard_places(
         return [region.as_strided((param.shard_size, 1), (stride, 1), base)]
     outer, rows, inner = param.outer_numel, param.rows_per_shard, param.inner_numel
     whole, rest = divmod(param.spec.shape[param.spec.shard_dim], rows)
-    shape, strides = (whole, outer, rows, inner), (stride, rows * inner, inner, 1)
-    places = [region.as_strided(shape, strides, base)]
+    full_shards = (whole, outer, rows, inner), (stride, rows * inner, inner, 1)
+    places = [region.as_strided(*full_shards, base)]
     if rest:
-        shape, strides = (outer, rest, inner), (rest * inner, inner, 1)
-        places.append(region.as_strided(shape, strides, base + whole * stride))
+        last_shard = (outer, rest, inner), (rest * inner, inner, 1)
+        places.append(region.as_strided(*last_shard, base + whole * stride))
     return places
 
 

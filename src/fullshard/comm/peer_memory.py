@@ -37,7 +37,7 @@ from fullshard.comm.interface import (
     copy_out_packed,
 )
 from fullshard.comm.process_group import add_in_order
-from fullshard.comm.shared_memory import SharedMemory, Unavailable
+from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.plan.layout import BucketLayout, DirectRule, Route
 
 _LINE = 64  # records and what is in them begin on cache lines
@@ -53,7 +53,7 @@ class _Record:
 
 
 class PeerMemoryComm(Comm):
-    """Ranks of one host that share memory. Raises Unavailable where they cannot."""
+    """Ranks of one host that share memory. Raises UnavailableError where they cannot."""
 
     name = "peer memory (one host)"
     overlaps = False
@@ -61,9 +61,11 @@ class PeerMemoryComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         if device.type != "cpu":
-            raise Unavailable(f"it serves CPU ranks, this is {device.type}")
+            raise UnavailableError(f"it serves CPU ranks, this is {device.type}")
         if dist.get_backend(group) != "gloo":
-            raise Unavailable(f"the process group's backend is {dist.get_backend(group)}, not gloo")
+            raise UnavailableError(
+                f"the process group's backend is {dist.get_backend(group)}, not gloo"
+            )
         self.memory = SharedMemory.connect(group)
         self.rank = self.memory.rank
         self.size = self.memory.size
@@ -227,9 +229,7 @@ class PeerMemoryComm(Comm):
     ) -> torch.Tensor:
         """View what ``rank`` staged, from byte ``offset`` of the record on."""
         assert self._ring is not None
-        return _view(
-            self._ring, rank * self._ring_nbytes + record.start + offset, (numel,), dtype
-        )
+        return _view(self._ring, rank * self._ring_nbytes + record.start + offset, (numel,), dtype)
 
     def _parts(
         self, record: _Record, offset: int, numel: int, dtype: torch.dtype

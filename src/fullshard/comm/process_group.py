@@ -98,7 +98,8 @@ class ProcessGroupComm(Comm):
 
     def all_gather(self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0) -> Work:
         bucket, flat = shards.bucket, shards.flat
-        assert flat is not None and first == 0
+        assert flat is not None
+        assert first == 0
         if bucket.unsharded_numel == 0:
             return Done()
         source = flat.to(unsharded.device, unsharded.dtype, non_blocking=True)

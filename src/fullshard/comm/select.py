@@ -10,7 +10,7 @@ from fullshard.comm.interface import Comm
 from fullshard.comm.local import LocalComm
 from fullshard.comm.peer_memory import PeerMemoryComm
 from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.comm.shared_memory import Unavailable
+from fullshard.comm.shared_memory import UnavailableError
 from fullshard.errors import CommError
 from fullshard.policies import CommChoice
 
@@ -34,7 +34,7 @@ def select_comm(group: dist.ProcessGroup | None, device: torch.device, choice: C
     if group not in _connected:
         try:
             _connected[group] = PeerMemoryComm(group, device)
-        except Unavailable as reason:
+        except UnavailableError as reason:
             _connected[group] = str(reason)
             logger.info("peer memory is not used: %s", reason)
     comm = _connected[group]

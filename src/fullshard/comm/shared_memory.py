@@ -19,6 +19,7 @@ import select
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ _LIVENESS_S = 0.1
 _SLOW_S = 30.0
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """Shared memory cannot be had; the message is the reason."""
 
 
@@ -88,7 +89,7 @@ class SharedMemory:
 
     @classmethod
     def connect(cls, group: dist.ProcessGroup) -> "SharedMemory":
-        """Join the group's ranks. Raises Unavailable on every rank if one of them cannot."""
+        """Join the group's ranks. Raises UnavailableError on every rank if one of them cannot."""
         rank, size = group.rank(), group.size()
         control: mmap.mmap | None = None
         fd, problem = None, _platform_problem()
@@ -110,7 +111,7 @@ class SharedMemory:
         if fd is not None:
             os.close(fd)
         if problems or control is None:
-            raise Unavailable(problems[0])
+            raise UnavailableError(problems[0])
         return cls(introductions, rank, control, _timeout_s(group))
 
     def allocate(self, nbytes: int, label: str) -> mmap.mmap:
@@ -131,7 +132,9 @@ class SharedMemory:
         self.barrier(label)
         offered = self.get(0, self.OFFER_FD)
         if offered < 0:
-            raise CommError(f"{label}: rank {self._peers[0].global_rank} cannot share {nbytes} bytes.")
+            raise CommError(
+                f"{label}: rank {self._peers[0].global_rank} cannot share {nbytes} bytes."
+            )
         memory = _open_peer_file(self._peers[0].pid, offered, nbytes)
         self.barrier(label)
         if self.rank == 0:
@@ -192,9 +195,7 @@ class SharedMemory:
         self._lock.acquire()
 
     def _late(self, counter: int, value: int) -> list[int]:
-        return [
-            peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value
-        ]
+        return [peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value]
 
     def _describe_wait(self, counter: int, value: int, label: str, waited: float) -> str:
         late = ", ".join(str(rank) for rank in self._late(counter, value))
@@ -228,9 +229,8 @@ def _platform_problem() -> str | None:
 
 def _host() -> str:
     """Name the set of processes that can open each other's files: kernel, pid space and user."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
 
 
 def _common_problem(introductions: list[_Introduction]) -> str | None:

@@ -218,7 +218,7 @@ def shard_views(bucket: BucketLayout, flat: torch.Tensor, rank: int) -> list[tor
 
 
 def _references(tensor: torch.Tensor) -> int:
-    return sys.getrefcount(tensor) + tensor._use_count()
+    return sys.getrefcount(tensor) + tensor._use_count()  # type: ignore[attr-defined]
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

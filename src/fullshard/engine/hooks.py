@@ -99,9 +99,7 @@ class ModuleState:
                 )
         self._states = list(dict.fromkeys(named.values()))
         for state in self._states:
-            state.unit.set_name(
-                ", ".join(name for name, other in named.items() if other is state)
-            )
+            state.unit.set_name(", ".join(name for name, other in named.items() if other is state))
         _name_parameters(root, self._states)
         _move_ties(root, named)
         self.unit.is_root = True
@@ -163,8 +161,8 @@ class ModuleState:
         inputs = differentiable_tensors((args, kwargs))
         if not inputs:
             return args, kwargs
-        marked = _AfterBackward.apply(self, *inputs)
-        return replace_differentiable((args, kwargs), marked)  # type: ignore[no-any-return]
+        marked = _AfterBackward.apply(self, *inputs)  # type: ignore[no-untyped-call]
+        return replace_differentiable((args, kwargs), marked)
 
     # 3
 
@@ -179,7 +177,7 @@ class ModuleState:
         output = self._complete_forward(output)
         iteration = self.shared
         if iteration.is_forward_root(self):
-            for state in self._root()._states if self._root is not None else ():
+            for state in self._everyone():
                 if state._to_run:  # part of its group did not run
                     state._to_run.clear()
                     output = state._complete_forward(output)
@@ -224,16 +222,16 @@ class ModuleState:
 
     @torch.compiler.disable
     def _end_backward(self) -> None:
-        root = self._root() if self._root is not None else None
-        assert root is not None
-        finished = [
-            state.unit
-            for state in root._states
-            if state.training_state is TrainingState.POST_BACKWARD
-        ]
-        for state in root._states:
+        states = self._everyone()
+        finished = [s.unit for s in states if s.training_state is TrainingState.POST_BACKWARD]
+        for state in states:
             state.training_state = TrainingState.IDLE
         self.shared.end_backward(finished)
+
+    def _everyone(self) -> list["ModuleState"]:
+        """Return the states of the whole model."""
+        root = self._root() if self._root is not None else None
+        return root._states if root is not None else [self]
 
     # 8
 
@@ -303,5 +301,4 @@ def _to_device(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if device.type == "cpu":
         return args, kwargs
-    moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
-    return moved  # type: ignore[no-any-return]
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))

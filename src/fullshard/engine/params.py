@@ -83,7 +83,7 @@ class ManagedParameter:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard."""
-        return self.sharded._local_tensor  # type: ignore[attr-defined, no-any-return]
+        return self.sharded._local_tensor  # type: ignore[attr-defined]
 
     @property
     def requires_grad(self) -> bool:
@@ -106,7 +106,7 @@ class ManagedParameter:
         if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
             meta = TensorMeta(spec.shape, spec.stride, local.dtype)
             spec = self._spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(local, spec, requires_grad=False)
 
     def create_unsharded(self, view: torch.Tensor) -> None:
         """Make the unsharded form over this memory, or move it there."""
@@ -137,7 +137,7 @@ class ManagedParameter:
             if not isinstance(current, DTensor):
                 with torch.no_grad():
                     current = self._as_parameter(current.detach(), current.requires_grad)
-            self.sharded = current  # type: ignore[assignment]
+            self.sharded = current
             setattr(self.sharded, _OWNER, weakref.ref(self))
             break
         else:
@@ -174,9 +174,7 @@ def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
     return reference() if reference is not None else None
 
 
-def _placements(
-    mesh: DeviceMesh, original: nn.Parameter, shard_dim: int
-) -> tuple[Placement, ...]:
+def _placements(mesh: DeviceMesh, original: nn.Parameter, shard_dim: int) -> tuple[Placement, ...]:
     innermost: Placement = Replicate() if original.dim() == 0 else Shard(shard_dim)
     return (*(Replicate() for _ in range(mesh.ndim - 1)), innermost)
 

@@ -16,7 +16,7 @@ def cast_inputs(
     """Cast floating-point inputs to the compute dtype, if the policy asks for it."""
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return args, kwargs
-    return map_tensors(_caster(policy.param_dtype), (args, kwargs))  # type: ignore[no-any-return]
+    return map_tensors(_caster(policy.param_dtype), (args, kwargs))
 
 
 def cast_outputs(policy: MixedPrecisionPolicy, outputs: Any) -> Any:

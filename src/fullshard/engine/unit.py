@@ -238,13 +238,10 @@ class Unit:
         """Keep full gradients for a later reduction, in the reduce dtype."""
         reduce_dtype = self.config.mp_policy.reduce_dtype
         for param, grad in zip(self.params, grads, strict=True):
-            if grad is None:
-                continue
-            grad = grad if reduce_dtype is None else grad.to(reduce_dtype)
-            if param.accumulated_grad is None:
-                param.accumulated_grad = grad
-            else:
+            if grad is not None and param.accumulated_grad is not None:
                 param.accumulated_grad.add_(grad)
+            elif grad is not None:
+                param.accumulated_grad = grad if reduce_dtype is None else grad.to(reduce_dtype)
 
     def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
         """Start reducing gradients and what was accumulated before; None if there is nothing."""

@@ -127,7 +127,8 @@ class ParamLayout:
         if self.route is Route.REPLICATED:
             return Rows(0, num_rows)
         return Rows(
-            min(rank * self.rows_per_shard, num_rows), min((rank + 1) * self.rows_per_shard, num_rows)
+            min(rank * self.rows_per_shard, num_rows),
+            min((rank + 1) * self.rows_per_shard, num_rows),
         )
 
     def shard_shape(self, rank: int) -> Shape:
@@ -190,7 +191,9 @@ class BucketLayout:
             if start >= stop:
                 return ()
             return (
-                Piece(start - param.unsharded_offset, start - rank * self.shard_numel, stop - start),
+                Piece(
+                    start - param.unsharded_offset, start - rank * self.shard_numel, stop - start
+                ),
             )
         start, stop = param.rows(rank)
         run = (stop - start) * param.inner_numel

@@ -1,0 +1,49 @@
+import pytest
+
+from fullshard.errors import MeshError, ShardingError
+from fullshard.plan.mesh import MeshPlan, check_reshard_after_forward, plan_mesh, post_forward_group
+
+
+def test_a_1d_mesh_shards() -> None:
+    assert plan_mesh((8,), (3,)) == MeshPlan(shard_size=8, shard_rank=3)
+
+
+def test_a_2d_mesh_replicates_and_shards() -> None:
+    plan = plan_mesh((2, 4), (1, 2))
+    assert plan == MeshPlan(shard_size=4, shard_rank=2, replicate_size=2, replicate_rank=1)
+    assert plan.data_parallel_size == 8
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2, 2)])
+def test_other_meshes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(MeshError, match="1-D mesh"):
+        plan_mesh(shape, (0,) * len(shape))
+
+
+def test_a_rank_outside_the_mesh_is_refused() -> None:
+    with pytest.raises(MeshError, match="not part of the mesh"):
+        plan_mesh((4,), None)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(True, True), (False, False), (None, None), (8, True), (1, False), (4, 4), (2, 2)],
+)
+def test_trivial_group_sizes_become_booleans(value: object, expected: object) -> None:
+    assert check_reshard_after_forward(value, 8) is expected or value == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [3, 0, -2, 16])
+def test_a_group_size_that_is_no_factor_is_refused(value: int) -> None:
+    with pytest.raises(ShardingError, match=r"factor of 8.*Choose one of: 2, 4"):
+        check_reshard_after_forward(value, 8)
+
+
+def test_something_else_than_a_group_size_is_refused() -> None:
+    with pytest.raises(ShardingError, match="expected True, False, None"):
+        check_reshard_after_forward("always", 8)  # type: ignore[arg-type]
+
+
+def test_post_forward_groups_partition_the_ranks() -> None:
+    groups = {post_forward_group(rank, 4) for rank in range(8)}
+    assert groups == {(0, 1, 2, 3), (4, 5, 6, 7)}
