@@ -202,7 +202,8 @@ class ProcessGroupComm(Comm):
                 source = _wire_gradient(param, grad, wire_dtype, out.device, scaling.before)
                 exchange(source, out.narrow(0, param.shard_offset, param.chunk_numel))
         # One more element a parameter tells every rank whether anybody had a gradient for it.
-        flags = torch.tensor([grad is not None for grad in grads], dtype=wire_dtype)
+        present = [grad is not None for grad in grads]
+        flags = torch.tensor(present, dtype=wire_dtype, device=out.device)
         packed = self._pack(bucket, grads, wire_dtype, out.device, scaling.before)
         region = torch.cat((packed.view(self.size, -1), flags.expand(self.size, -1)), dim=1)
         target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)

@@ -88,16 +88,13 @@ class UnitBuffers:
         """The whole parameter in compute dtype; valid between unshard and free."""
         return self._views[index]
 
-    def read_privately(self) -> bool:
-        """Stop reading shards in place, for good. Returns whether that changed anything.
+    def read_privately(self) -> None:
+        """Stop reading shards in place, for good.
 
         Somebody outside the engine may write to the unsharded parameters from now on, and must
         not reach the shards by it.
         """
-        if not self.in_place:
-            return False
         self._bind(allow_in_place=False)
-        return True
 
     def start_unshard(self) -> list[Work]:
         """Start filling the unsharded buffers from all ranks' shards, or from what was kept."""

@@ -26,28 +26,6 @@ from fullshard.policies import UnitConfig
 _POOLED = 2  # gradient memory kept for reuse: the current and, with accumulation, the next
 
 
-class Scratch:
-    """Memory for results that are added to something and then no longer needed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: list[torch.Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self._device.type != "cpu":
-            return torch.empty(numel, dtype=dtype, device=self._device)  # a caching allocator
-        nbytes = numel * dtype.itemsize
-        for position, memory in enumerate(self._free):
-            if memory.numel() >= nbytes:
-                return self._free.pop(position)[:nbytes].view(dtype)
-        return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
-
-    def give(self, tensor: torch.Tensor) -> None:
-        if self._device.type == "cpu" and tensor.numel():
-            storage = tensor.untyped_storage()
-            self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))
-
-
 @dataclasses.dataclass(slots=True)
 class _BucketPlan:
     """The gradients of one bucket: which of the unit's parameters, and the memory kept for them.
@@ -108,14 +86,12 @@ class UnitGradients:
         shard_comm: Comm,
         replicate_comm: Comm,
         runtime: Runtime,
-        scratch: Scratch,
     ) -> None:
         self.label = ""
         self._mesh = mesh
         self._shard_comm = shard_comm
         self._replicate_comm = replicate_comm
         self._runtime = runtime
-        self._scratch = scratch
         self._params: list[ManagedParameter] = []
         self._specs: list[ParamSpec] = []
         self._plans: dict[tuple[bool, ...], list[_BucketPlan]] = {}
@@ -151,7 +127,7 @@ class UnitGradients:
         scaling = self._scaling(config)
         if self._mesh.replicate_size > 1:
             scaling = Scaling(scaling.before, 1.0)  # the rest follows the all-reduce
-        with self._runtime.on(Lane.REDUCE):
+        with self._runtime.on(Lane.REDUCE), torch.no_grad():
             self._runtime.wait(ready)
             for plan in self._plan():
                 shards, total = self._destination(plan, config)
@@ -215,14 +191,14 @@ class UnitGradients:
         dtype = self._shard_comm.accumulate_dtype(_reduce_dtype(plan.bucket, config))
         final = (
             dtype == plan.bucket.dtype
-            and not config.offload_to_cpu
+            and plan.params[0].local.device == self._runtime.device
             and (config.all_reduce_grads or self._mesh.replicate_size == 1)
             and all(param.sharded.grad is None for param in plan.params)
         )
         if final:
             shards = self._gradient_shards(plan, self._runtime.device)
             return shards, shards.flat
-        return None, self._scratch.take(plan.bucket.shard_numel, dtype)
+        return None, self._runtime.scratch.take(plan.bucket.shard_numel, dtype)
 
     def _reduce_replicas(self, item: _BucketInFlight, config: UnitConfig) -> bool:
         """Sum over the replicate axis. Returns False if that is put off."""
@@ -231,7 +207,7 @@ class UnitGradients:
         plan, total = item.plan, item.total
         if plan.partial is not None:
             total.add_(plan.partial)
-            self._scratch.give(plan.partial)
+            self._runtime.scratch.give(plan.partial)
             plan.partial = None
         if not config.all_reduce_grads:
             plan.partial = total
@@ -270,7 +246,7 @@ class UnitGradients:
                 self._runtime.finish(self._runtime.record() if param.local.is_cpu else None)
                 hook(param.sharded)
         if item.shards is None:
-            self._scratch.give(item.total)
+            self._runtime.scratch.give(item.total)
         if shards is not None:
             plan.pool.append(shards)
             del plan.pool[:-_POOLED]

@@ -22,7 +22,7 @@ from fullshard.comm.interface import Comm, Work
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
 from fullshard.engine.buffers import UnitBuffers
-from fullshard.engine.gradients import InFlight, Scratch, UnitGradients
+from fullshard.engine.gradients import InFlight, UnitGradients
 from fullshard.engine.params import ManagedParameter
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.errors import StateError
@@ -65,15 +65,14 @@ class Unit:
         self.config = config
         self.name = ""
         self.is_root = False
-        self.runtime = Runtime(device)
+        self.runtime = Runtime.of(device)
         self.comm = select_comm(mesh.shard_group, device, config.comm)
         self.replicate_comm = select_comm(mesh.replicate_group, device, config.comm)
-        self.gradients = UnitGradients(
-            mesh.plan, self.comm, self.replicate_comm, self.runtime, Scratch(device)
-        )
+        self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
         self.state = ShardedState.SHARDED
         self.params: list[ManagedParameter] = []
         self.buffers: UnitBuffers | None = None
+        self._accumulates = False
         self._works: list[Work] = []
         self._gathered: torch.Event | None = None
         self._post_forward: ProcessGroupComm | None = None
@@ -141,8 +140,12 @@ class Unit:
 
     def read_privately(self) -> None:
         """From now on, keep what users may write to apart from the shards."""
-        if self.buffers is not None and self.buffers.read_privately():
-            self._create_unsharded()
+        if self.buffers is None or not self.buffers.in_place:
+            return
+        self.wait_unshard()
+        self.reshard()
+        self.buffers.read_privately()
+        self._create_unsharded()
 
     # Moving between states
 
@@ -201,6 +204,7 @@ class Unit:
             self._finish_gather()
             self._enter(ShardedState.UNSHARDED)
         self.reshard()
+        self._accumulates = False
         self.gradients.drop_partial()
         for param in self.params:
             param.accumulated_grad = None
@@ -236,6 +240,7 @@ class Unit:
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep full gradients for a later reduction, in the reduce dtype."""
+        self._accumulates = True
         reduce_dtype = self.config.mp_policy.reduce_dtype
         for param, grad in zip(self.params, grads, strict=True):
             if grad is not None and param.accumulated_grad is not None:
@@ -245,9 +250,10 @@ class Unit:
 
     def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
         """Start reducing gradients and what was accumulated before; None if there is nothing."""
-        accumulated = any(param.accumulated_grad is not None for param in self.params)
+        accumulated, self._accumulates = self._accumulates, False  # the same on every rank
         if accumulated:
             self.accumulate(grads)
+            self._accumulates = False
             grads = [param.accumulated_grad for param in self.params]
             for param in self.params:
                 param.accumulated_grad = None
@@ -308,11 +314,11 @@ class Unit:
         return self._post_forward
 
     def _check_device(self, param: ManagedParameter, device: torch.device) -> None:
-        if param.local.device.type != device.type and self.config.offload_to_cpu:
+        if param.local.device.type != device.type:
             raise StateError(
                 f"{param.name} ({self.label}): the shard is on {param.local.device}, but the unit "
-                f"keeps its shards on {device}. Load a CPU state dict or call "
-                f"model.to_empty(device={device.type!r})."
+                f"keeps its shards on {device}. Load a state dict of that device, or call "
+                f"model.to_empty(device={device.type!r}) and initialise."
             )
 
 
