@@ -12,7 +12,13 @@ from fullshard.errors import (
     ShardingError,
     StateError,
 )
-from fullshard.fsdp2 import FSDPModule, UnshardHandle, fully_shard, set_default_comm
+from fullshard.fsdp2 import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    set_default_comm,
+)
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __version__ = "0.1.0"
@@ -34,5 +40,6 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "fully_shard",
+    "register_fsdp_forward_method",
     "set_default_comm",
 ]

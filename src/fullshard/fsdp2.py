@@ -3,6 +3,8 @@
 Names, signatures, defaults and state-dict keys are those of ``torch.distributed.fsdp``.
 """
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast, overload
 
@@ -107,6 +109,7 @@ def fully_shard(
     Raises ShardingError or MeshError before anything is changed. Source: ZeRO-3, arXiv 1910.02054;
     PyTorch FSDP2.
     """
+    _check_policies(mp_policy, offload_policy)
     given = [module] if isinstance(module, nn.Module) or not isinstance(module, list) else module
     check_modules(given)
     roots = root_modules(given)
@@ -158,7 +161,7 @@ class FSDPModule:
         shards. async_op: return a handle to wait on instead of waiting.
         """
         unit = _state(self).unit
-        _state(self).shared  # noqa: B018  (materialises the units)
+        unit.follow_changes()
         unit.read_privately()
         unit.comm.fence(f"{unit.label}: unshard")
         unit.unshard()
@@ -212,11 +215,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """Start gathering these when this module's forward starts, instead of the next one."""
-        _state(self).forward_prefetch = [_state(module) for module in modules]
+        _state(self).forward_prefetch = _sharded_states(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """Start gathering these when this module's backward starts, instead of the next one."""
-        _state(self).backward_prefetch = [_state(module) for module in modules]
+        _state(self).backward_prefetch = _sharded_states(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by this instead of the number of data-parallel ranks."""
@@ -225,6 +228,16 @@ class FSDPModule:
                 f"set_gradient_divide_factor({factor!r}): expected a positive number."
             )
         self._configure(recurse=False, gradient_divide_factor=float(factor))
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduce units none of whose parameters were used here, as zeros.
+
+        For models in which only some ranks run a module: all of them have to take part in its
+        reduction. The gradients are then set, to zeros where no rank had any.
+        """
+        self._configure(recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Skip gathering in backward where the parameters are not needed (an embedding)."""
@@ -258,6 +271,39 @@ def _state(module: Any) -> ModuleState:
     return state
 
 
+def _sharded_states(modules: Iterable[Any]) -> list[ModuleState]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ShardingError(
+                f"{type(module).__name__} is no FSDPModule and cannot be prefetched. Pass modules "
+                "that fully_shard was applied to."
+            )
+    return [_state(module) for module in modules]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make another method of a sharded module gather parameters as its forward does.
+
+    For models that are called through ``generate`` or ``encode``. No effect on a module that is
+    not sharded. Raises ShardingError if there is no such method.
+    """
+    state = state_of(module)
+    if state is None:
+        return
+    method = getattr(type(module), method_name, None)
+    if not callable(method):
+        raise ShardingError(f"{type(module).__name__} has no method {method_name!r}.")
+    reference = weakref.ref(module)  # the module keeps this function
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        this = reference()
+        assert this is not None
+        return state.run_as_forward(this, method, args, kwargs)
+
+    setattr(module, method_name, run)
+
+
 _sharded_classes: dict[type, type] = {}
 
 
@@ -278,6 +324,18 @@ def _refuse_deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
     )
 
 
+def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    for name, value, expected in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        if not isinstance(value, expected):
+            raise ShardingError(
+                f"{name}={value!r}: expected a fullshard.{expected.__name__}, such as "
+                f"{expected()!r}."
+            )
+
+
 def _resolve_mesh(mesh: DeviceMesh | None) -> tuple[UnitMesh, torch.device]:
     if mesh is None:
         if not dist.is_initialized():
@@ -289,8 +347,15 @@ def _resolve_mesh(mesh: DeviceMesh | None) -> tuple[UnitMesh, torch.device]:
         raise MeshError(f"mesh has to be a DeviceMesh, not {type(mesh).__name__}.")
     coordinate = mesh.get_coordinate()
     plan = plan_mesh(tuple(mesh.shape), tuple(coordinate) if coordinate is not None else None)
+    accelerator = torch.accelerator.current_accelerator()
     if mesh.device_type == "cpu":
         device = torch.device("cpu")
+    elif accelerator is None or accelerator.type != mesh.device_type:
+        raise MeshError(
+            f"The mesh is of type {mesh.device_type!r}, but this process has "
+            f"{accelerator.type if accelerator else 'no accelerator'}. Build the mesh with "
+            f"init_device_mesh({accelerator.type if accelerator else 'cpu'!r}, ...)."
+        )
     else:
         device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
     shard_axis = mesh.ndim - 1
@@ -311,8 +376,7 @@ def _with_post_forward_group(unit_mesh: UnitMesh, config: UnitConfig) -> UnitMes
     if option is None or isinstance(option, bool):
         return unit_mesh
     mesh = unit_mesh.mesh
-    smaller = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, option))
-    return unit_mesh._replace(post_forward_group=smaller.get_group(1))
+    return unit_mesh._replace(post_forward=DeviceMesh(mesh.device_type, mesh.mesh.view(-1, option)))
 
 
 def _shard_dim(parameter: nn.Parameter, placement_fn: ShardPlacementFn | None, name: str) -> int:

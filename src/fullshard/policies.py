@@ -103,6 +103,7 @@ class UnitConfig:
     all_reduce_grads: bool = True
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
+    reduce_scatter_unused_params: bool = False
     gradient_divide_factor: float | None = None
 
     @property

@@ -18,6 +18,7 @@ from fullshard.plan.layout import (
     Route,
     UnitLayout,
     flat_layout,
+    regroup,
     rows_layout,
 )
 
@@ -162,6 +163,19 @@ def test_shard_shapes_agree_with_pieces(
             numel = sum(piece.numel for piece in bucket.pieces(param, rank))
             assert numel == param.shard_numel(rank) == math.prod(param.shard_shape(rank))
             assert numel <= param.chunk_numel
+
+
+@given(param_specs(), st.sampled_from([2, 3, 4]), st.sampled_from([2, 4]), rules)
+@settings(max_examples=100, deadline=None)
+def test_regrouping_keeps_the_unsharded_buffer_and_owns_every_element_once(
+    specs: list[ParamSpec], smaller: int, factor: int, rule: DirectRule
+) -> None:
+    for bucket in rows_layout(specs, shard_size=smaller * factor, rule=rule).buckets:
+        regrouped = regroup(bucket, shard_size=smaller)
+        for before, after in zip(bucket.params, regrouped.params, strict=True):
+            assert after.unsharded_offset == before.unsharded_offset
+            expected = smaller if after.route is Route.REPLICATED else 1
+            assert owners(regrouped, after) == [expected] * after.spec.numel
 
 
 def test_the_example_of_the_rows_docstring_holds() -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from fullshard.errors import MeshError, ShardingError
-from fullshard.plan.mesh import MeshPlan, check_reshard_after_forward, plan_mesh, post_forward_group
+from fullshard.plan.mesh import MeshPlan, check_reshard_after_forward, plan_mesh
 
 
 def test_a_1d_mesh_shards() -> None:
@@ -42,8 +42,3 @@ def test_a_group_size_that_is_no_factor_is_refused(value: int) -> None:
 def test_something_else_than_a_group_size_is_refused() -> None:
     with pytest.raises(ShardingError, match="expected True, False, None"):
         check_reshard_after_forward("always", 8)  # type: ignore[arg-type]
-
-
-def test_post_forward_groups_partition_the_ranks() -> None:
-    groups = {post_forward_group(rank, 4) for rank in range(8)}
-    assert groups == {(0, 1, 2, 3), (4, 5, 6, 7)}

@@ -76,7 +76,9 @@ class Comm(abc.ABC):
         """Allocate this rank's shards of a bucket, uninitialised. Every rank has to call it."""
 
     @abc.abstractmethod
-    def all_gather(self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0) -> Work:
+    def all_gather(
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+    ) -> Work:
         """Fill the bucket's unsharded buffer (1-D, compute dtype) from element ``first`` on.
 
         first: 0, or ``bucket.direct_numel`` where the direct parameters are read in place.
@@ -131,6 +133,24 @@ class Done:
 
     def wait(self) -> None:
         return None
+
+
+def shard_views(bucket: BucketLayout, flat: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """View a shard buffer as the rank's shard of each parameter, in its local shape.
+
+    Each view has a storage of its own over the same memory: saving it saves its bytes and no
+    others, and DTensor's copying and pickling, which know no storage offsets, work.
+    """
+    storage, itemsize = flat.untyped_storage(), flat.dtype.itemsize
+    base = flat.storage_offset()
+    views = []
+    for param in bucket.params:
+        start = (base + param.shard_offset) * itemsize
+        stop = start + param.shard_numel(rank) * itemsize
+        view = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        view.set_(storage[start:stop])
+        views.append(view.view(param.shard_shape(rank)))
+    return views
 
 
 def shard_parts(param: ParamLayout, full: torch.Tensor) -> list[torch.Tensor]:

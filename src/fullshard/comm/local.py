@@ -16,6 +16,7 @@ from fullshard.comm.interface import (
     Work,
     copy_in_gradients,
     copy_out_packed,
+    shard_views,
 )
 from fullshard.plan.layout import BucketLayout, DirectRule
 
@@ -46,10 +47,7 @@ class LocalComm(Comm):
             device=device,
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )
-        shards = [
-            flat.narrow(0, param.shard_offset, param.spec.numel).view(param.spec.shape)
-            for param in bucket.params
-        ]
+        shards = shard_views(bucket, flat, self.rank)
         num_direct = len(bucket.params) - len(bucket.packed)
         return ShardBuffer(
             bucket,
@@ -59,7 +57,9 @@ class LocalComm(Comm):
             packed_region=flat[bucket.packed_offset :],
         )
 
-    def all_gather(self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0) -> Work:
+    def all_gather(
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+    ) -> Work:
         bucket, flat = shards.bucket, shards.flat
         assert flat is not None
         # One rank's direct shards lie as the unsharded buffer does: same order, same alignment.

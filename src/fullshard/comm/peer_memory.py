@@ -101,7 +101,9 @@ class PeerMemoryComm(Comm):
         region = view(bucket.direct_numel, (self.size * bucket.packed_numel,))
         return ShardBuffer(bucket, shards, gathered=gathered, packed_region=region)
 
-    def all_gather(self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0) -> Work:
+    def all_gather(
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+    ) -> Work:
         bucket = shards.bucket
         assert shards.packed_region is not None
         if first == 0 and shards.gathered:

@@ -29,7 +29,9 @@ from fullshard.comm.interface import (
     Work,
     copy_in_gradients,
     copy_out_packed,
+    shard_views,
 )
+from fullshard.comm.liveness import announce, naming_lost_ranks
 from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
 
 
@@ -40,10 +42,13 @@ class _Pending:
     works: list[Any]
     finish: Callable[[], None]
     tensors: tuple[torch.Tensor, ...]
+    group: dist.ProcessGroup
+    label: str
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with naming_lost_ranks(self.group, self.label):
+            for work in self.works:
+                work.wait()
         self.works.clear()
         self.finish()
         self.finish = _nothing
@@ -74,6 +79,7 @@ class ProcessGroupComm(Comm):
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
+        announce()
         self.backend = dist.get_backend(group)
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
         self.name = f"process group ({self.backend})"
@@ -88,15 +94,11 @@ class ProcessGroupComm(Comm):
             device=device,
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )
-        shards = [
-            flat.narrow(0, param.shard_offset, param.shard_numel(self.rank)).view(
-                param.shard_shape(self.rank)
-            )
-            for param in bucket.params
-        ]
-        return ShardBuffer(bucket, shards, flat=flat)
+        return ShardBuffer(bucket, shard_views(bucket, flat, self.rank), flat=flat)
 
-    def all_gather(self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0) -> Work:
+    def all_gather(
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+    ) -> Work:
         bucket, flat = shards.bucket, shards.flat
         assert flat is not None
         assert first == 0
@@ -104,23 +106,23 @@ class ProcessGroupComm(Comm):
             return Done()
         source = flat.to(unsharded.device, unsharded.dtype, non_blocking=True)
         works: list[Any] = []
-        with self._coalesced(works):
+        with naming_lost_ranks(self.group, label), self._coalesced(works):
             for param in bucket.direct:
                 target = unsharded.narrow(0, param.unsharded_offset, param.spec.numel)
                 part = source.narrow(0, param.shard_offset, param.chunk_numel)
                 works.append(self._all_gather(target, part))
             if bucket.packed_numel == 0:
-                return _Pending(works, _nothing, (source,))
+                return _Pending(works, _nothing, (source,), self.group, label)
             region = source.new_empty(self.size * bucket.packed_numel)
             part = source.narrow(0, bucket.packed_offset, bucket.packed_numel)
             works.append(self._all_gather(region, part))
         return _Pending(
-            works, lambda: copy_out_packed(bucket, region, unsharded, first), (source, region)
+            works,
+            lambda: copy_out_packed(bucket, region, unsharded, first),
+            (source, region),
+            self.group,
+            label,
         )
-
-    def gather_flat(self, target: torch.Tensor, part: torch.Tensor) -> Work:
-        """Concatenate every rank's equal part into ``target`` (both 1-D)."""
-        return _Pending([self._all_gather(target, part)], _nothing, (part,))
 
     def reduce_scatter(
         self,
@@ -133,14 +135,16 @@ class ProcessGroupComm(Comm):
         label: str,
     ) -> Reduction:
         if self.is_nccl:
-            return self._reduce_scatter_native(bucket, grads, out, scaling)
-        return self._reduce_scatter_by_exchange(bucket, grads, out, wire_dtype, scaling)
+            return self._reduce_scatter_native(bucket, grads, out, scaling, label)
+        with naming_lost_ranks(self.group, label):
+            return self._reduce_scatter_by_exchange(bucket, grads, out, wire_dtype, scaling, label)
 
     def all_reduce(self, tensor: torch.Tensor, *, wire_dtype: torch.dtype, label: str) -> Work:
         wire = tensor.to(wire_dtype)
-        work = dist.all_reduce(wire, group=self.group, async_op=True)
+        with naming_lost_ranks(self.group, label):
+            work = dist.all_reduce(wire, group=self.group, async_op=True)
         finish = _nothing if wire is tensor else lambda: _copy(tensor, wire)
-        return _Pending([work], finish, (wire,))
+        return _Pending([work], finish, (wire,), self.group, label)
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         if self.is_nccl:
@@ -153,6 +157,7 @@ class ProcessGroupComm(Comm):
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
         scaling: Scaling,
+        label: str,
     ) -> Reduction:
         tensors: list[torch.Tensor] = []
         works: list[Any] = []
@@ -176,7 +181,9 @@ class ProcessGroupComm(Comm):
             if scaling.after != 1.0:
                 out.div_(scaling.after)
 
-        return _PendingReduction(_Pending(works, finish, tuple(tensors)), lambda: present)
+        return _PendingReduction(
+            _Pending(works, finish, tuple(tensors), self.group, label), lambda: present
+        )
 
     def _reduce_scatter_by_exchange(
         self,
@@ -185,6 +192,7 @@ class ProcessGroupComm(Comm):
         out: torch.Tensor,
         wire_dtype: torch.dtype,
         scaling: Scaling,
+        label: str,
     ) -> Reduction:
         works: list[Any] = []
         sums: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -215,7 +223,7 @@ class ProcessGroupComm(Comm):
                 add_in_order(list(terms.unbind()), total, divisor=scaling.after)
 
         return _PendingReduction(
-            _Pending(works, finish, tuple(tensors)),
+            _Pending(works, finish, tuple(tensors), self.group, label),
             lambda: tuple((received[:, bucket.packed_numel :] != 0).any(0).tolist()),
         )
 

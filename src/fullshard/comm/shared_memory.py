@@ -19,8 +19,9 @@ import select
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -55,11 +56,13 @@ class _Introduction:
 class SharedMemory:
     """A group of ranks on one host that map the same memory.
 
-    Build it with `connect`. Four counters a rank: arrivals at `barrier`, offered descriptors,
-    reductions posted and reductions consumed (the last two for `PeerMemoryComm`).
+    Build it with `connect`. Counters of each rank: arrivals at `barrier`, the offered descriptor,
+    reductions posted and consumed (for `PeerMemoryComm`), and, once it has given up because of a
+    lost rank, that rank plus one.
     """
 
-    BARRIER, OFFER_FD, POSTED, CONSUMED = range(4)
+    BARRIER, OFFER_FD, POSTED, CONSUMED, GAVE_UP = range(5)
+    _connections: ClassVar["weakref.WeakSet[SharedMemory]"] = weakref.WeakSet()
 
     def __init__(
         self, introductions: list[_Introduction], rank: int, control: mmap.mmap, timeout_s: float
@@ -81,6 +84,14 @@ class SharedMemory:
                 pidfd = os.pidfd_open(peer.pid)
                 self._pidfds.register(pidfd, select.POLLIN)
                 self._rank_of_pidfd[pidfd] = peer.rank
+
+        self._connections.add(self)
+
+    @classmethod
+    def give_up(cls, lost_rank: int) -> None:
+        """Tell all who may wait for this process that it will not come: a rank was lost."""
+        for connection in cls._connections:
+            connection.set(cls.GAVE_UP, lost_rank + 1)
 
     def __del__(self) -> None:
         for pidfd in getattr(self, "_rank_of_pidfd", ()):
@@ -208,7 +219,17 @@ class SharedMemory:
         lost = [self._rank_of_pidfd[fd] for fd, _ in self._pidfds.poll(0)]
         # A rank that arrived before it exited has done its part; only the late ones are missed.
         missed = [rank for rank in sorted(lost) if self.get(rank, counter) < value]
+        for peer in self._peers:
+            if self.get(peer.rank, self.GAVE_UP) and self.get(peer.rank, counter) < value:
+                cause = self.get(peer.rank, self.GAVE_UP) - 1
+                self.give_up(cause)
+                raise PeerLostError(
+                    f"{label} (rank {self._peers[self.rank].global_rank}): rank {cause} died or "
+                    f"left, so rank {peer.global_rank} gave up. The cause is in rank {cause}'s own "
+                    "output; restart from the last checkpoint."
+                )
         if missed:
+            self.give_up(self._peers[missed[0]].global_rank)
             names = ", ".join(
                 f"rank {self._peers[rank].global_rank} (pid {self._peers[rank].pid})"
                 for rank in missed

@@ -16,14 +16,14 @@ private buffer is freed by resizing its storage to nothing, under the tensors th
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from fullshard.comm.interface import Comm, ShardBuffer, Work
+from fullshard.comm.interface import Comm, ShardBuffer, Work, shard_views
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.runtime import Lane, Runtime
-from fullshard.plan.layout import ALIGNMENT_NBYTES, BucketLayout, UnitLayout
+from fullshard.plan.layout import BucketLayout, UnitLayout, regroup
 
 _KEPT_NBYTES = 1 << 20  # a host buffer this small costs more to free than to keep
 
@@ -76,7 +76,7 @@ class UnitBuffers:
             for buffer in self._buckets
             for param, shard in zip(buffer.bucket.params, buffer.shards, strict=True)
         }
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[ShardBuffer] = []
         self._post_forward: ProcessGroupComm | None = None
         self._bind(allow_in_place=True)
 
@@ -96,7 +96,7 @@ class UnitBuffers:
         """
         self._bind(allow_in_place=False)
 
-    def start_unshard(self) -> list[Work]:
+    def start_unshard(self, label: str) -> list[Work]:
         """Start filling the unsharded buffers from all ranks' shards, or from what was kept."""
         for unsharded in self._unsharded:
             unsharded.allocate()
@@ -105,14 +105,13 @@ class UnitBuffers:
             self._runtime.wait(ready)  # the memory may have been freed by compute just now
             if self._kept:
                 assert self._post_forward is not None
-                works = [
-                    self._post_forward.gather_flat(unsharded.flat, part)
-                    for unsharded, part in zip(self._unsharded, self._kept, strict=True)
+                kept, self._kept = self._kept, []
+                return [
+                    self._post_forward.all_gather(buffer, unsharded.flat, label=label)
+                    for buffer, unsharded in zip(kept, self._unsharded, strict=True)
                 ]
-                self._kept = []
-                return works
             return [
-                self._comm.all_gather(buffer, unsharded.flat, first=unsharded.first)
+                self._comm.all_gather(buffer, unsharded.flat, first=unsharded.first, label=label)
                 for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True)
             ]
 
@@ -120,17 +119,29 @@ class UnitBuffers:
         for unsharded in self._unsharded:
             unsharded.free()
 
-    def keep_post_forward(self, comm: ProcessGroupComm) -> None:
-        """Free the unsharded buffers but for this rank's part, cut equally over a smaller group.
+    def keep_post_forward(self, comm: ProcessGroupComm) -> dict[int, torch.Tensor]:
+        """Free the unsharded buffers but for this rank's shards over a smaller group.
 
-        The next unshard gathers those parts, over ``comm``.
+        Returns them by parameter. The next unshard gathers them over ``comm``.
         """
         self._post_forward = comm
-        self._kept = []
-        for unsharded in self._unsharded:
-            part_numel = unsharded.flat.numel() // comm.size
-            self._kept.append(unsharded.flat.narrow(0, comm.rank * part_numel, part_numel).clone())
+        kept: dict[int, torch.Tensor] = {}
+        for bucket, unsharded in zip(self.layout.buckets, self._unsharded, strict=True):
+            smaller = regroup(bucket, shard_size=comm.size)
+            buffer = comm.allocate_shards(smaller, self._runtime.device, pin_memory=False)
+            for param, shard in zip(smaller.params, buffer.shards, strict=True):
+                start, stop = param.rows(comm.rank)
+                whole = self._views[param.index]
+                part = (
+                    whole
+                    if not whole.dim()
+                    else whole.narrow(param.spec.shard_dim, start, stop - start)
+                )
+                shard.copy_(part)
+                kept[param.index] = shard
+            self._kept.append(buffer)
             unsharded.free()
+        return kept
 
     def drop_kept(self) -> None:
         self._kept = []
@@ -149,9 +160,7 @@ class UnitBuffers:
         )
         in_place = allow_in_place and readable and bool(buffer.gathered)
         first = bucket.direct_numel if in_place else 0
-        # Cut into equal parts by `keep_post_forward`, so sized for any number of them.
-        parts = self._comm.size * ALIGNMENT_NBYTES
-        numel = _divisible(bucket.unsharded_numel - first, parts)
+        numel = bucket.unsharded_numel - first
         flat = torch.empty(numel, dtype=bucket.compute_dtype, device=device)
         unsharded = _Unsharded(flat, first, flat.untyped_storage().size())
         unsharded.free()
@@ -174,12 +183,20 @@ class UnitBuffers:
 class GradientShards:
     """One bucket's reduced gradients, as one tensor and as views of it.
 
+    wrapped: the views as they are handed out, each made by its function of ``wraps``.
+
     The memory is reused for the next step once nobody but this object refers to it, so a gradient
     that the user keeps is never overwritten.
     """
 
     def __init__(
-        self, bucket: BucketLayout, rank: int, device: torch.device, *, pin_memory: bool
+        self,
+        bucket: BucketLayout,
+        rank: int,
+        device: torch.device,
+        wraps: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+        *,
+        pin_memory: bool,
     ) -> None:
         self.flat = torch.empty(
             bucket.shard_numel,
@@ -188,12 +205,7 @@ class GradientShards:
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )
         self.views = shard_views(bucket, self.flat, rank)
-        self.wrapped: list[torch.Tensor] = []
-        self._own_uses = 0
-
-    def seal(self, wrapped: Sequence[torch.Tensor]) -> None:
-        """Take the tensors that are handed out as gradients; count who refers to them now."""
-        self.wrapped = list(wrapped)
+        self.wrapped = [wrap(view) for wrap, view in zip(wraps, self.views, strict=True)]
         self._own_uses = self._uses()
 
     @property
@@ -202,20 +214,16 @@ class GradientShards:
         return self._uses() == self._own_uses
 
     def _uses(self) -> int:
-        storage = self.flat.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata) + sum(map(_references, self.wrapped))
-
-
-def shard_views(bucket: BucketLayout, flat: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    """View a shard buffer as this rank's shard of each parameter."""
-    return [
-        flat.narrow(0, param.shard_offset, param.shard_numel(rank)).view(param.shard_shape(rank))
-        for param in bucket.params
-    ]
+        return sum(map(_references, self.wrapped)) + sum(map(_storage_references, self.views))
 
 
 def _references(tensor: torch.Tensor) -> int:
     return sys.getrefcount(tensor) + tensor._use_count()  # type: ignore[attr-defined]
+
+
+def _storage_references(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata)
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -224,7 +232,3 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(running)
         running *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def _divisible(numel: int, parts: int) -> int:
-    return -(-numel // parts) * parts

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fullshard.comm.interface import Comm, Reduction, Scaling
-from fullshard.engine.buffers import GradientShards, shard_views
+from fullshard.comm.interface import Comm, Reduction, Scaling, shard_views
+from fullshard.engine.buffers import GradientShards
 from fullshard.engine.params import ManagedParameter
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout, rows_layout
@@ -148,6 +148,8 @@ class UnitGradients:
         with self._runtime.on(Lane.REDUCE), torch.no_grad():
             for item in in_flight.buckets:
                 present = item.reduction.wait()
+                if in_flight.config.reduce_scatter_unused_params:
+                    present = (True,) * len(present)
                 if self._reduce_replicas(item, in_flight.config):
                     self._deposit(item, present)
             in_flight.event = self._runtime.record()
@@ -256,16 +258,13 @@ class UnitGradients:
             if shards.is_unused and shards.flat.device == device:
                 return plan.pool.pop(position)
         with torch.inference_mode(False):
-            shards = GradientShards(
+            return GradientShards(
                 plan.bucket,
                 self._mesh.shard_rank,
                 device,
+                [param.wrap_shard for param in plan.params],
                 pin_memory=device != self._runtime.device,
             )
-            shards.seal(
-                [p.wrap_shard(view) for p, view in zip(plan.params, shards.views, strict=True)]
-            )
-        return shards
 
     def _scaling(self, config: UnitConfig) -> Scaling:
         """Return by what to divide: the number of ranks that see different data.

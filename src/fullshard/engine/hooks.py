@@ -20,7 +20,7 @@ forward of the root.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -151,6 +151,13 @@ class ModuleState:
             args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs
 
+    def run_as_forward(
+        self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a method of the module as its forward is called: with what goes before and after."""
+        args, kwargs = self._before_forward(module, args, kwargs)
+        return self._after_forward(module, args, method(module, *args, **kwargs))
+
     # 2
 
     def _mark_inputs(
@@ -185,12 +192,12 @@ class ModuleState:
         return cast_outputs(policy, output)
 
     def _complete_forward(self, output: Any) -> Any:
+        outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
         if self.unit.params:
-            self.shared.end_unit(self.unit)
+            self.shared.end_unit(self.unit, is_differentiable=bool(outputs))
         self.training_state = TrainingState.IDLE
-        if torch.is_grad_enabled():
-            for tensor in differentiable_tensors(output):
-                tensor.register_hook(self._before_backward)
+        for tensor in outputs:
+            tensor.register_hook(self._before_backward)
         return output
 
     # 4
@@ -274,9 +281,11 @@ def _is_left_over(state: ModuleState, iteration: Iteration) -> bool:
 
 def _name_parameters(root: nn.Module, states: Sequence[ModuleState]) -> None:
     managed = {id(p.sharded): p for state in states for p in state.unit.params}
-    for name, parameter in root.named_parameters():
+    for param in managed.values():
+        param.names.clear()
+    for name, parameter in root.named_parameters(remove_duplicate=False):
         if id(parameter) in managed:
-            managed[id(parameter)].name = name
+            managed[id(parameter)].names.append(name)
 
 
 def _move_ties(root: nn.Module, named: dict[str, ModuleState]) -> None:
@@ -293,7 +302,7 @@ def _move_ties(root: nn.Module, named: dict[str, ModuleState]) -> None:
             if nearest != {id(state)}:
                 moves.append((param, state, single[lowest_common_unit(users, single)]))
     for param, state, target in moves:
-        state.unit.give_param(param, target.unit, [slot.path(name_of) for slot in param.slots])
+        state.unit.give_param(param, target.unit)
 
 
 def _to_device(

@@ -63,6 +63,8 @@ class Iteration:
         self._forward_root = weakref.ref(root)
         self._expects_backward = torch.is_grad_enabled()
         self._recorder.start_pass()
+        for unit in self.units:
+            unit.follow_changes()
         self.fence("before forward")
         self._fenced_since_backward = True
 
@@ -78,10 +80,10 @@ class Iteration:
         if prefetches and following is not None and self.units[following].comm.overlaps:
             self.units[following].unshard()
 
-    def end_unit(self, unit: Unit) -> None:
+    def end_unit(self, unit: Unit, *, is_differentiable: bool) -> None:
         if is_in_backward():
             return  # its backward comes next
-        if self._expects_backward:
+        if self._expects_backward and is_differentiable:
             position = self._recorder.expect_backward(self._number[id(unit)])
             self._positions[id(unit)].append(position)
         unit.reshard(after_forward=True)

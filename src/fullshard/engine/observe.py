@@ -115,7 +115,7 @@ def _describe(unit: Unit) -> UnitDescription:
         direct=tuple(p.spec.name for p in params if p.route is Route.DIRECT),
         packed=tuple(p.spec.name for p in params if p.route is not Route.DIRECT),
         frozen=tuple(p.name for p in unit.params if not p.requires_grad),
-        tied=tuple(p.name for p in unit.params if len(p.slots) > 1),
+        tied=tuple(" = ".join(p.names) for p in unit.params if len(p.slots) > 1),
         in_place=unit.buffers is not None and unit.buffers.in_place,
         offload=unit.config.offload_to_cpu,
         shard_nbytes=layout.shard_nbytes,

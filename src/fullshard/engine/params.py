@@ -43,11 +43,6 @@ class Slot:
     def current(self) -> nn.Parameter | None:
         return self._parameters.get(self.name)
 
-    def path(self, name_of: dict[int, str]) -> str:
-        """The fully qualified name, given those of the modules by id."""
-        module = name_of.get(id(self.module()), "")
-        return f"{module}.{self.name}" if module else self.name
-
     def register(self, parameter: nn.Parameter) -> None:
         module = self.module() if self._by_setattr else None
         if module is None:
@@ -67,10 +62,11 @@ class ManagedParameter:
         shard_dim: int,
     ) -> None:
         self.slots = slots
-        self.name = slots[0].name  # fully qualified once the root is known
+        self.names = [slot.name for slot in slots]  # fully qualified once the root is known
         self.shard_dim = shard_dim
         self.unit: weakref.ref[Unit] | None = None
         self.unsharded: nn.Parameter | None = None
+        self._post_forward: nn.Parameter | None = None
         self.accumulated_grad: torch.Tensor | None = None  # of backwards that did not reduce
         self._spec = DTensorSpec(
             mesh,
@@ -79,6 +75,10 @@ class ManagedParameter:
         )
         self.sharded = self._as_parameter(original.detach(), original.requires_grad)
         setattr(original, _OWNER, weakref.ref(self))
+
+    @property
+    def name(self) -> str:
+        return self.names[0] if self.names else self.slots[0].name
 
     @property
     def local(self) -> torch.Tensor:
@@ -117,10 +117,12 @@ class ManagedParameter:
                 self.unsharded.data = view
 
     def show_sharded(self) -> None:
+        self._post_forward = None
         for slot in self.slots:
             slot.register(self.sharded)
 
     def show_unsharded(self) -> None:
+        self._post_forward = None
         unsharded = self.unsharded
         assert unsharded is not None
         if unsharded.requires_grad != self.sharded.requires_grad:
@@ -128,11 +130,31 @@ class ManagedParameter:
         for slot in self.slots:
             slot.register(unsharded)
 
+    @property
+    def _forms(self) -> tuple[nn.Parameter | None, ...]:
+        return (self.sharded, self.unsharded, self._post_forward)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether something else than its own forms is registered."""
+        current = self.slots[0].current
+        return all(current is not form for form in self._forms)
+
+    def show_post_forward(self, local: torch.Tensor, mesh: DeviceMesh) -> None:
+        """Register what is kept between forward and backward: a shard over a smaller group."""
+        meta = TensorMeta(self._spec.shape, self._spec.stride, local.dtype)
+        spec = DTensorSpec(mesh, (Replicate(), self._spec.placements[-1]), tensor_meta=meta)
+        self._post_forward = nn.Parameter(
+            DTensor(local, spec, requires_grad=False), requires_grad=self.requires_grad
+        )
+        for slot in self.slots:
+            slot.register(self._post_forward)
+
     def follow_replacement(self) -> None:
         """Take over a parameter that somebody registered in place of the sharded one."""
         for slot in self.slots:
             current = slot.current
-            if current is None or current is self.sharded or current is self.unsharded:
+            if current is None or any(current is form for form in self._forms):
                 continue
             if not isinstance(current, DTensor):
                 with torch.no_grad():

@@ -47,7 +47,7 @@ class UnitMesh(NamedTuple):
     plan: MeshPlan
     shard_group: dist.ProcessGroup | None
     replicate_group: dist.ProcessGroup | None
-    post_forward_group: dist.ProcessGroup | None = None
+    post_forward: DeviceMesh | None = None  # (replicate, shard) of reshard_after_forward=N
 
 
 class Unit:
@@ -89,14 +89,17 @@ class Unit:
         if not any(param.local.is_meta for param in self.params):
             self.adopt()
 
-    def give_param(self, param: ManagedParameter, other: "Unit", names: Sequence[str]) -> None:
+    def give_param(self, param: ManagedParameter, other: "Unit") -> None:
         """Hand over a parameter that modules of several units share."""
         logger.warning(
             "%s are one tied parameter: it moves from unit %r to %r, their lowest common unit.",
-            " and ".join(names),
+            " and ".join(param.names),
             self.name,
             other.name or "root",
         )
+        for unit in (self, other):
+            unit.wait_unshard()
+            unit.reshard()
         self.set_params([own for own in self.params if own is not param])
         other.set_params([*other.params, param])
 
@@ -122,6 +125,8 @@ class Unit:
             )
         layout = self.layout
         if self.buffers is None or self.buffers.layout != layout:
+            self.wait_unshard()
+            self.reshard()
             shard_device = torch.device("cpu") if self.config.offload_to_cpu else self.device
             with torch.inference_mode(False):
                 self.buffers = UnitBuffers(
@@ -137,6 +142,11 @@ class Unit:
         for index, param in enumerate(self.params):
             self._check_device(param, self.buffers.shard(index).device)
             param.move_shard(self.buffers.shard(index))
+
+    def follow_changes(self) -> None:
+        """Adopt shards that others moved or replaced. Peers must not read before this is done."""
+        if self.params and self._shards_moved():
+            self.adopt()
 
     def read_privately(self) -> None:
         """From now on, keep what users may write to apart from the shards."""
@@ -155,10 +165,8 @@ class Unit:
             return
         if not self.params:
             return
-        if self._shards_moved():
-            self.adopt()
         assert self.buffers is not None
-        works = self.buffers.start_unshard()
+        works = self.buffers.start_unshard(f"{self.name or 'root'}: all-gather")
         if self.runtime.has_streams:
             with self.runtime.on(Lane.ALL_GATHER):
                 for work in works:
@@ -184,19 +192,22 @@ class Unit:
         if self.state in (ShardedState.SHARDED, ShardedState.GATHERING) or not self.params:
             return
         assert self.buffers is not None
-        target = ShardedState.SHARDED
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             if after_forward:
                 return
             self.buffers.drop_kept()
-        elif after_forward and self._post_forward_comm() is not None:
-            self.buffers.keep_post_forward(self._post_forward_comm())  # type: ignore[arg-type]
-            target = ShardedState.SHARDED_POST_FORWARD
+        elif after_forward and (comm := self._post_forward_comm()) is not None:
+            kept = self.buffers.keep_post_forward(comm)
+            assert self.mesh.post_forward is not None
+            for index, param in enumerate(self.params):
+                param.show_post_forward(kept[index], self.mesh.post_forward)
+            self._enter(ShardedState.SHARDED_POST_FORWARD)
+            return
         else:
             self.buffers.free_unsharded()
         for param in self.params:
             param.show_sharded()
-        self._enter(target)
+        self._enter(ShardedState.SHARDED)
 
     def reset(self) -> None:
         """Return to SHARDED from anywhere, without gradients (after an exception)."""
@@ -257,7 +268,7 @@ class Unit:
             grads = [param.accumulated_grad for param in self.params]
             for param in self.params:
                 param.accumulated_grad = None
-        if all(grad is None for grad in grads):
+        if all(grad is None for grad in grads) and not self.config.reduce_scatter_unused_params:
             return None
         return self.gradients.start(grads, self.config, accumulated=accumulated)
 
@@ -300,17 +311,17 @@ class Unit:
         if buffers is None:
             return True
         return any(
-            param.slots[0].current is not param.sharded or param.local is not buffers.shard(index)
+            param.is_replaced or param.local is not buffers.shard(index)
             for index, param in enumerate(self.params)
         )
 
     def _post_forward_comm(self) -> ProcessGroupComm | None:
-        group = self.mesh.post_forward_group
+        mesh = self.mesh.post_forward
         # Ranks that read each other's memory gain nothing from a smaller group.
-        if group is None or not isinstance(self.comm, ProcessGroupComm):
+        if mesh is None or not isinstance(self.comm, ProcessGroupComm):
             return None
         if self._post_forward is None:
-            self._post_forward = ProcessGroupComm(group, self.device)
+            self._post_forward = ProcessGroupComm(mesh.get_group(1), self.device)
         return self._post_forward
 
     def _check_device(self, param: ManagedParameter, device: torch.device) -> None:

@@ -61,7 +61,7 @@ class DirectRule:
 class ParamSpec:
     """What planning knows of a parameter. ``name`` is used in messages only."""
 
-    name: str
+    name: str = dataclasses.field(compare=False)
     shape: Shape
     dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -281,6 +281,32 @@ def flat_layout(specs: Sequence[ParamSpec], *, shard_size: int) -> UnitLayout:
             )
         )
     return UnitLayout(shard_size, tuple(buckets))
+
+
+def regroup(bucket: BucketLayout, *, shard_size: int) -> BucketLayout:
+    """Shard the same unsharded buffer over another number of ranks, every parameter packed.
+
+    What ranks keep between forward and backward with ``reshard_after_forward=N``: the unsharded
+    buffer stays as it is, only its parts go elsewhere. Stored in the compute dtype.
+    """
+    align = _alignment(bucket.compute_dtype)
+    params: list[ParamLayout] = []
+    offset = 0
+    for param in bucket.params:
+        route = Route.REPLICATED if param.route is Route.REPLICATED else Route.PACKED
+        params.append(
+            dataclasses.replace(param, route=route, shard_size=shard_size, shard_offset=offset)
+        )
+        offset += _round_up(params[-1].chunk_numel, align)
+    return dataclasses.replace(
+        bucket,
+        dtype=bucket.compute_dtype,
+        shard_size=shard_size,
+        params=tuple(params),
+        shard_numel=offset,
+        packed_offset=0,
+        direct_numel=0,
+    )
 
 
 def _rows_bucket(

@@ -73,12 +73,3 @@ def check_reshard_after_forward(value: bool | int | None, shard_size: int) -> bo
     if value == 1:
         return False
     return True if value == shard_size else value
-
-
-def post_forward_group(rank: int, group_size: int) -> tuple[int, ...]:
-    """Return the shard ranks among which ``rank`` keeps its parameters after forward.
-
-    Rank 5 with groups of 4 -> (4, 5, 6, 7).
-    """
-    first = rank - rank % group_size
-    return tuple(range(first, first + group_size))

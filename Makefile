@@ -1,0 +1,68 @@
+# `make train` and `make test` are all a newcomer needs; `make help` lists the rest.
+#
+#   make train ARGS="--steps 50 --model tiny"     options of `fullshard train`
+#   make test PYTEST_ARGS="-k layout -x"          options of pytest
+#   make PYTHON=python3.12 test                   another interpreter for a new .venv
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CHECKED := src tests bench scripts
+
+# Stamps: each is remade only when what it depends on changes.
+BASE := $(VENV)/.stamp-torch
+TRAIN := $(VENV)/.stamp-train
+TEST := $(VENV)/.stamp-test
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all bench format lint clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# torch comes first, alone and by this exact specification (see constraints.txt).
+$(BASE): constraints.txt scripts/bootstrap_venv.py
+	@echo "==> $(VENV): torch (a large download, once)"
+	$(PYTHON) scripts/bootstrap_venv.py $(VENV)
+	$(PIP) install torch==2.13.0
+	$(PIP) install --constraint constraints.txt hatchling editables
+	@touch $@
+
+$(TRAIN): $(BASE) pyproject.toml
+	@echo "==> $(VENV): fullshard[train]"
+	$(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[train]'
+	@touch $@
+
+$(TEST): $(BASE) pyproject.toml
+	@echo "==> $(VENV): fullshard[test]"
+	$(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[test]'
+	@touch $@ $(TRAIN)
+
+train: $(TRAIN) ## train a 10M-parameter language model on this machine's devices
+	@$(BIN)/fullshard train $(ARGS)
+
+test: lint ## format check, lint, types and every test that is not marked long
+	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
+
+test-all: lint ## the same with the long tests
+	$(BIN)/pytest --long $(PYTEST_ARGS)
+
+lint: $(TEST) ## format check, lint and types
+	$(BIN)/ruff format --check $(wildcard $(CHECKED))
+	$(BIN)/ruff check $(wildcard $(CHECKED))
+	$(BIN)/mypy
+
+bench: $(TEST) ## every benchmark, as one table
+	$(BIN)/python -m bench
+
+format: $(TEST) ## rewrite the code as `make lint` wants it
+	$(BIN)/ruff format $(wildcard $(CHECKED))
+	$(BIN)/ruff check --fix $(wildcard $(CHECKED))
+
+clean: ## remove the environment, caches and build results; runs/ stays
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

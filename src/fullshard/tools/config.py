@@ -1,0 +1,142 @@
+"""What a training run is: its options as one frozen value, checked before any rank starts."""
+
+import dataclasses
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import FullshardError
+from fullshard.models import SIZES
+
+DTYPES = ("auto", "fp32", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
+
+# What a resumed run may change without becoming another run. Ranks, batch and accumulation may
+# change together as long as their product, the sequences of a step, stays.
+_FREE_ON_RESUME = frozenset(
+    (
+        *("steps", "save_every", "prompt", "sample_length", "temperature", "device"),
+        *("ranks", "batch", "grad_accum"),
+    )
+)
+
+
+_NOT_NEGATIVE = ("warmup", "weight_decay", "clip", "save_every", "sample_length", "temperature")
+
+
+class OptionError(FullshardError, ValueError):
+    """An option that cannot work; raised before anything is written or started."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides what a run computes. `config.json` holds these fields.
+
+    One step trains on `ranks * batch * grad_accum` sequences of `seq` bytes.
+    """
+
+    model: str = "10m"
+    tie_embeddings: bool = False
+    data: tuple[str, ...] = ()
+    steps: int = 250
+    batch: int = 2
+    seq: int = 256
+    ranks: int = 2
+    device: str = "cpu"
+    dtype: str = "fp32"
+    lr: float = 2e-3
+    min_lr: float = 1e-4
+    warmup: int = 30
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    grad_accum: int = 1
+    activation_checkpointing: bool = False
+    seed: int = 0
+    save_every: int = 100
+    prompt: str = "def main("
+    sample_length: int = 300
+    temperature: float = 0.9
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise OptionError("\n".join(problems))
+
+    def _problems(self) -> list[str]:
+        """Say every problem at once, each with the option's name and what would work."""
+        found = []
+        if self.model not in SIZES:
+            found.append(f"--model {self.model}: no such size; choose from {', '.join(SIZES)}.")
+        for name, choices in (("device", DEVICES[1:]), ("dtype", DTYPES[1:])):
+            if getattr(self, name) not in choices:
+                found.append(f"--{name} {getattr(self, name)}: choose from {', '.join(choices)}.")
+        found += [
+            f"{_flag(name)} {getattr(self, name)}: must be at least 1."
+            for name in ("steps", "batch", "seq", "ranks", "grad_accum")
+            if getattr(self, name) < 1
+        ]
+        found += [
+            f"{_flag(name)} {getattr(self, name)}: must not be negative."
+            for name in _NOT_NEGATIVE
+            if not getattr(self, name) >= 0  # which also refuses nan
+        ]
+        if not 0 <= self.seed < 2**31:
+            found.append(f"--seed {self.seed}: must be from 0 to {2**31 - 1}.")
+        if not 0 <= self.min_lr <= self.lr:
+            found.append(f"--min-lr {self.min_lr}: must be from 0 to --lr {self.lr}.")
+        if not self.prompt:
+            found.append("--prompt: is empty; give at least one character to continue.")
+        return found
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in one step, over all ranks."""
+        return self.ranks * self.batch * self.grad_accum
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.seq
+
+    def resumed_with(self, changes: dict[str, Any]) -> "TrainConfig":
+        """Return this configuration with what the command line asks to change.
+
+        Raises OptionError for a change that would make it another run, naming every option with
+        both values.
+        """
+        differing = {k: v for k, v in changes.items() if getattr(self, k) != v}
+        fixed = _describe_changes(self, differing, differing.keys() - _FREE_ON_RESUME)
+        if fixed:
+            raise OptionError(
+                f"--resume: this run was started with other options: {fixed}. Leave them out to "
+                "continue it, or start a new run with another --out."
+            )
+        merged = dataclasses.replace(self, **differing)
+        if merged.global_batch != self.global_batch:
+            raise OptionError(
+                f"--resume: ranks x batch x grad-accum is {merged.ranks} x {merged.batch} x "
+                f"{merged.grad_accum} = {merged.global_batch} sequences a step, but the run was "
+                f"started with {self.ranks} x {self.batch} x {self.grad_accum} = "
+                f"{self.global_batch}. Keep the product, for example with another --batch."
+            )
+        return merged
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any], *, source: Path) -> "TrainConfig":
+        """Make it from what `config.json` holds; raises OptionError naming the file."""
+        try:
+            return cls(**{**fields, "data": tuple(fields.get("data", ()))})
+        except TypeError as error:
+            raise OptionError(
+                f"{source}: is not the configuration of this version's runs ({error})."
+            ) from error
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _describe_changes(config: TrainConfig, changes: dict[str, Any], names: Collection[str]) -> str:
+    return ", ".join(
+        f"{_flag(name)} {changes[name]} (the run has {getattr(config, name)})"
+        for name in sorted(names)
+    )

@@ -1,0 +1,168 @@
+"""Training text: files of bytes seen as one long string, and windows drawn from it.
+
+The tokenizer is the identity on bytes, so a token is a byte and a loss is in nats per byte.
+"""
+
+import dataclasses
+import hashlib
+import math
+import struct
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fullshard.tools.config import OptionError
+
+_SURVEY_NBYTES = 64 * 2**20
+"""Entropy and fingerprint read at most this much, in evenly spaced blocks."""
+_BLOCK_NBYTES = 2**20
+_NOT_OURS = frozenset(("site-packages", "dist-packages", "__pycache__"))
+
+
+class CorpusError(OptionError):
+    """Text that is missing, unreadable, too short or not what the run was started with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Files in a fixed order with the offset of each end in their concatenation.
+
+    Files of 10 and 6 bytes have ends (10, 16); byte 12 is byte 2 of the second. Nothing is kept
+    in memory: a window is read when it is drawn, so text larger than memory works.
+    """
+
+    paths: tuple[Path, ...]
+    ends: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.ends[-1]
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Read across file borders; raises CorpusError when a file is gone or has shrunk."""
+        parts = []
+        index = bisect_right(self.ends, start)
+        while nbytes:
+            offset = start - (self.ends[index - 1] if index else 0)
+            wanted = min(nbytes, self.ends[index] - start)
+            part = _read_part(self.paths[index], offset, wanted)
+            parts.append(part)
+            start, nbytes, index = start + wanted, nbytes - wanted, index + 1
+        return b"".join(parts)
+
+    @cached_property
+    def survey(self) -> "Survey":
+        """Measure the byte distribution and fingerprint the text (see _SURVEY_NBYTES)."""
+        num_blocks = math.ceil(min(self.nbytes, _SURVEY_NBYTES) / _BLOCK_NBYTES)
+        stride = max(_BLOCK_NBYTES, self.nbytes // num_blocks)
+        counts = torch.zeros(256, dtype=torch.int64)
+        digest = hashlib.sha256(struct.pack("<q", self.nbytes))
+        for block in range(num_blocks):
+            start = block * stride
+            data = self.read(start, min(_BLOCK_NBYTES, self.nbytes - start))
+            digest.update(data)
+            counts += torch.bincount(_as_tensor(data), minlength=256)
+        odds = counts[counts > 0].double() / counts.sum()
+        return Survey(-(odds * odds.log()).sum().item(), digest.hexdigest())
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """Entropy of single bytes in nats, which a model must beat to have learnt any context, and a
+    fingerprint that tells one text from another."""
+
+    unigram_entropy: float
+    fingerprint: str
+
+
+def open_corpus(data: Sequence[str], *, seq: int) -> Corpus:
+    """Find the text: files and folders in the given order, or Python's own library for none.
+
+    Folders give their files in the order of their relative paths, without hidden and binary ones.
+    Raises CorpusError for a path that does not exist or text shorter than one sequence.
+    """
+    if data:
+        paths = [path for name in data for path in _text_files(Path(name))]
+    else:
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        paths = _in_order(
+            (p for p in stdlib.rglob("*.py") if _NOT_OURS.isdisjoint(p.parts)), stdlib
+        )
+    sizes = [(path, path.stat().st_size) for path in paths]
+    sizes = [(path, size) for path, size in sizes if size]
+    total = sum(size for _, size in sizes)
+    if total < seq + 1:
+        source = ", ".join(data) or "Python's standard library (its .py files may not be installed)"
+        raise CorpusError(
+            f"--data: {source} holds {total} bytes of text in {len(sizes)} files, but one sequence "
+            f"needs {seq + 1}. Give more text with --data, or a smaller --seq."
+        )
+    return Corpus(tuple(path for path, _ in sizes), tuple(accumulate(s for _, s in sizes)))
+
+
+def window_start(corpus: Corpus, *, seq: int, seed: int, step: int, index: int) -> int:
+    """Choose where sequence `index` of a step begins.
+
+    A hash of (seed, step, index) and no state: a resumed run draws what it would have drawn, and
+    the sequences of a step are the same however many ranks share them.
+    """
+    key = hashlib.blake2b(struct.pack("<qqq", seed, step, index), digest_size=8).digest()
+    return int.from_bytes(key, "little") % (corpus.nbytes - seq)
+
+
+def draw_batch(corpus: Corpus, *, seq: int, seed: int, step: int, indices: range) -> Tensor:
+    """Return (len(indices), seq + 1) tokens: inputs are [:, :-1], targets [:, 1:]."""
+    rows = [
+        corpus.read(window_start(corpus, seq=seq, seed=seed, step=step, index=index), seq + 1)
+        for index in indices
+    ]
+    return torch.stack([_as_tensor(row) for row in rows]).long()
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    # bytearray, because torch warns that it cannot keep a tensor on bytes from being written.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _read_part(path: Path, offset: int, nbytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            part = file.read(nbytes)
+    except OSError as error:
+        raise CorpusError(f"--data: {path} cannot be read: {error.strerror}.") from error
+    if len(part) != nbytes:
+        raise CorpusError(
+            f"--data: {path} has become shorter since the run started; training text must not "
+            "change during a run."
+        )
+    return part
+
+
+def _text_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise CorpusError(f"--data {path}: no such file or folder.")
+    visible = (
+        p
+        for p in path.rglob("*")
+        if not any(part.startswith(".") for part in p.relative_to(path).parts)
+    )
+    return [p for p in _in_order(visible, path) if not _is_binary(p)]
+
+
+def _in_order(paths: Iterable[Path], root: Path) -> list[Path]:
+    return sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix())
+
+
+def _is_binary(path: Path) -> bool:
+    """Whether a zero byte comes early: text has none, most other formats do."""
+    with path.open("rb") as file:
+        return b"\0" in file.read(1024)

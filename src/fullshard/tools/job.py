@@ -1,0 +1,101 @@
+"""From what was typed to a job that can run: defaults filled in, everything checked.
+
+The launcher and every rank prepare the job in the same way, so a rank under `torchrun` refuses
+what the launcher would have refused, and before it joins the others.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.tools.checkpoint import Checkpoint, latest_checkpoint
+from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.corpus import Corpus, open_corpus
+from fullshard.tools.run_folder import RunFolder
+
+_DEFAULT_CPU_RANKS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A checked run: what to compute, where to put it, on which text, and from which step."""
+
+    config: TrainConfig
+    folder: RunFolder
+    corpus: Corpus
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def done(self) -> int:
+        return self.checkpoint.step if self.checkpoint else 0
+
+
+def new_job(options: dict[str, Any], out: Path) -> Job:
+    """Prepare a fresh run from its options; `auto` and None become what this machine has.
+
+    Raises OptionError for options that cannot work and for a folder that is taken.
+    """
+    num_gpus = torch.accelerator.device_count()
+    device = options["device"]
+    if device == "auto":
+        device = "cuda" if num_gpus else "cpu"
+    dtype = options["dtype"]
+    if dtype == "auto":
+        dtype = "fp32" if device == "cpu" else "bf16"
+    ranks = options["ranks"]
+    if ranks is None:
+        ranks = num_gpus if device != "cpu" else _DEFAULT_CPU_RANKS
+    config = TrainConfig(**{**options, "device": device, "dtype": dtype, "ranks": ranks})
+    folder = RunFolder(out)
+    folder.check_new()
+    return Job(config, folder, open_corpus(config.data, seq=config.seq))
+
+
+def resumed_job(path: Path, changes: dict[str, Any]) -> Job:
+    """Prepare to continue the run in `path`, with the options that were typed as changes.
+
+    Raises OptionError for a folder without a complete checkpoint, for changes that make it
+    another run, for other text and for a run that has nothing left to do.
+    """
+    folder = RunFolder(path)
+    if not folder.config_file.is_file():
+        raise OptionError(
+            f"--resume {path}: holds no run (no config.json). Name the folder that "
+            "`fullshard train` printed as its output."
+        )
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        raise OptionError(
+            f"--resume {path}: holds no complete checkpoint; the run ended before its first one. "
+            "Start it again with another --out."
+        )
+    changes = {key: value for key, value in changes.items() if value not in ("auto", None)}
+    config = folder.read_config().resumed_with(changes)
+    if config.steps <= checkpoint.step:
+        raise OptionError(
+            f"--resume {path}: has {checkpoint.step} of {config.steps} steps behind it, so nothing "
+            f"is left to do. Ask for more, for example --steps {2 * checkpoint.step}."
+        )
+    corpus = open_corpus(config.data, seq=config.seq)
+    if corpus.survey.fingerprint != folder.read_fingerprint():
+        raise OptionError(
+            f"--resume {path}: the text has changed since the run was started "
+            f"(now {corpus.nbytes} bytes in {len(corpus.paths)} files). Restore it; without "
+            "--data, resume with the Python that started the run."
+        )
+    return Job(config, folder, corpus, checkpoint)
+
+
+def check_local_ranks(config: TrainConfig, ranks: int) -> None:
+    """Raise OptionError if this machine cannot give each of its ranks a device."""
+    if config.device == "cpu":
+        return
+    num_gpus = torch.accelerator.device_count()
+    if ranks > num_gpus:
+        raise OptionError(
+            f"--ranks {ranks}: this machine has {num_gpus} GPU{'' if num_gpus == 1 else 's'}, and "
+            f"each rank needs its own. Use {f'--ranks {num_gpus} or ' if num_gpus else ''}"
+            "--device cpu."
+        )

@@ -1,0 +1,106 @@
+"""Start the ranks of this machine and say how they ended.
+
+`torch.distributed.run` starts, watches and ends the processes; this file gives it arguments,
+makes sure that no rank outlives its launcher, and turns its report into one sentence.
+"""
+
+import ctypes
+import dataclasses
+import enum
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed import run as torch_run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+
+LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
+"""Environment variable that tells a rank whose child it must be."""
+
+_SAVE_TIMEOUT_S = 300
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of `fullshard train`, of the launcher and of every rank."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    RANK_LOST = 3
+    STOPPED = 75  # sysexits' EX_TEMPFAIL: stopped on request, saved, to be resumed
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How the ranks ended; `message` is empty when they have said everything themselves."""
+
+    code: Exit
+    message: str = ""
+
+
+def launch(arguments: Sequence[str], *, ranks: int, threads: int) -> Ending:
+    """Run `python -m fullshard ARGUMENTS` on `ranks` local ranks until all have ended."""
+    # Its log repeats, in thirty lines, what the ranks and `Ending` say in one.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    options = torch_run.parse_args(
+        [
+            f"--nproc-per-node={ranks}",
+            "--nnodes=1",
+            "--max-restarts=0",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0",
+            "--local-addr=127.0.0.1",
+            "--module",
+            "fullshard",
+            *arguments,
+        ]
+    )
+    config, command, command_arguments = torch_run.config_from_args(options)
+    if hasattr(config, "shutdown_timeout"):  # torch 2.13; older ones give a checkpoint 30 s
+        config.shutdown_timeout = _SAVE_TIMEOUT_S
+    try:
+        elastic_launch(config=config, entrypoint=command)(*command_arguments)
+    except ChildFailedError as error:
+        return _ending_of(error)
+    except SignalException:
+        return Ending(Exit.STOPPED)
+    return Ending(Exit.OK)
+
+
+def _ending_of(error: ChildFailedError) -> Ending:
+    """Find the rank that ended first, not one that only followed it."""
+    exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    for rank, code in exits.items():
+        # SIGTERM is what the agent ends the other ranks with.
+        if code < 0 and code != -signal.SIGTERM:
+            name = signal.Signals(-code).name
+            pid = error.failures[rank].pid
+            return Ending(
+                Exit.RANK_LOST,
+                f"rank {rank} (pid {pid}) was killed by {name}; the other ranks were ended.",
+            )
+    for meaning in (Exit.FAILED, Exit.USAGE, Exit.STOPPED):
+        if meaning in exits.values():
+            return Ending(meaning)
+    rank, code = next(iter(exits.items()))
+    return Ending(Exit.RANK_LOST, f"rank {rank} ended with exit code {code}.")
+
+
+def die_with_launcher(launcher_pid: int | None) -> None:
+    """Have the kernel kill this rank when its launcher dies, even by `kill -9`.
+
+    Without effect where there is no prctl (not Linux). `launcher_pid` closes the gap before the
+    call: a launcher that is already gone is no longer the parent.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if launcher_pid is not None and os.getppid() != launcher_pid:
+        sys.exit(Exit.FAILED)

@@ -1,0 +1,148 @@
+"""What a person sees of a run: a live bar on a terminal, plain lines elsewhere.
+
+Everything goes to standard error, so that standard output carries results alone.
+"""
+
+import time
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+_PLAIN_INTERVAL_S = 2.0
+
+
+class Reporter(Protocol):
+    """Where the training loop reports to. `step` is given after each step, `note` in between."""
+
+    def note(self, text: str) -> None: ...
+    def begin(self, *, total: int, done: int) -> None: ...
+    def step(self, done: int, figures: dict[str, str]) -> None: ...
+    def end(self) -> None: ...
+
+
+class Silent:
+    """The reporter of every rank but 0."""
+
+    def note(self, text: str) -> None:
+        pass
+
+    def begin(self, *, total: int, done: int) -> None:
+        pass
+
+    def step(self, done: int, figures: dict[str, str]) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class Plain:
+    """Lines for a log: each note, and a step at most every two seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._total = 0
+        self._first_step = 0
+        self._started = self._last = 0.0
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def begin(self, *, total: int, done: int) -> None:
+        self._total, self._first_step = total, done
+        self._started = time.monotonic()
+
+    def step(self, done: int, figures: dict[str, str]) -> None:
+        now = time.monotonic()
+        if now - self._last < _PLAIN_INTERVAL_S and done != self._total:
+            return
+        self._last = now
+        left = (self._total - done) * (now - self._started) / (done - self._first_step)
+        values = "  ".join(f"{name} {value}" for name, value in figures.items())
+        self.note(f"step {done}/{self._total}  {values}  {_clock(left)} left")
+
+    def end(self) -> None:
+        pass
+
+
+class Live:
+    """A bar with the latest figures, and a spinner that turns while nothing else changes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=False,
+        )
+        self._task: TaskID | None = None
+        self._status = console.status("")
+
+    def note(self, text: str) -> None:
+        if self._task is not None:
+            self._progress.console.print(escape(text), highlight=False)
+            return
+        self._console.print(escape(text), highlight=False)
+        self._status.update(escape(text))
+        self._status.start()
+
+    def begin(self, *, total: int, done: int) -> None:
+        self._status.stop()
+        self._progress.start()
+        self._task = self._progress.add_task("training", total=total, completed=done, figures="")
+
+    def step(self, done: int, figures: dict[str, str]) -> None:
+        assert self._task is not None
+        shown = "  ".join(f"{name} [bold]{value}[/bold]" for name, value in figures.items())
+        self._progress.update(self._task, completed=done, figures=shown)
+
+    def end(self) -> None:
+        self._status.stop()
+        self._progress.stop()
+        self._task = None
+
+
+class Reporting:
+    """Give the right reporter for a rank, and restore the terminal on every way out."""
+
+    def __init__(self, *, rank: int) -> None:
+        console = Console(stderr=True)
+        self.reporter: Reporter
+        if rank != 0:
+            self.reporter = Silent()
+        elif console.is_terminal:
+            self.reporter = Live(console)
+        else:
+            self.reporter = Plain(console)
+
+    def __enter__(self) -> Reporter:
+        return self.reporter
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.reporter.end()
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}:{seconds:02d}"

@@ -1,0 +1,108 @@
+"""The folder of one run, and what is in it.
+
+    config.json      the options (tools/config.py) and the fingerprint of the text
+    metrics.jsonl    one line a step
+    checkpoints/     step-00000250/, the last complete one (tools/checkpoint.py)
+    loss.png         the loss curve
+    summary.json     how the run ended; absent while it runs
+
+Only rank 0 writes, except that every rank writes its part of a checkpoint.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from fullshard.tools.config import OptionError, TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Paths and files of one run."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def plot_file(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def check_new(self) -> None:
+        """Raise OptionError if a run is already here or the folder cannot be."""
+        if self.config_file.exists() or self.checkpoints.exists():
+            raise OptionError(
+                f"--out {self.path}: already holds a run. Continue it with --resume {self.path}, "
+                "or name another folder."
+            )
+        if self.path.exists() and not self.path.is_dir():
+            raise OptionError(f"--out {self.path}: is a file; name a folder.")
+
+    def read_config(self) -> TrainConfig:
+        """Return the options of the run; raises OptionError for a file that does not hold them."""
+        return TrainConfig.from_fields(self._config_fields()["options"], source=self.config_file)
+
+    def read_fingerprint(self) -> str:
+        return str(self._config_fields()["corpus"])
+
+    def _config_fields(self) -> dict[str, Any]:
+        try:
+            fields = json.loads(self.config_file.read_text(encoding="utf-8"))
+            return {"options": dict(fields["options"]), "corpus": fields["corpus"]}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise OptionError(
+                f"{self.config_file}: cannot be read ({error!r}). Name a folder that "
+                "`fullshard train` wrote."
+            ) from error
+
+    def start(self, config: TrainConfig, *, fingerprint: str, done: int) -> None:
+        """Write the configuration and drop what lies beyond step `done` of an earlier attempt."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        fields = {"options": dataclasses.asdict(config), "corpus": fingerprint}
+        self.config_file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        self.summary_file.unlink(missing_ok=True)
+        lines = [json.dumps(entry) + "\n" for entry in self.metrics() if entry["step"] <= done]
+        self.metrics_file.write_text("".join(lines), encoding="utf-8")
+
+    def add_metrics(self, entry: dict[str, Any]) -> None:
+        # Opened for each line, so that the line is on its way to the disk when the step is over.
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return every complete line; a line cut short by a crash is left out."""
+        if not self.metrics_file.exists():
+            return []
+        entries = []
+        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return entries
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        self.summary_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """Return how the run ended, or None for one that did not end by itself."""
+        try:
+            summary: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        return summary

@@ -1,0 +1,269 @@
+"""The training loop: what one rank does from start to end.
+
+Every decision that all ranks must share comes from something they all have: the configuration,
+the step number, or the one all-reduce at the end of each step that carries the loss and whether
+anybody was asked to stop.
+"""
+
+import math
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import fullshard
+from fullshard.errors import FullshardError
+from fullshard.models import generate
+from fullshard.tools.checkpoint import load_checkpoint, save_checkpoint
+from fullshard.tools.config import TrainConfig
+from fullshard.tools.corpus import draw_batch
+from fullshard.tools.job import Job
+from fullshard.tools.progress import Reporter
+from fullshard.tools.recipe import build_model, build_optimizer, learning_rate
+from fullshard.tools.run_folder import RunFolder
+
+
+class TrainingError(FullshardError, RuntimeError):
+    """Training cannot go on; the message says why and what to change."""
+
+
+class StepReport(NamedTuple):
+    """What a step tells every rank: mean loss over all of them, gradient norm, stop or not."""
+
+    loss: float
+    grad_norm: float
+    stop: bool
+
+
+class StopRequest:
+    """Turns SIGINT and SIGTERM into a flag that the end of a step reads.
+
+    Asking again changes nothing: a supervisor and the launcher may both pass on one request.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+
+class Trainer:
+    """Model, optimizer and text of one rank. Construction is collective."""
+
+    def __init__(self, job: Job, stop: StopRequest, report: Reporter) -> None:
+        self.config = config = job.config
+        self.folder = job.folder
+        self.corpus = job.corpus
+        self.stop = stop
+        self.report = report
+        self.rank = dist.get_rank()
+        self.device = _device(config)
+        report.note(
+            f"corpus: {self.corpus.nbytes / 1e6:.1f} MB in {len(self.corpus.paths)} files, "
+            f"unigram entropy {self.corpus.survey.unigram_entropy:.3f} nats per byte"
+        )
+        self._check_same_corpus()
+        self.model = build_model(config, self.device)
+        num_params = sum(param.numel() for param in self.model.parameters())
+        report.note(
+            f"model: {num_params / 1e6:.1f}M parameters, sharded over {config.ranks} "
+            f"{config.device} rank{'s' if config.ranks > 1 else ''}, {config.dtype}; "
+            f"{config.tokens_per_step} bytes a step"
+        )
+        self.optimizer = build_optimizer(self.model, config)
+
+    def train(self, *, done: int) -> int:
+        """Take steps until all are done or somebody asks to stop; return how many are done.
+
+        The state is saved every `save_every` steps and at the end, whichever way it comes.
+        """
+        config = self.config
+        self.report.begin(total=config.steps, done=done)
+        while done < config.steps:
+            started = time.perf_counter()
+            result = self._step(done)
+            seconds = time.perf_counter() - started
+            done += 1
+            self._record(done, result, seconds)
+            if not math.isfinite(result.loss):
+                raise TrainingError(
+                    f"step {done}: the loss is {result.loss}. Lower --lr (now {config.lr}), or "
+                    f"raise --warmup (now {config.warmup}); the last checkpoint is from before."
+                )
+            regular = config.save_every and done % config.save_every == 0
+            if regular or result.stop or done == config.steps:
+                save_checkpoint(self.folder.checkpoints, done, self.model, self.optimizer)
+            if result.stop:
+                break
+        self.report.end()
+        return done
+
+    def _step(self, step: int) -> StepReport:
+        """Train on the step's sequences; `step` counts from zero."""
+        config = self.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        total = torch.zeros((), device=self.device)
+        for micro in range(config.grad_accum):
+            first = (micro * config.ranks + self.rank) * config.batch
+            tokens = draw_batch(
+                self.corpus,
+                seq=config.seq,
+                seed=config.seed,
+                step=step,
+                indices=range(first, first + config.batch),
+            ).to(self.device)
+            logits = self.model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss = loss / config.grad_accum
+            loss.backward()
+            total += loss.detach()
+        max_norm = config.clip or math.inf
+        norm = fullshard.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        shared = torch.stack((total.double(), torch.full_like(total, self.stop.asked).double()))
+        dist.all_reduce(shared)
+        loss_sum, stops = shared.tolist()
+        return StepReport(loss_sum / config.ranks, float(norm), stops > 0)
+
+    def _record(self, done: int, result: StepReport, seconds: float) -> None:
+        if self.rank != 0:
+            return
+        speed = self.config.tokens_per_step / seconds
+        memory = peak_memory_nbytes(self.device)
+        self.folder.add_metrics(
+            {
+                "step": done,
+                "loss": result.loss,
+                "lr": learning_rate(self.config, done - 1),
+                "grad_norm": result.grad_norm,
+                "seconds": round(seconds, 6),
+                "tokens_per_second": round(speed, 1),
+                "peak_memory": memory,
+            }
+        )
+        figures = {
+            "loss": f"{result.loss:.3f}",
+            "tokens/s": f"{speed:,.0f}",
+            "peak": f"{memory / 2**30:.2f} GiB",
+        }
+        self.report.step(done, figures)
+
+    def sample(self) -> Iterator[bytes]:
+        """Generate from the sharded model, all ranks together; ends early when asked to stop."""
+        prompt = torch.tensor([list(self.config.prompt.encode())], device=self.device)
+        for token in generate(
+            self.model,
+            prompt,
+            length=self.config.sample_length,
+            temperature=self.config.temperature,
+            seed=self.config.seed,
+            agree=self._agree,
+        ):
+            if token.item() < 0:
+                return
+            yield bytes([int(token.item())])
+
+    def _agree(self, choice: Tensor) -> Tensor:
+        """Take rank 0's token; -1 says that rank 0 was asked to stop."""
+        if self.stop.asked:
+            choice = torch.full_like(choice, -1)
+        dist.broadcast(choice, src=0)
+        return choice
+
+    def _check_same_corpus(self) -> None:
+        fingerprints: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(fingerprints, self.corpus.survey.fingerprint)
+        for rank, fingerprint in enumerate(fingerprints):
+            if fingerprint != fingerprints[0]:
+                raise TrainingError(
+                    f"--data: rank {rank} reads other text than rank 0. Give every host the same "
+                    "files; without --data, the same Python version."
+                )
+
+
+def peak_memory_nbytes(device: torch.device) -> int:
+    """Most memory this rank has held: allocated device memory, or resident host memory on CPU."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
+    """Train, sample and summarise as one rank of the default process group.
+
+    Returns the summary, whose `status` is `finished` or `stopped`.
+    """
+    config, folder = job.config, job.folder
+    trainer = Trainer(job, stop, report)
+    if job.checkpoint is not None:
+        report.note(f"resuming after step {job.done} from {job.checkpoint.path}")
+        load_checkpoint(job.checkpoint.path, trainer.model, trainer.optimizer)
+    dist.barrier()  # nobody may still be checking the folder when rank 0 starts to write
+    if trainer.rank == 0:
+        folder.start(config, fingerprint=job.corpus.survey.fingerprint, done=job.done)
+    started = time.perf_counter()
+    done = trainer.train(done=job.done)
+    seconds = time.perf_counter() - started
+    text = ""
+    if done == config.steps and config.sample_length:
+        report.note(f"sampling {config.sample_length} bytes from the sharded model ...")
+        data = config.prompt.encode() + b"".join(trainer.sample())
+        text = data.decode(errors="replace")
+    peak = torch.tensor(float(peak_memory_nbytes(trainer.device)), dtype=torch.float64)
+    peak = peak.to(trainer.device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    summary = {
+        "status": "finished" if done == config.steps else "stopped",
+        "step": done,
+        "steps": config.steps,
+        "loss": _final_loss(folder) if trainer.rank == 0 else None,
+        "unigram_entropy": job.corpus.survey.unigram_entropy,
+        "tokens_per_second": (done - job.done) * config.tokens_per_step / seconds,
+        "seconds": seconds,
+        "peak_memory_per_rank": int(peak.item()),
+        "out": str(folder.path),
+        "sample": text,
+    }
+    if trainer.rank == 0:
+        _finish_folder(folder, config, summary)
+    return summary
+
+
+def _finish_folder(folder: RunFolder, config: TrainConfig, summary: dict[str, Any]) -> None:
+    from fullshard.tools.plot import plot_loss  # matplotlib takes a second to import
+
+    metrics = folder.metrics()
+    plot_loss(
+        folder.plot_file,
+        [entry["step"] for entry in metrics],
+        [entry["loss"] for entry in metrics],
+        unigram_entropy=summary["unigram_entropy"],
+        title=f"{config.model}, {config.ranks} {config.device} ranks, {config.dtype}, "
+        f"{config.tokens_per_step} bytes a step",
+    )
+    folder.write_summary(summary)
+
+
+def _final_loss(folder: RunFolder) -> float:
+    """Average the last steps, up to 20: one step's loss depends too much on its text."""
+    losses = [entry["loss"] for entry in folder.metrics()][-20:]
+    return float(sum(losses) / len(losses))
+
+
+def _device(config: TrainConfig) -> torch.device:
+    if config.device == "cpu":
+        return torch.device("cpu")
+    return torch.device(config.device, torch.accelerator.current_device_index())

@@ -1,0 +1,133 @@
+"""Gradient accumulation with and without communication, and what divides a gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.api import Api
+from tests.harness import mesh_of, on_ranks, rank
+from tests.models import mlp
+from tests.training import (
+    assert_gradients_are_parts_of,
+    full_gradients,
+    gradients_alone,
+    local,
+    local_gradients,
+    make_batch,
+    mean_square,
+    my_part,
+)
+
+
+def _sharded(api: Api, **options: object) -> tuple[nn.Sequential, nn.Sequential]:
+    model = mlp()
+    alone = copy.deepcopy(model)
+    for layer in model:
+        api.fully_shard(layer, **options)
+    return api.fully_shard(model, **options), alone
+
+
+@pytest.mark.parametrize("reshard_after_backward", [True, False])
+@on_ranks(2, 3)
+def test_unsynchronised_microbatches_are_reduced_with_the_last(
+    api: Api, reshard_after_backward: bool
+) -> None:
+    model, alone = _sharded(api)
+    model.set_reshard_after_backward(reshard_after_backward=reshard_after_backward)
+    for _ in range(2):
+        for index in range(3):
+            batch = make_batch(16, seed=index)
+            mean_square(alone(batch)).backward()
+            model.set_requires_gradient_sync(requires_gradient_sync=index == 2)
+            mean_square(model(my_part(batch))).backward()
+            if index < 2 and reshard_after_backward:
+                assert not local_gradients(model)
+        for unit in (model, *model):
+            unit.reshard()
+        assert_gradients_are_parts_of(model, full_gradients(alone))
+        model.zero_grad()
+        alone.zero_grad()
+
+
+@on_ranks(2)
+def test_sync_can_be_off_for_one_unit_alone(api: Api) -> None:
+    model, alone = _sharded(api)
+    batch = make_batch(16)
+    mean_square(alone(batch)).backward()
+    model[1].set_requires_gradient_sync(requires_gradient_sync=False, recurse=False)
+    mean_square(model(my_part(batch))).backward()
+    assert model[0][0].weight.grad is not None
+    assert model[1][0].weight.grad is None
+    model[1].set_requires_gradient_sync(requires_gradient_sync=True)
+    mean_square(alone(batch)).backward()
+    mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@on_ranks(2)
+def test_last_backward_flag_does_not_change_the_sum(api: Api) -> None:
+    model, alone = _sharded(api)
+    for index in range(3):
+        batch = make_batch(16, seed=index)
+        mean_square(alone(batch)).backward()
+        model.set_is_last_backward(is_last_backward=index == 2)
+        mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@on_ranks(4)
+def test_all_reduce_over_replicas_can_wait_for_the_last_microbatch(api: Api) -> None:
+    model, alone = _sharded(api, mesh=mesh_of(2, 2))
+    for _ in range(2):
+        for index in range(3):
+            batch = make_batch(16, seed=index)
+            mean_square(alone(batch)).backward()
+            model.set_requires_all_reduce(requires_all_reduce=index == 2)
+            mean_square(model(my_part(batch))).backward()
+        assert_gradients_are_parts_of(model, full_gradients(alone))
+        model.zero_grad()
+        alone.zero_grad()
+
+
+@on_ranks(4)
+def test_unsynchronised_microbatches_on_two_axes(api: Api) -> None:
+    model, alone = _sharded(api, mesh=mesh_of(2, 2))
+    for index in range(3):
+        batch = make_batch(16, seed=index)
+        mean_square(alone(batch)).backward()
+        model.set_requires_gradient_sync(requires_gradient_sync=index == 2)
+        mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@pytest.mark.ours("Gloo has no premultiplied sum")
+@pytest.mark.parametrize("factor", [1.0, 2.0, 5.0])
+@on_ranks(2, 3)
+def test_gradient_divide_factor_replaces_the_number_of_ranks(api: Api, factor: float) -> None:
+    model = nn.Linear(8, 6)
+    api.fully_shard(model)
+    model.set_gradient_divide_factor(factor)
+    model(torch.full((1, 8), float(rank() + 1))).sum().backward()
+    total = sum(range(1, torch.distributed.get_world_size() + 1))
+    gradient = local(model.weight.grad)
+    torch.testing.assert_close(gradient, torch.full_like(gradient, total / factor))
+
+
+@on_ranks(2)
+def test_unsynchronised_gradients_survive_an_evaluation(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    expected = {n: 2 * g for n, g in gradients_alone(model, batch).items()}
+    for layer in model:
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    model.set_requires_gradient_sync(requires_gradient_sync=False)
+    mean_square(model(my_part(batch))).backward()
+    with torch.no_grad():
+        model(batch)
+    model.set_requires_gradient_sync(requires_gradient_sync=True)
+    mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, expected)

@@ -1,0 +1,113 @@
+"""A rank that dies in the middle of a step: the others say so, soon, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.api import Api
+from tests.harness import Fate, Outcome, mesh_of, rank, run_fresh
+from tests.models import mlp
+from tests.training import make_batch, mean_square, my_part
+
+pytestmark = pytest.mark.ours("hangs or names no rank")
+WITHIN_S = 10.0
+
+
+class Trap(nn.Module):
+    """Kills its process when it is armed: in forward, or in backward."""
+
+    armed = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed == "forward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.armed == "backward":
+            x.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        return x
+
+
+def _train_until_killed(api: Api, moment: str, mesh_shape: tuple[int, ...]) -> None:
+    model = mlp()
+    trap = Trap()
+    model[1].append(trap)
+    for layer in model:
+        api.fully_shard(layer, mesh=mesh_of(*mesh_shape))
+    api.fully_shard(model, mesh=mesh_of(*mesh_shape))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        if step == 2 and rank() == 1:
+            trap.armed = moment if moment != "between" else ""
+            if moment == "between":
+                os.kill(os.getpid(), signal.SIGKILL)
+        mean_square(model(my_part(make_batch(16)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _assert_loss_is_reported(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome.rank == 1:
+            assert outcome.fate is Fate.DIED
+            continue
+        assert outcome.fate is Fate.RAISED, outcome.text
+        assert "PeerLostError" in outcome.error, outcome.text
+        assert "rank 1" in outcome.text
+        assert outcome.seconds < WITHIN_S
+
+
+def _shared_memory_names() -> set[str]:
+    folder = Path("/dev/shm")
+    return {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+
+
+def _assert_nothing_new(before: set[str]) -> None:
+    # Other programs may come and go: what is left must be gone within seconds.
+    deadline = time.monotonic() + 5
+    while (new := _shared_memory_names() - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not new
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "between"])
+def test_killed_rank_is_named_by_the_other(api: str, moment: str) -> None:
+    before = _shared_memory_names()
+    _assert_loss_is_reported(
+        run_fresh(2, _train_until_killed, api=api, moment=moment, mesh_shape=(2,))
+    )
+    _assert_nothing_new(before)
+
+
+def test_killed_rank_is_named_by_all_others(api: str) -> None:
+    _assert_loss_is_reported(
+        run_fresh(3, _train_until_killed, api=api, moment="backward", mesh_shape=(3,))
+    )
+
+
+@pytest.mark.apis("peer_memory")  # a Gloo collective cannot be interrupted, only a process ended
+def test_killed_rank_ends_ranks_of_other_shard_groups_too(api: str) -> None:
+    outcomes = run_fresh(4, _train_until_killed, api=api, moment="backward", mesh_shape=(2, 2))
+    assert outcomes[1].fate is Fate.DIED
+    for outcome in (outcomes[0], outcomes[2], outcomes[3]):
+        assert outcome.fate is Fate.RAISED, outcome.text
+        assert "FullshardError" in outcome.error, outcome.text
+        assert outcome.seconds < WITHIN_S
+
+
+def _train(api: Api) -> None:
+    model = api.fully_shard(mlp())
+    for _ in range(2):
+        mean_square(model(my_part(make_batch(16)))).backward()
+
+
+def test_ordinary_end_leaves_nothing_behind(api: str) -> None:
+    before = _shared_memory_names()
+    outcomes = run_fresh(2, _train, api=api)
+    assert [outcome.fate for outcome in outcomes] == [Fate.RETURNED] * 2
+    _assert_nothing_new(before)

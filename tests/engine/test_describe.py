@@ -1,0 +1,68 @@
+"""`describe` prints what is in effect."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.api import Api
+from tests.harness import mesh_of, on_ranks
+from tests.models import Transformer, mlp
+from tests.training import make_batch
+
+pytestmark = pytest.mark.ours("not part of the API")
+
+
+@on_ranks(2)
+def test_description_names_every_unit_and_the_comm_path(api: Api) -> None:
+    model = mlp()
+    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model:
+        api.fully_shard(layer, mp_policy=policy)
+    api.fully_shard(model, mp_policy=policy)
+    text = str(api.describe(model))
+    for word in ("0", "1", "2", "bfloat16", "float32", api.name.replace("_", " ")):
+        assert word in text, text
+
+
+@on_ranks(2)
+def test_description_is_the_same_before_and_after_a_step(api: Api) -> None:
+    model = mlp()
+    api.fully_shard(model[0])
+    api.fully_shard(model)
+    before = str(api.describe(model))
+    model(make_batch(16)).sum().backward()
+    assert str(api.describe(model)) == before
+
+
+@on_ranks(2)
+def test_description_says_what_is_direct_and_what_is_packed(api: Api) -> None:
+    model = api.fully_shard(nn.Linear(1024, 512))
+    text = str(api.describe(model)).lower()
+    assert "direct" in text
+    assert "packed" in text
+
+
+@on_ranks(4)
+def test_description_shows_both_axes(api: Api) -> None:
+    model = api.fully_shard(mlp(), mesh=mesh_of(2, 2))
+    text = str(api.describe(model))
+    assert "replicate" in text
+    assert "shard" in text
+
+
+@on_ranks(2)
+def test_description_reports_a_moved_tie(api: Api) -> None:
+    model = Transformer(tied=True)
+    for unit in (model.embed, model.head, model):
+        api.fully_shard(unit)
+    text = str(api.describe(model))
+    assert "embed.weight" in text
+    assert "head.weight" in text
+
+
+@on_ranks(2)
+def test_description_of_a_plain_module_is_refused(api: Api) -> None:
+    with pytest.raises(api.errors.FullshardError, match="fully_shard"):
+        api.describe(mlp())

@@ -1,0 +1,205 @@
+"""Bad input: a clear error before anything is changed, the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.api import Api
+from tests.harness import mesh_of, on_ranks
+from tests.models import mlp
+from tests.training import assert_gradients_are_parts_of, gradients_alone, make_batch, my_part
+from tests.training import mean_square as loss_of
+
+
+def _fingerprint(model: nn.Module) -> Any:
+    """Everything that a call could have changed."""
+    return [
+        (
+            name,
+            type(module),
+            sorted(vars(module)),
+            [(n, id(p), p.requires_grad) for n, p in module.named_parameters(recurse=False)],
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            len(module._state_dict_pre_hooks),
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+def _assert_refused(
+    api: Api, model: nn.Module, message: str, target: Any = None, **options: Any
+) -> None:
+    """Assert that the call raises a ValueError, changes nothing and can be repeated rightly."""
+    expected = gradients_alone(model, make_batch(16))
+    before = _fingerprint(model)
+    with pytest.raises(ValueError, match=message) as caught:
+        api.fully_shard(model if target is None else target, **options)
+    if api.is_torch:
+        return  # it leaves a trace of the failed call on the module
+    assert isinstance(caught.value, api.errors.FullshardError)
+    assert _fingerprint(model) == before
+    api.fully_shard(model)
+    loss_of(model(my_part(make_batch(16)))).backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
+@pytest.mark.parametrize("reshard", [3, 0, -1, 8])
+@on_ranks(4)
+def test_reshard_size_must_divide_the_shard_axis(api: Api, reshard: int) -> None:
+    _assert_refused(api, mlp(), str(reshard), reshard_after_forward=reshard)
+
+
+@pytest.mark.parametrize("reshard", ["yes", 2.0])
+@on_ranks(2)
+def test_reshard_must_be_a_bool_an_int_or_none(api: Api, reshard: object) -> None:
+    _assert_refused(api, mlp(), "reshard_after_forward", reshard_after_forward=reshard)
+
+
+@on_ranks(2)
+def test_mesh_must_have_one_or_two_axes(api: Api) -> None:
+    _assert_refused(api, mlp(), "1D or 2D|one or two|1-D|1 or 2", mesh=mesh_of(1, 1, 2))
+
+
+@pytest.mark.ours("any object with an ndim is taken for a mesh")
+@on_ranks(2)
+def test_mesh_must_be_a_mesh(api: Api) -> None:
+    _assert_refused(api, mlp(), "DeviceMesh", mesh="cpu")
+
+
+@pytest.mark.ours("asks the missing device for its number")
+@on_ranks(2)
+def test_mesh_must_be_of_a_device_that_is_there(api: Api) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the device that the test expects to be missing")
+    mesh = DeviceMesh("cuda", [0, 1], _init_backend=False, _rank=torch.distributed.get_rank())
+    _assert_refused(api, mlp(), "cuda", mesh=mesh)
+
+
+@on_ranks(2)
+def test_container_without_forward_is_refused(api: Api) -> None:
+    model = mlp()
+    layers = nn.ModuleList(model)
+    _assert_refused(api, model, "forward", layers)
+
+
+@pytest.mark.ours("such a unit does nothing")
+@on_ranks(2)
+def test_module_without_parameters_is_refused(api: Api) -> None:
+    model = mlp()
+    _assert_refused(api, model, "Tanh.*no parameters|no parameters", model[0][1])
+
+
+@on_ranks(2)
+def test_root_whose_parameters_all_belong_to_children_is_allowed(api: Api) -> None:
+    model = mlp()
+    for layer in model:
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    loss_of(model(make_batch(16))).backward()
+
+
+@on_ranks(2)
+def test_module_is_sharded_only_once(api: Api) -> None:
+    model = mlp()
+    expected = gradients_alone(model, make_batch(16))
+    api.fully_shard(model[1])
+    api.fully_shard(model)
+    before = _fingerprint(model)
+    for target in (model[1], model):
+        with pytest.raises((ValueError, RuntimeError, AssertionError)) as caught:
+            api.fully_shard(target)
+        if not api.is_torch:
+            assert isinstance(caught.value, api.errors.FullshardError)
+            assert "FSDPSequential" in str(caught.value) or "Sequential" in str(caught.value)
+    assert _fingerprint(model) == before
+    loss_of(model(my_part(make_batch(16)))).backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
+@on_ranks(2)
+def test_parameters_on_meta_at_the_first_forward_are_named(api: Api) -> None:
+    with torch.device("meta"):
+        model = mlp()
+    for layer in model:
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    for layer in (model[0], model[2]):
+        layer.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"1\.0\.weight") as caught:
+        model(make_batch(16))
+    assert "to_empty" in str(caught.value)
+    assert "0.0.weight" not in str(caught.value)
+    if api.is_torch:
+        return  # it remembers the failed attempt
+    model[1].to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1)
+    loss_of(model(make_batch(16))).backward()
+
+
+@pytest.mark.ours("an AssertionError at a later place")
+@pytest.mark.parametrize("placement", [Shard(2), Shard(-3), Replicate(), "rows"])
+@on_ranks(2)
+def test_placement_must_be_a_dim_of_the_parameter(api: Api, placement: Any) -> None:
+    _assert_refused(api, mlp(), r"weight|bias", shard_placement_fn=lambda _: placement)
+
+
+@pytest.mark.ours("fails at the first forward")
+@on_ranks(2)
+def test_policy_must_name_floating_dtypes(api: Api) -> None:
+    with pytest.raises(api.errors.ShardingError, match="param_dtype"):
+        api.MixedPrecisionPolicy(param_dtype=torch.int32)
+    with pytest.raises(api.errors.ShardingError, match="reduce_dtype"):
+        api.MixedPrecisionPolicy(reduce_dtype="bf16")
+
+
+@pytest.mark.ours("taken as they are")
+@pytest.mark.parametrize("option", ["mp_policy", "offload_policy"])
+@on_ranks(2)
+def test_policies_must_be_policies(api: Api, option: str) -> None:
+    _assert_refused(api, mlp(), option, **{option: "bf16"})
+
+
+@pytest.mark.ours("an IndexError")
+@on_ranks(2)
+def test_list_of_modules_must_not_be_empty(api: Api) -> None:
+    _assert_refused(api, mlp(), "empty", [])
+
+
+@pytest.mark.ours("an AttributeError")
+@on_ranks(2)
+def test_only_modules_can_be_sharded(api: Api) -> None:
+    _assert_refused(api, mlp(), "not Tensor", torch.ones(3))
+
+
+@on_ranks(2)
+def test_setter_refuses_what_the_constructor_refuses(api: Api) -> None:
+    model = api.fully_shard(mlp())
+    with pytest.raises(ValueError, match="reshard_after_forward"):
+        model.set_reshard_after_forward("no")
+
+
+@pytest.mark.ours("not part of the API")
+@on_ranks(2)
+def test_unknown_comm_path_is_refused(api: Api) -> None:
+    with pytest.raises(ValueError, match="peer_memory"):
+        api.set_default_comm("carrier_pigeon")
+
+
+@pytest.mark.ours("no error class of its own")
+@on_ranks(2)
+def test_error_tree_fits_pythons(api: Api) -> None:
+    errors = api.errors
+    assert issubclass(errors.ShardingError, (errors.FullshardError, ValueError))
+    assert issubclass(errors.MeshError, ValueError)
+    assert issubclass(errors.StateError, RuntimeError)
+    assert issubclass(errors.PeerLostError, errors.CommError)
+    assert issubclass(errors.CommError, RuntimeError)

@@ -1,0 +1,304 @@
+"""Parameters of every kind: frozen, of several dtypes, uneven, scalar, empty, tied, meta."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.api import Api
+from tests.harness import on_ranks, rank, world_size
+from tests.models import MixedDtypes, PartlyFrozen, Transformer, UnevenMLP, WithScalar
+from tests.training import (
+    assert_equal,
+    assert_gradients_are_parts_of,
+    assert_parameters_are_parts_of,
+    full_parameters,
+    gradients_alone,
+    local,
+    make_batch,
+    mean_square,
+    my_part,
+)
+
+
+def _check_step(model: nn.Module, batch: Tensor, expected: dict[str, Tensor]) -> None:
+    mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
+@on_ranks(2)
+def test_frozen_and_trained_parameters_share_a_unit(api: Api) -> None:
+    model, batch = PartlyFrozen(), make_batch(8)
+    expected = gradients_alone(model, batch)
+    assert list(expected) == ["mixed.bias", "trained.weight", "trained.bias"]
+    api.fully_shard(model)
+    _check_step(model, batch, expected)
+
+
+@on_ranks(2)
+def test_frozen_unit_passes_gradients_on_and_has_none(api: Api) -> None:
+    model, batch = PartlyFrozen(), make_batch(8)
+    model.frozen, model.trained = model.trained, model.frozen  # the frozen one comes last
+    expected = gradients_alone(model, batch)
+    for layer in list(model.children()):
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    _check_step(model, batch, expected)
+
+
+@on_ranks(2)
+def test_parameter_frozen_between_steps_gets_no_gradient(api: Api) -> None:
+    model, batch = UnevenMLP(), make_batch(7)
+    api.fully_shard(model)
+    mean_square(model(my_part(batch))).backward()
+    model.zero_grad()
+    model[0].weight.requires_grad_(requires_grad=False)
+    mean_square(model(my_part(batch))).backward()
+    assert model[0].weight.grad is None
+    assert model[0].bias.grad is not None
+    model.zero_grad()
+    model[0].weight.requires_grad_(requires_grad=True)
+    mean_square(model(my_part(batch))).backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.ours("one dtype of gradients per unit")
+@on_ranks(2, 3)
+def test_parameters_of_three_dtypes_share_a_unit(api: Api) -> None:
+    model, batch = MixedDtypes(), make_batch(8)
+    dtypes = [p.dtype for p in model.parameters()]
+    whole, expected = full_parameters(model), gradients_alone(model, batch)
+    api.fully_shard(model)
+    assert [p.dtype for p in model.parameters()] == dtypes
+    assert_parameters_are_parts_of(model, whole)
+    mean_square(model(my_part(batch))).backward()
+    # bfloat16 activations and gradients: eight bits.
+    assert_gradients_are_parts_of(model, expected, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.ours("one dtype of gradients per unit")
+@on_ranks(2)
+def test_param_dtype_applies_to_floating_parameters_of_every_dtype(api: Api) -> None:
+    model = MixedDtypes()
+    api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(param_dtype=torch.float32))
+    model.unshard()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    model.reshard()
+    assert {p.dtype for p in model.parameters()} == {
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+    }
+
+
+@on_ranks(2, 3, 4)
+def test_uneven_parameters_are_cut_like_dtensors(api: Api) -> None:
+    model, batch = UnevenMLP(), make_batch(7)
+    whole, expected = full_parameters(model), gradients_alone(model, batch)
+    api.fully_shard(model[0])
+    api.fully_shard(model)
+    assert_parameters_are_parts_of(model, whole)
+    assert_equal(full_parameters(model), whole)
+    _check_step(model, batch, expected)
+
+
+@pytest.mark.ours("even sizes only on dims other than 0")
+@on_ranks(2, 3, 4)
+def test_uneven_sizes_on_another_dim_are_cut_too(api: Api) -> None:
+    model, batch = UnevenMLP(), make_batch(7)
+    whole, expected = full_parameters(model), gradients_alone(model, batch)
+    api.fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    assert model[0].weight.placements == (Shard(1),)
+    assert_parameters_are_parts_of(model, whole)
+    _check_step(model, batch, expected)
+    assert_equal(full_parameters(model), whole)
+
+
+@on_ranks(3, 4)
+def test_rank_may_own_nothing_of_a_parameter(api: Api) -> None:
+    model, batch = nn.Linear(7, 2), make_batch(7)
+    whole, expected = full_parameters(model), gradients_alone(model, batch)
+    api.fully_shard(model)
+    assert local(model.weight).shape == ((1, 7) if rank() < 2 else (0, 7))
+    assert_parameters_are_parts_of(model, whole)
+    _check_step(model, batch, expected)
+    if rank() == world_size() - 1:
+        assert model.weight.grad is not None
+        assert local(model.weight.grad).shape == (0, 7)
+
+
+@pytest.mark.ours("no empty parameters")
+@on_ranks(2)
+def test_parameter_without_elements_is_allowed(api: Api) -> None:
+    class WithEmpty(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.empty = nn.Parameter(torch.empty(0, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.empty.sum()
+
+    model, batch = WithEmpty(), make_batch(8)
+    expected = gradients_alone(model, batch)
+    api.fully_shard(model)
+    _check_step(model, batch, expected)
+
+
+@pytest.mark.ours("no scalar parameters")
+@on_ranks(2, 4)
+def test_scalar_parameter_trains(api: Api) -> None:
+    model, batch = WithScalar(), make_batch(8)
+    expected = gradients_alone(model, batch)
+    api.fully_shard(model)
+    assert model.scale.shape == ()
+    mean_square(model(my_part(batch))).backward()
+    gradient = model.scale.grad
+    assert gradient.shape == ()
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    torch.testing.assert_close(whole, expected["scale"])
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    now = model.scale.full_tensor() if isinstance(model.scale, DTensor) else model.scale
+    torch.testing.assert_close(now.detach(), 1.5 - 0.1 * expected["scale"])
+
+
+@on_ranks(2, 3)
+def test_tied_parameters_in_one_unit_are_one_parameter(api: Api) -> None:
+    model, tokens = Transformer(tied=True), torch.randint(61, (12, 8))
+    expected = _token_gradients(model, tokens)
+    for block in model.blocks:
+        api.fully_shard(block)
+    api.fully_shard(model)
+    assert model.head.weight is model.embed.weight
+    mean_square(model(my_part(tokens))).backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
+@pytest.mark.ours("a tie across units is an error")
+@on_ranks(2, 3)
+def test_tie_across_units_moves_to_the_lowest_common_unit(api: Api) -> None:
+    model, tokens = Transformer(tied=True), torch.randint(61, (12, 8))
+    expected = _token_gradients(model, tokens)
+    for unit in (model.embed, model.head, *model.blocks):
+        api.fully_shard(unit)
+    api.fully_shard(model)
+    for _ in range(2):
+        mean_square(model(my_part(tokens))).backward()
+        assert model.head.weight is model.embed.weight
+        assert_gradients_are_parts_of(model, expected)
+        model.zero_grad()
+    assert "embed.weight" in str(api.describe(model))
+
+
+@pytest.mark.ours("a tie across units is an error")
+@on_ranks(2)
+def test_tie_below_the_root_moves_no_higher_than_needed(api: Api) -> None:
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.right.weight = self.left.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.right(self.left(x).tanh())
+
+    model, batch = nn.Sequential(Twins(), nn.Linear(16, 16)), make_batch(16)
+    expected = gradients_alone(model, batch)
+    for unit in (model[0].left, model[0].right, model[0], model):
+        api.fully_shard(unit)
+    for _ in range(2):
+        _check_step(model, batch, expected)
+        model.zero_grad()
+    model[0].unshard()
+    assert not isinstance(model[0].left.weight, DTensor)
+    assert model[0].right.weight is model[0].left.weight
+
+
+@on_ranks(2)
+def test_module_used_twice_is_one_module(api: Api) -> None:
+    shared, batch = nn.Linear(16, 16), make_batch(16)
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    expected = gradients_alone(model, batch)
+    api.fully_shard(shared)
+    api.fully_shard(model)
+    _check_step(model, batch, expected)
+
+
+@on_ranks(2)
+def test_module_that_lists_its_weights_sees_the_whole_ones(api: Api) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x.transpose(0, 1))[0].tanh()
+
+    model, batch = Recurrent(), make_batch(5, 8)
+    expected = gradients_alone(model, batch)
+    api.fully_shard(model.lstm)
+    api.fully_shard(model)
+    for _ in range(2):
+        _check_step(model, batch, expected)
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_meta_model_is_materialized_after_sharding(api: Api) -> None:
+    torch.manual_seed(3)
+    expected = UnevenMLP()
+    with torch.device("meta"):
+        model = UnevenMLP()
+    api.fully_shard(model[0])
+    api.fully_shard(model)
+    assert all(p.device.type == "meta" for p in model.parameters())
+    model.to_empty(device="cpu")
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    for name, parameter in model.named_parameters():
+        whole = expected.get_parameter(name).detach()
+        with torch.no_grad():
+            rows = whole.chunk(world_size())
+            parameter.to_local().copy_(rows[rank()])
+    batch = make_batch(7)
+    _check_step(model, batch, gradients_alone(expected, batch))
+
+
+@on_ranks(2)
+def test_meta_model_is_initialized_by_its_own_reset(api: Api) -> None:
+    with torch.device("meta"):
+        model = UnevenMLP()
+    for layer in (model[0], model[2]):
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    model.to_empty(device="cpu")
+    for layer in (model[0], model[2], model[4]):
+        nn.init.constant_(layer.weight, 0.1)
+        nn.init.zeros_(layer.bias)
+    alone = UnevenMLP()
+    for layer in (alone[0], alone[2], alone[4]):
+        nn.init.constant_(layer.weight, 0.1)
+        nn.init.zeros_(layer.bias)
+    batch = make_batch(7)
+    _check_step(model, batch, gradients_alone(alone, batch))
+
+
+@on_ranks(2)
+def test_module_moves_keep_the_parameters_sharded(api: Api) -> None:
+    model, batch = UnevenMLP(), make_batch(7).double()
+    double = copy.deepcopy(model).double()
+    expected = gradients_alone(double, batch)
+    api.fully_shard(model)
+    model.to(torch.float64)
+    assert all(isinstance(p, DTensor) and p.dtype == torch.float64 for p in model.parameters())
+    mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
+def _token_gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    mean_square(model(tokens)).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return gradients

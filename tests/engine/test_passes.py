@@ -1,0 +1,651 @@
+"""Forward and backward passes of every shape between two optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.api import Api
+from tests.harness import on_ranks, rank, world_size
+from tests.models import Transformer, mlp
+from tests.training import (
+    assert_equal,
+    assert_gradients_are_parts_of,
+    full_gradients,
+    full_parameters,
+    gradients_alone,
+    local,
+    local_gradients,
+    make_batch,
+    mean_square,
+    my_part,
+)
+
+
+def _shard(api: Api, model: nn.Sequential, **options: Any) -> nn.Sequential:
+    for layer in model:
+        api.fully_shard(layer, **options)
+    return api.fully_shard(model, **options)
+
+
+class Branches(nn.Module):
+    """Two layers, of which a forward uses those named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.left = nn.Linear(16, 16)
+        self.right = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, *names: str) -> Tensor:
+        x = self.stem(x).tanh()
+        return x + sum(getattr(self, name)(x) for name in names)
+
+
+# Several passes
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(2)
+def test_several_forwards_before_one_backward(api: Api, reshard: bool | None) -> None:
+    model, first, second = mlp(), make_batch(16), make_batch(16, seed=8)
+    alone = copy.deepcopy(model)
+    (mean_square(alone(first)) + mean_square(alone(second))).backward()
+    _shard(api, model, reshard_after_forward=reshard)
+    loss = mean_square(model(my_part(first))) + mean_square(model(my_part(second)))
+    loss.backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(2)
+def test_one_backward_after_another_for_several_forwards(api: Api, reshard: bool | None) -> None:
+    model, first, second = mlp(), make_batch(16), make_batch(16, seed=8)
+    alone = copy.deepcopy(model)
+    (mean_square(alone(first)) + mean_square(alone(second))).backward()
+    _shard(api, model, reshard_after_forward=reshard)
+    losses = [mean_square(model(my_part(batch))) for batch in (first, second)]
+    for loss in losses:
+        loss.backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@on_ranks(2)
+def test_two_backwards_through_one_retained_graph(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    expected = {name: 2 * grad for name, grad in gradients_alone(model, batch).items()}
+    _shard(api, model)
+    loss = mean_square(model(my_part(batch)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
+@on_ranks(2)
+def test_two_losses_of_one_forward_are_backpropagated_in_turn(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    alone = copy.deepcopy(model)
+    out = alone(batch)
+    (mean_square(out[:, :8]) + mean_square(out[:, 8:])).backward()
+    _shard(api, model)
+    out = model(my_part(batch))
+    mean_square(out[:, :8]).backward(retain_graph=True)
+    mean_square(out[:, 8:]).backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@on_ranks(2)
+def test_unit_called_twice_in_one_forward(api: Api) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x).tanh())
+
+    model, batch = Twice(), make_batch(16)
+    expected = gradients_alone(model, batch)
+    api.fully_shard(model.layer)
+    api.fully_shard(model)
+    mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
+# Inputs, outputs
+
+
+@on_ranks(2)
+def test_inputs_with_and_without_gradient_give_the_same_gradients(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    alone = copy.deepcopy(model)
+    whole = batch.clone().requires_grad_()
+    mean_square(alone(whole)).backward()
+    _shard(api, model)
+    part = my_part(batch).clone().requires_grad_()
+    mean_square(model(part)).backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+    # Each rank's loss is a mean over its part: world_size times its share of the whole mean.
+    torch.testing.assert_close(part.grad, my_part(whole.grad) * world_size())
+    model.zero_grad()
+    mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@on_ranks(2)
+def test_outputs_may_be_nested_in_containers(api: Api) -> None:
+    class Nested(nn.Linear):
+        def forward(self, x: Tensor, *, options: dict[str, Any]) -> dict[str, Any]:
+            out = super().forward(x * options["scale"])
+            return {"logits": out, "parts": (out[:, :8].clone(), [out[:, 8:].clone()]), "n": 3}
+
+    model, batch = Nested(16, 16), make_batch(16)
+    options = {"scale": torch.tensor(2.0)}
+    alone = copy.deepcopy(model)
+    mean_square(alone(batch, options=options)["parts"][1][0]).backward()
+    api.fully_shard(model)
+    out = model(my_part(batch), options=options)
+    assert out["n"] == 3
+    mean_square(out["parts"][1][0]).backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@on_ranks(2)
+def test_output_without_gradient_is_returned_as_it_is(api: Api) -> None:
+    class Flag(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+            return super().forward(x), x.argmax(-1), None
+
+    model, batch = api.fully_shard(Flag(16, 16)), make_batch(16)
+    out, winner, nothing = model(batch)
+    assert out.requires_grad
+    torch.testing.assert_close(winner, batch.argmax(-1))
+    assert nothing is None
+    mean_square(out).backward()
+    assert model.weight.grad is not None
+
+
+# Unused units and parameters
+
+
+@on_ranks(2)
+def test_unit_unused_on_every_rank_has_no_gradient(api: Api) -> None:
+    model, batch = Branches(), make_batch(16)
+    alone = copy.deepcopy(model)
+    mean_square(alone(batch, "left")).backward()
+    for layer in (model.left, model.right):
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    for _ in range(2):
+        mean_square(model(my_part(batch), "left")).backward()
+        assert model.right.weight.grad is None
+        assert_gradients_are_parts_of(model, full_gradients(alone))
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_unused_parameter_of_a_used_unit_has_no_gradient(api: Api) -> None:
+    model, batch = Branches(), make_batch(16)
+    alone = copy.deepcopy(model)
+    mean_square(alone(batch, "left")).backward()
+    api.fully_shard(model)
+    mean_square(model(my_part(batch), "left")).backward()
+    assert model.right.weight.grad is None
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@on_ranks(2)
+def test_branch_taken_every_second_step(api: Api) -> None:
+    model, batch = Branches(), make_batch(16)
+    alone = copy.deepcopy(model)
+    for layer in (model.left, model.right):
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    for step in range(4):
+        names = ("left", "right") if step % 2 else ("right",)
+        mean_square(alone(batch, *names)).backward()
+        mean_square(model(my_part(batch), *names)).backward()
+        assert_gradients_are_parts_of(model, full_gradients(alone))
+        alone.zero_grad()
+        model.zero_grad()
+
+
+@pytest.mark.ours("collectives of different sizes meet")
+@on_ranks(2, 3)
+def test_parameters_unused_on_one_rank_get_the_sum_of_the_others(api: Api) -> None:
+    model, batch = Branches(), make_batch(16)
+    alone = copy.deepcopy(model)
+    for number, part in enumerate(batch.chunk(world_size())):
+        names = ("left",) if number == 0 else ("left", "right")
+        (mean_square(alone(part, *names)) / world_size()).backward()
+    api.fully_shard(model)
+    for _ in range(2):
+        names = ("left",) if rank() == 0 else ("left", "right")
+        mean_square(model(my_part(batch), *names)).backward()
+        assert_gradients_are_parts_of(model, full_gradients(alone))
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_zero_gradients_stand_in_for_unused_parameters_on_request(api: Api) -> None:
+    model, batch = Branches(), make_batch(16)
+    api.fully_shard(model)
+    model.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
+    names = ("left",) if rank() == 0 else ("left", "right")
+    mean_square(model(my_part(batch), *names)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    mean_square(model(my_part(batch), "left")).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# Activation checkpointing
+
+
+def _reentrant(layer: nn.Module) -> nn.Module:
+    return _Recomputed(layer, use_reentrant=True)
+
+
+def _not_reentrant(layer: nn.Module) -> nn.Module:
+    return _Recomputed(layer, use_reentrant=False)
+
+
+class _Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+WRAPPERS = {
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "reentrant": _reentrant,
+    "not_reentrant": _not_reentrant,
+}
+
+
+def _assert_recomputation_is_invisible(
+    api: Api, wrap: Callable[[nn.Module], nn.Module], *, outside: bool, reshard: bool | None
+) -> None:
+    model, batch = mlp(4), make_batch(16)
+    expected = gradients_alone(model, batch)
+    inners = list(model)
+    for index, layer in enumerate(inners):
+        wrapped = wrap(layer)
+        api.fully_shard(layer if outside else wrapped, reshard_after_forward=reshard)
+        model[index] = wrapped
+    api.fully_shard(model)
+    for _ in range(2):
+        part = my_part(batch).clone().requires_grad_()  # reentrant checkpoints need one
+        mean_square(model(part)).backward()
+        own = [p for layer in inners for p in layer.parameters()]
+        for parameter, whole in zip(own, expected.values(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), whole, rtol=1e-5, atol=1e-6)
+        assert all(isinstance(p, DTensor) for p in own)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(2)
+def test_checkpoint_around_a_unit(api: Api, wrapper: str, reshard: bool | None) -> None:
+    _assert_recomputation_is_invisible(api, WRAPPERS[wrapper], outside=True, reshard=reshard)
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(2)
+def test_unit_around_a_checkpoint(api: Api, wrapper: str, reshard: bool | None) -> None:
+    _assert_recomputation_is_invisible(api, WRAPPERS[wrapper], outside=False, reshard=reshard)
+
+
+@on_ranks(2)
+def test_checkpoint_around_several_units(api: Api) -> None:
+    model, batch = nn.Sequential(mlp(2), mlp(2)), make_batch(16)
+    expected = list(gradients_alone(model, batch).values())
+    for half in model:
+        for layer in half:
+            api.fully_shard(layer)
+    for index in range(2):
+        model[index] = _not_reentrant(model[index])
+    api.fully_shard(model)
+    for _ in range(2):
+        mean_square(model(my_part(batch))).backward()
+        for parameter, whole in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), whole, rtol=1e-5, atol=1e-6)
+        model.zero_grad()
+
+
+# Exceptions
+
+
+class Bomb(nn.Module):
+    """Raises in forward or in backward while it is armed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed == "forward":
+            raise ZeroDivisionError
+        x = x * 1.0
+        if self.armed == "backward":
+            x.register_hook(self._raise)
+        return x
+
+    def _raise(self, _: Tensor) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@on_ranks(2)
+def test_step_after_an_exception_is_like_any_other(
+    api: Api, moment: str, place: int, reshard: bool | None
+) -> None:
+    model, batch = mlp(), make_batch(16)
+    bomb = Bomb()
+    model[place].append(bomb)
+    expected = gradients_alone(model, batch)
+    _shard(api, model, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for armed in ("", moment, "", moment, moment, ""):
+        bomb.armed = armed
+        if armed:
+            with pytest.raises(ZeroDivisionError):
+                mean_square(model(my_part(batch))).backward()
+            if api.is_torch:
+                model.reset_iter_state()
+        else:
+            mean_square(model(my_part(batch))).backward()
+            assert_gradients_are_parts_of(model, expected)
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_reset_iter_state_is_accepted_at_any_time(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    expected = gradients_alone(model, batch)
+    _shard(api, model)
+    for _ in range(2):
+        model(my_part(batch))
+        model.reset_iter_state()
+        mean_square(model(my_part(batch))).backward()
+        model.reset_iter_state()
+        assert_gradients_are_parts_of(model, expected)
+        model.zero_grad()
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("before_training", [True, False])
+@on_ranks(2)
+def test_evaluation_between_steps_changes_nothing(
+    api: Api, mode: Callable[[], Any], before_training: bool
+) -> None:
+    if api.is_torch and before_training and mode is torch.inference_mode:
+        pytest.skip("PyTorch: buffers made in inference mode cannot be used for training")
+    model, batch = mlp(), make_batch(16)
+    expected, answers = gradients_alone(model, batch), model(batch).detach()
+    _shard(api, model)
+    for step in range(3):
+        if step or before_training:
+            with mode():
+                torch.testing.assert_close(model(batch), answers)
+                torch.testing.assert_close(model(batch), answers)
+        mean_square(model(my_part(batch))).backward()
+        assert_gradients_are_parts_of(model, expected)
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_evaluation_sees_the_optimizer_step(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    alone = copy.deepcopy(model)
+    _shard(api, model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, alone)]
+    for _ in range(3):
+        mean_square(model(my_part(batch))).backward()
+        mean_square(alone(batch)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch), alone(batch), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_evaluation_between_forward_and_backward(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    expected = gradients_alone(model, batch)
+    _shard(api, model)
+    for _ in range(2):
+        loss = mean_square(model(my_part(batch)))
+        with torch.no_grad():
+            model(make_batch(16, seed=9))
+        loss.backward()
+        assert_gradients_are_parts_of(model, expected)
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_forward_whose_loss_is_dropped(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    expected = gradients_alone(model, batch)
+    _shard(api, model)
+    for _ in range(3):
+        model(my_part(batch))
+        mean_square(model(my_part(batch))).backward()
+        assert_gradients_are_parts_of(model, expected)
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_eval_mode_trains_too(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    expected = gradients_alone(model, batch)
+    _shard(api, model)
+    model.eval()
+    mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
+@on_ranks(2)
+def test_generation_token_by_token_equals_the_unwrapped_model(api: Api) -> None:
+    model = Transformer()
+    tokens = torch.zeros(1, 1, dtype=torch.long)
+    alone = copy.deepcopy(model)
+    for block in model.blocks:
+        api.fully_shard(block)
+    api.fully_shard(model)
+    with torch.inference_mode():
+        for _ in range(6):
+            logits = model(tokens)
+            torch.testing.assert_close(logits, alone(tokens))
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+
+
+# Several models
+
+
+@on_ranks(2)
+def test_two_models_take_turns_in_one_step(api: Api) -> None:
+    student, teacher, batch = mlp(), mlp(), make_batch(16)
+    alone = copy.deepcopy(student)
+    with torch.no_grad():
+        answers = teacher(batch)
+    mean_square(alone(batch) - answers).backward()
+    _shard(api, student)
+    _shard(api, teacher)
+    for _ in range(2):
+        out = student(my_part(batch))
+        with torch.no_grad():
+            answers = teacher(my_part(batch))
+        mean_square(out - answers).backward()
+        assert_gradients_are_parts_of(student, full_gradients(alone))
+        assert not local_gradients(teacher)
+        student.zero_grad()
+
+
+@on_ranks(2)
+def test_gradient_flows_through_one_model_into_another(api: Api) -> None:
+    first, second, batch = mlp(), mlp(), make_batch(16)
+    alone = copy.deepcopy(nn.ModuleList([first, second]))
+    mean_square(alone[1](alone[0](batch))).backward()
+    _shard(api, first)
+    _shard(api, second)
+    for _ in range(2):
+        mean_square(second(first(my_part(batch)))).backward()
+        assert_gradients_are_parts_of(first, full_gradients(alone[0]))
+        assert_gradients_are_parts_of(second, full_gradients(alone[1]))
+        first.zero_grad()
+        second.zero_grad()
+
+
+# Gradients
+
+
+@on_ranks(2)
+def test_gradients_add_up_until_they_are_cleared(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    expected = gradients_alone(model, batch)
+    _shard(api, model)
+    for times in (1, 2, 3):
+        mean_square(model(my_part(batch))).backward()
+        assert_gradients_are_parts_of(model, {n: times * g for n, g in expected.items()})
+
+
+@on_ranks(2)
+def test_gradient_is_none_before_backward_and_after_zero_grad(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    _shard(api, model)
+    assert not local_gradients(model)
+    loss = mean_square(model(my_part(batch)))
+    loss.backward()
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+    assert all(p.grad.placements == p.placements for p in model.parameters())
+    model.zero_grad()
+    assert not local_gradients(model)
+
+
+@on_ranks(2)
+def test_zeroed_gradients_are_added_to_in_place(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    expected = gradients_alone(model, batch)
+    _shard(api, model)
+    for _ in range(3):
+        mean_square(model(my_part(batch))).backward()
+        assert_gradients_are_parts_of(model, expected)
+        model.zero_grad(set_to_none=False)
+        assert all(g.count_nonzero() == 0 for g in local_gradients(model).values())
+        assert len(local_gradients(model)) == len(expected)
+
+
+KEPT: dict[str, Callable[[Tensor], Any]] = {
+    "gradient": lambda gradient: gradient,
+    "local": lambda gradient: gradient.to_local(),
+    "view": lambda gradient: gradient.to_local().view(-1)[:5],
+    "detached": lambda gradient: gradient.detach(),
+    "array": lambda gradient: gradient.to_local().numpy(),
+    "storage": lambda gradient: gradient.to_local().untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+@on_ranks(2)
+def test_gradient_that_the_user_keeps_is_not_overwritten(api: Api, how: str) -> None:
+    model, batch = mlp(), make_batch(16)
+    _shard(api, model)
+    mean_square(model(my_part(batch))).backward()
+    kept = [KEPT[how](parameter.grad) for parameter in model.parameters()]
+    copies = copy.deepcopy([local(k) if isinstance(k, Tensor) else k for k in kept])
+    for _ in range(3):
+        model.zero_grad()
+        mean_square(model(3 * my_part(batch))).backward()
+    for thing, copied in zip(kept, copies, strict=True):
+        now = local(thing) if isinstance(thing, Tensor) else thing
+        assert list(now.flatten() if hasattr(now, "flatten") else now) == list(
+            copied.flatten() if hasattr(copied, "flatten") else copied
+        )
+
+
+@on_ranks(2)
+def test_output_that_the_user_keeps_is_not_overwritten(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    _shard(api, model)
+    out = model(my_part(batch))
+    copied = out.detach().clone()
+    mean_square(out).backward()
+    mean_square(model(3 * my_part(batch))).backward()
+    torch.testing.assert_close(out.detach(), copied, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_gradient_assigned_by_the_user_is_what_the_optimizer_uses(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    _shard(api, model)
+    mean_square(model(my_part(batch))).backward()
+    before = full_parameters(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    after = full_parameters(model)
+    assert_equal(after, {name: value - 0.5 for name, value in before.items()})
+
+
+@on_ranks(2)
+def test_post_accumulate_hook_runs_once_per_step_with_the_reduced_gradient(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    expected = gradients_alone(model, batch)
+    _shard(api, model)
+    names = {id(p): n for n, p in model.named_parameters()}
+    seen: dict[str, Tensor] = {}
+
+    def take(parameter: Tensor) -> None:
+        assert names[id(parameter)] not in seen
+        seen[names[id(parameter)]] = parameter.grad.full_tensor()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    for _ in range(2):
+        seen.clear()
+        mean_square(model(my_part(batch))).backward()
+        assert_equal(
+            dict(sorted(seen.items())), dict(sorted(expected.items())), rtol=1e-5, atol=1e-6
+        )
+        assert not local_gradients(model)
+
+
+@on_ranks(2)
+def test_gradient_of_a_gradient(api: Api) -> None:
+    model, batch = mlp(1), make_batch(16)
+    alone = copy.deepcopy(model)
+
+    def penalty(net: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(mean_square(net(x)) * len(x), x, create_graph=True)
+        return slope.square().sum(-1).mean()
+
+    penalty(alone, batch).backward()
+    api.fully_shard(model, reshard_after_forward=False)
+    # The inner backward must leave the parameters whole for the outer one.
+    model.set_reshard_after_backward(reshard_after_backward=False)
+    penalty(model, my_part(batch)).backward()
+    model.reshard()
+    assert_gradients_are_parts_of(model, full_gradients(alone))

@@ -1,0 +1,157 @@
+"""The shape of the source tree, by reading it: who imports whom, and what is used where."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "fullshard"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# Every room and top-level file, and what it may import from the package (its own room always).
+# `__init__` is the package itself: the public names.
+BASE = {"errors", "policies"}
+FACES = {"fsdp1", "fsdp2", "wrapping", "install"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "__init__": FACES | BASE | {"engine", "state", "optim"},
+    "__main__": {"tools"},
+    "errors": set(),
+    "policies": {"errors"},
+    "plan": {"errors"},
+    "comm": BASE | {"plan"},
+    "engine": BASE | {"comm", "plan"},
+    "state": BASE | {"engine", "plan"},
+    "optim": BASE | {"engine", "plan"},
+    "models": {"errors"},
+    "tools": BASE | {"__init__", "models", "plan"},
+    "wrapping": BASE | {"engine", "plan"},
+    "fsdp2": BASE | {"engine", "comm", "plan", "wrapping"},
+    "fsdp1": BASE | {"engine", "comm", "plan", "state", "wrapping"},
+    "install": BASE | {"__init__", "fsdp1", "fsdp2"},
+}
+
+
+def _name(module: Path) -> str:
+    return str(module.relative_to(SOURCE))
+
+
+def _room(module: Path) -> str:
+    return module.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def _tree(module: Path) -> ast.Module:
+    return ast.parse(module.read_text(), filename=str(module))
+
+
+def _imports(module: Path) -> Iterator[str]:
+    """Yield the full name of everything a module imports, wherever in it."""
+    package = ("fullshard", *module.relative_to(SOURCE).parent.parts)
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            prefix = ".".join((*base, node.module) if node.module else base)
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def _rooms_imported(module: Path) -> set[str]:
+    rooms = set()
+    for name in _imports(module):
+        first, *rest = name.split(".")
+        if first == "fullshard":
+            known = rest and (rest[0] in MAY_IMPORT or (SOURCE / rest[0]).exists())
+            rooms.add(rest[0] if known else "__init__")
+    return rooms
+
+
+def _attributes(module: Path) -> Iterator[str]:
+    """Yield every dotted name that a module uses, such as `torch.cuda.Stream`."""
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def _is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+every_module = pytest.mark.parametrize("module", MODULES, ids=_name)
+
+
+@every_module
+def test_imports_run_one_way(module: Path) -> None:
+    room = _room(module)
+    assert room in MAY_IMPORT, f"{room}: say in MAY_IMPORT what this new room may import"
+    assert _rooms_imported(module) - {room} <= MAY_IMPORT[room]
+
+
+@every_module
+def test_planning_knows_no_group(module: Path) -> None:
+    if _room(module) == "plan":
+        names = {*_imports(module), *_attributes(module)}
+        assert not {name for name in names if _is_within(name, "torch.distributed")}
+
+
+@every_module
+def test_pytorchs_fsdp_is_imported_by_install_alone(module: Path) -> None:
+    if _name(module) != "install.py":
+        names = {*_imports(module), *_attributes(module)}
+        assert not {name for name in names if _is_within(name, "torch.distributed.fsdp")}
+
+
+@every_module
+def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
+    if _name(module) != "engine/runtime.py":
+        names = {*_imports(module), *_attributes(module)}
+        assert not {name for name in names if _is_within(name, "torch.cuda")}
+
+
+@every_module
+def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
+    if _name(module) == "tools/cli.py":
+        return
+    tree = _tree(module)
+    # `os.environ[name] = value` hands something to child processes and reads nothing.
+    written = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    }
+    read = {
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and id(node) not in written
+    }
+    assert not {*read, *_imports(module)} & {"os.environ", "os.getenv", "os.environb"}
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    import fullshard
+
+    assert list(fullshard.__all__) == sorted(fullshard.__all__)
+    assert not [name for name in fullshard.__all__ if not hasattr(fullshard, name)]
+
+
+def test_init_holds_public_names_and_nothing_else() -> None:
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
+    body = _tree(SOURCE / "__init__.py").body
+    assert not [ast.unparse(node) for node in body if not isinstance(node, allowed)]
+
+
+def test_file_map_of_the_readme_matches_the_tree() -> None:
+    # Lines of the form `  engine/unit.py   what it is`, inside code blocks.
+    blocks = re.findall(r"```.*?\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    lines = re.findall(r"^ *([\w/]+\.py) {2,}\S", "\n".join(blocks), flags=re.MULTILINE)
+    described = [line.removeprefix("src/fullshard/") for line in lines]
+    there = [_name(module) for module in MODULES if module.read_text().strip()]
+    inits = {name for name in there if name.endswith("/__init__.py")}
+    assert len(described) == len(set(described))
+    assert set(described) <= set(there)
+    # A room's docstring may stand for itself.
+    assert set(there) - inits <= set(described)

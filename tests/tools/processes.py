@@ -1,0 +1,155 @@
+"""Run `fullshard train` as a user does, and look at the processes it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+TINY = ("--model", "tiny", "--seq", "32", "--batch", "2", "--device", "cpu", "--sample-length", "0")
+FOREVER = (*TINY, "--steps", "1000000", "--save-every", "0")
+
+
+class Result(NamedTuple):
+    """Exit code and output of a command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command(*options: str, torchrun: int = 0) -> list[str]:
+    """Return the command line of a run, under torchrun with that many ranks if asked."""
+    launcher = [sys.executable, "-m"]
+    if torchrun:
+        launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}", "-m"]
+    return [*launcher, "fullshard", "train", *options]
+
+
+def environment() -> dict[str, str]:
+    """Return an environment without what decides ranks, threads and terminals."""
+    dropped = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "FORCE_COLOR", "FULLSHARD_LAUNCHER_PID")
+    return {k: v for k, v in os.environ.items() if k not in dropped}
+
+
+def train(*options: str, torchrun: int = 0, limit_s: float = 120) -> Result:
+    """Run to the end."""
+    done = subprocess.run(
+        command(*options, torchrun=torchrun),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+class Run:
+    """A training run that is under way, in a process group of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+
+    def losses(self) -> list[float]:
+        return losses(self.folder)
+
+    def wait_for_step(self, step: int, *, limit_s: float = 60) -> None:
+        wait_until(lambda: len(self.losses()) >= step or self.process.poll() is not None, limit_s)
+        assert self.process.poll() is None, self.finish()
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process id of each rank."""
+        found = {}
+        for pid in descendants(self.process.pid):
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if entry.startswith(b"RANK="):
+                    found[int(entry[5:])] = pid
+        return found
+
+    def finish(self, *, limit_s: float = 60) -> Result:
+        out, err = self.process.communicate(timeout=limit_s)
+        return Result(self.process.returncode, out, err)
+
+
+@contextmanager
+def running(folder: Path, *options: str, torchrun: int = 0) -> Iterator[Run]:
+    """Start a run and make sure that nothing of it is left afterwards."""
+    process = subprocess.Popen(
+        command("--out", str(folder), *options, torchrun=torchrun),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield Run(process, folder)
+    finally:
+        if process.poll() is None:
+            for pid in [*descendants(process.pid), process.pid]:
+                kill(pid)
+        process.communicate(timeout=10)
+
+
+def losses(folder: Path) -> list[float]:
+    """Return the loss of every step written so far."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return children, their children and so on."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    """Return those that still run; a zombie does not."""
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":
+            found.append(pid)
+    return found
+
+
+def kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> float:
+    """Poll until the condition holds and return the seconds it took; fail after the limit."""
+    started = time.monotonic()
+    while not condition():
+        waited = time.monotonic() - started
+        assert waited < limit_s, f"not within {limit_s} s"
+        time.sleep(0.005)
+    return time.monotonic() - started
+
+
+def shared_memory() -> set[str]:
+    """Return the names in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}

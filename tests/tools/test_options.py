@@ -1,0 +1,163 @@
+"""Options that cannot work are refused before any rank starts, and nothing is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fullshard.tools import cli, launch
+from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.job import check_local_ranks, resumed_job
+from fullshard.tools.run_folder import RunFolder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(32, 127)) * 10)
+    return path
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Call the command, expect exit code 2 and an untouched folder, return what it said."""
+
+    def no_launch(*args: object, **kwargs: object) -> None:
+        pytest.fail("ranks were started")
+
+    monkeypatch.setattr(cli, "launch", no_launch)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*options: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        result: Result = CliRunner().invoke(cli.app, ["train", "--device", "cpu", *options])
+        assert result.exit_code == launch.Exit.USAGE, result.output
+        assert sorted(tmp_path.rglob("*")) == before
+        return result.output
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--batch", "0"], "--batch 0: must be at least 1"),
+        (["--steps", "-5"], "--steps -5: must be at least 1"),
+        (["--ranks", "0"], "--ranks 0: must be at least 1"),
+        (["--seq", "0"], "--seq 0: must be at least 1"),
+        (["--grad-accum", "0"], "--grad-accum 0: must be at least 1"),
+        (["--model", "7t"], "--model 7t: no such size; choose from tiny, 10m"),
+        (["--dtype", "fp8"], "--dtype fp8: choose from fp32, bf16"),
+        (["--lr", "1e-5"], "--min-lr 0.0001: must be from 0 to --lr 1e-05"),
+        (["--lr", "nan"], "--min-lr"),
+        (["--clip", "-1"], "--clip -1.0: must not be negative"),
+        (["--seed", "-1"], "--seed -1: must be from 0"),
+        (["--prompt", ""], "--prompt: is empty"),
+        (["--data", "missing/folder"], "--data missing/folder: no such file or folder"),
+        (["--data", "text", "--seq", "950"], "one sequence needs 951"),
+        (["--device", "cuda", "--ranks", "99"], "each rank needs its own"),
+        (["--resume", "nowhere"], "--resume nowhere: holds no run"),
+        (["--out", "text"], "--out text: is a file"),
+        (["--resume", "a", "--out", "b"], "a resumed run stays in its folder"),
+        (["--no-such-option"], "--no-such-option"),
+        (["--steps", "many"], "--steps"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_unusable_options_are_named_with_what_would_work(
+    refused, text: Path, options: list[str], said: str
+) -> None:
+    assert said in refused(*options)
+
+
+def test_every_problem_is_said_at_once(refused) -> None:
+    said = refused("--batch", "0", "--steps", "0", "--model", "x")
+    assert said.count("--batch 0") == said.count("--steps 0") == said.count("--model x") == 1
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(refused, text: Path, tmp_path: Path) -> None:
+    RunFolder(tmp_path / "old").start(TrainConfig(), fingerprint="", done=0)
+    assert "already holds a run. Continue it with --resume" in refused("--out", "old")
+
+
+def test_a_rank_under_torchrun_refuses_another_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, refused, text: Path
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    said = refused("--data", str(text), "--seq", "8", "--ranks", "3")
+    assert "torchrun has started 4 ranks" in said
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    config = TrainConfig(device="cuda", ranks=3)
+    with pytest.raises(
+        OptionError, match=r"has 2 GPUs, and each rank needs its own\. Use --ranks 2 or"
+    ):
+        check_local_ranks(config, 3)
+
+
+class TestResume:
+    @pytest.fixture
+    def folder(self, text: Path, tmp_path: Path) -> RunFolder:
+        from fullshard.tools.corpus import open_corpus
+
+        config = TrainConfig(model="tiny", seq=16, data=(str(text),), steps=50)
+        folder = RunFolder(tmp_path / "run")
+        fingerprint = open_corpus(config.data, seq=16).survey.fingerprint
+        folder.start(config, fingerprint=fingerprint, done=0)
+        checkpoint = folder.checkpoints / "step-00000020"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / ".metadata").touch()
+        return folder
+
+    def test_the_options_come_from_the_run(self, folder: RunFolder) -> None:
+        job = resumed_job(folder.path, {"steps": 100})
+        assert job.done == 20
+        assert job.config == dataclasses.replace(folder.read_config(), steps=100)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("model", "10m"), ("seq", 17), ("seed", 1), ("lr", 1.0), ("data", ("x",))],
+    )
+    def test_another_run_is_refused(self, folder: RunFolder, name: str, value: object) -> None:
+        with pytest.raises(OptionError, match=f"other options: --{name} .* \\(the run has"):
+            resumed_job(folder.path, {name: value})
+
+    def test_ranks_and_batch_may_change_together(self, folder: RunFolder) -> None:
+        assert resumed_job(folder.path, {"ranks": 1, "batch": 4}).config.global_batch == 4
+        with pytest.raises(OptionError, match=r"1 x 2 x 1 = 2 .* started with 2 x 2 x 1 = 4"):
+            resumed_job(folder.path, {"ranks": 1})
+
+    def test_repeating_an_option_of_the_run_is_fine(self, folder: RunFolder) -> None:
+        assert resumed_job(folder.path, {"seq": 16, "dtype": "auto", "ranks": None}).done == 20
+
+    def test_a_half_written_checkpoint_does_not_count(self, folder: RunFolder) -> None:
+        (folder.checkpoints / "step-00000020").rename(folder.checkpoints / "partial-step-00000020")
+        with pytest.raises(OptionError, match="no complete checkpoint"):
+            resumed_job(folder.path, {})
+
+    def test_changed_text_is_refused(self, folder: RunFolder, text: Path) -> None:
+        text.write_bytes(text.read_bytes()[::-1])
+        with pytest.raises(OptionError, match="the text has changed"):
+            resumed_job(folder.path, {})
+
+    def test_a_run_without_steps_left_is_refused(self, folder: RunFolder) -> None:
+        with pytest.raises(OptionError, match="nothing is left to do"):
+            resumed_job(folder.path, {"steps": 20})
+
+    def test_a_damaged_configuration_is_named(self, folder: RunFolder) -> None:
+        folder.config_file.write_text("{")
+        with pytest.raises(OptionError, match=r"config\.json: cannot be read"):
+            resumed_job(folder.path, {})
+
+
+def test_help_shows_examples_and_exit_codes() -> None:
+    said = CliRunner().invoke(cli.app, ["train", "--help"]).output
+    assert "torchrun --nnodes 2" in said
+    assert "Exit codes" in said

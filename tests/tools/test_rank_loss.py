@@ -1,0 +1,69 @@
+"""A rank or the launcher that is killed takes everything with it, quickly and by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.tools.processes import (
+    FOREVER,
+    Run,
+    alive,
+    descendants,
+    kill,
+    running,
+    shared_memory,
+    wait_until,
+)
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def clean_shared_memory():
+    before = shared_memory()
+    yield
+    assert not {name for name in shared_memory() - before if "fullshard" in name or "psm" in name}
+
+
+def start(run: Run) -> list[int]:
+    """Wait until training is under way; return every process of the run."""
+    run.wait_for_step(3)
+    assert sorted(run.ranks()) == [0, 1]
+    return [run.process.pid, *descendants(run.process.pid)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others_and_is_named(
+    tmp_path: Path, clean_shared_memory: None, rank: int
+) -> None:
+    with running(tmp_path / "run", *FOREVER) as run:
+        pids = start(run)
+        kill(run.ranks()[rank])
+        assert wait_until(lambda: not alive(pids), LIMIT_S) < LIMIT_S
+        result = run.finish()
+    assert result.code == 3, result.err
+    assert f"rank {rank} died" in result.err, "said by the rank that is left"
+    assert f"rank {rank} (pid " in result.err, "said by the launcher"
+    assert "was killed by SIGKILL" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_killed_rank_is_named_under_torchrun_too(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *FOREVER, torchrun=2) as run:
+        pids = start(run)
+        kill(run.ranks()[1])
+        assert wait_until(lambda: not alive(pids), LIMIT_S) < LIMIT_S
+        result = run.finish()
+    assert result.code != 0
+    assert "rank 1 died" in result.err
+
+
+def test_a_killed_launcher_leaves_no_process(tmp_path: Path, clean_shared_memory: None) -> None:
+    with running(tmp_path / "run", *FOREVER) as run:
+        pids = start(run)
+        os.kill(run.process.pid, signal.SIGKILL)
+        assert wait_until(lambda: not alive(pids[1:]), LIMIT_S) < LIMIT_S

@@ -1,0 +1,88 @@
+"""What a run writes: metrics that survive a crash, a schedule, a curve, progress lines."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fullshard.tools.checkpoint import latest_checkpoint
+from fullshard.tools.config import TrainConfig
+from fullshard.tools.plot import plot_loss, running_mean
+from fullshard.tools.progress import Live, Plain
+from fullshard.tools.recipe import learning_rate
+from fullshard.tools.run_folder import RunFolder
+
+
+def test_metrics_beyond_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.start(TrainConfig(), fingerprint="x", done=0)
+    for step in (1, 2, 3):
+        folder.add_metrics({"step": step})
+    with folder.metrics_file.open("a") as file:
+        file.write('{"step": 4, "lo')  # cut short by a crash
+    folder.start(TrainConfig(), fingerprint="x", done=2)
+    assert folder.metrics() == [{"step": 1}, {"step": 2}]
+
+
+def test_configuration_is_read_back_as_written(tmp_path: Path) -> None:
+    config = TrainConfig(data=("a", "b"), lr=0.1, tie_embeddings=True)
+    folder = RunFolder(tmp_path / "run")
+    folder.start(config, fingerprint="x", done=0)
+    assert folder.read_config() == config
+    assert folder.read_fingerprint() == "x"
+    assert folder.read_summary() is None
+
+
+def test_the_latest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    for name in ("step-00000100", "step-00000020", "step-00000300", "partial-step-00000400"):
+        (tmp_path / name).mkdir()
+        if "300" not in name:
+            (tmp_path / name / ".metadata").touch()
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 100
+
+
+def test_learning_rate_rises_and_falls() -> None:
+    config = TrainConfig(lr=1.0, min_lr=0.0, warmup=2, steps=6)
+    rates = [learning_rate(config, step) for step in range(6)]
+    assert rates == pytest.approx([0.5, 1.0, 0.853553, 0.5, 0.146447, 0.0], abs=1e-6)
+    assert learning_rate(TrainConfig(lr=1.0, warmup=0, steps=1), 0) == pytest.approx(1e-4)
+
+
+def test_running_mean_is_not_pulled_to_zero() -> None:
+    assert running_mean([4, 2], weight=0.5) == pytest.approx([4, 8 / 3])
+    assert running_mean([]) == []
+
+
+def test_the_curve_is_a_picture_even_of_one_step(tmp_path: Path) -> None:
+    plot_loss(tmp_path / "loss.png", [1], [5.5], unigram_entropy=3.2, title="one")
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+def test_plain_progress_says_the_last_step_and_the_time_left() -> None:
+    out = io.StringIO()
+    reporter = Plain(Console(file=out, width=200))
+    reporter.begin(total=100, done=40)
+    for step in range(41, 101):
+        reporter.step(step, {"loss": "1.5"})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2, "the first and the last; those between came within two seconds"
+    assert lines[-1] == "step 100/100  loss 1.5  0:00 left"
+
+
+def test_a_terminal_gets_a_bar_with_the_figures() -> None:
+    out = io.StringIO()
+    reporter = Live(Console(file=out, width=120, force_terminal=True))
+    reporter.note("reading [brackets]")
+    reporter.begin(total=2, done=0)
+    reporter.step(1, {"loss": "1.5"})
+    reporter.step(2, {"loss": "1.25"})
+    reporter.end()
+    reporter.end()
+    assert "reading [brackets]" in out.getvalue()
+    assert "2/2" in out.getvalue()
+    assert "1.25" in out.getvalue()

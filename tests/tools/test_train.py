@@ -1,0 +1,134 @@
+"""`fullshard train` from start to end, stopped, and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.tools.processes import FOREVER, TINY, Result, losses, running, train
+
+SIXTY = (*TINY, "--steps", "60", "--save-every", "30")
+
+
+class Straight:
+    """Sixty steps without interruption."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.result: Result = train(*SIXTY, "--out", str(folder), "--json")
+        self.losses = losses(folder)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    run = Straight(tmp_path_factory.mktemp("straight") / "run")
+    assert run.result.code == 0, run.result.err
+    return run
+
+
+def test_a_run_learns_and_fills_its_folder(straight: Straight) -> None:
+    summary = json.loads(straight.result.out)
+    assert summary["status"] == "finished"
+    assert summary["step"] == len(straight.losses) == 60
+    assert straight.losses[-1] < straight.losses[0] - 1
+    names = {path.name for path in straight.folder.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "checkpoints", "loss.png", "summary.json"}
+    assert [p.name for p in (straight.folder / "checkpoints").iterdir()] == ["step-00000060"]
+    assert (straight.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    line = json.loads((straight.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert line.keys() >= {"step", "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory"}
+
+
+def test_progress_goes_to_standard_error_alone(straight: Straight) -> None:
+    assert len(straight.result.out.splitlines()) == 1
+    assert "step 60/60" in straight.result.err
+    assert "unigram entropy" in straight.result.err
+    assert straight.result.err.count("step 60/60") == 1, "only rank 0 reports"
+
+
+def test_a_run_killed_and_resumed_repeats_the_straight_run(
+    straight: Straight, tmp_path: Path
+) -> None:
+    with running(tmp_path / "run", *SIXTY) as run:
+        run.wait_for_step(34)  # four steps past the checkpoint, which are lost
+        run.process.kill()
+        run.finish()
+    assert len(run.losses()) < 60
+    resumed = train("--resume", str(run.folder))
+    assert resumed.code == 0, resumed.err
+    assert "resuming after step 30" in resumed.err
+    assert run.losses() == straight.losses
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_asked_to_stop_saves_and_continues_exactly(
+    straight: Straight, tmp_path: Path, number: signal.Signals
+) -> None:
+    with running(tmp_path / "run", *SIXTY, "--save-every", "0") as run:
+        run.wait_for_step(5)
+        # Ctrl-C reaches the whole foreground group, a supervisor signals the launcher alone.
+        if number == signal.SIGINT:
+            os.killpg(run.process.pid, number)
+        else:
+            run.process.send_signal(number)
+        stopped = run.finish()
+    assert stopped.code == 75, stopped.err
+    done = len(run.losses())
+    assert 5 <= done < 60
+    assert f"stopped after step {done} of 60, checkpoint saved" in stopped.err
+    assert "Traceback" not in stopped.err
+    assert run.losses() == straight.losses[:done]
+    checkpoints = [path.name for path in (run.folder / "checkpoints").iterdir()]
+    assert checkpoints == [f"step-{done:08d}"]
+    if number == signal.SIGTERM:  # both leave the same; one resumption shows it
+        resumed = train("--resume", str(run.folder))
+        assert resumed.code == 0, resumed.err
+        assert run.losses() == straight.losses
+
+
+def test_a_run_resumes_on_another_number_of_ranks(straight: Straight, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(straight.folder, folder)
+    resumed = train("--resume", str(folder), "--steps", "66", "--ranks", "1", "--batch", "4")
+    assert resumed.code == 0, resumed.err
+    assert losses(folder)[:60] == straight.losses
+    assert len(losses(folder)) == 66
+    assert max(losses(folder)[60:]) < straight.losses[0] - 1
+
+
+def test_one_rank_learns_the_same(straight: Straight, tmp_path: Path) -> None:
+    result = train(*SIXTY, "--batch", "4", "--ranks", "1", "--out", str(tmp_path / "run"))
+    assert result.code == 0, result.err
+    # The same sequences summed in another order: float32 rounding, grown over sixty steps.
+    assert losses(tmp_path / "run") == pytest.approx(straight.losses, rel=1e-3)
+
+
+def test_the_sample_comes_from_all_ranks_together(tmp_path: Path) -> None:
+    result = train(
+        *TINY, "--steps", "3", "--sample-length", "20", "--prompt", "import ", "--dtype", "bf16",
+        "--activation-checkpointing", "--grad-accum", "2", "--tie-embeddings", "--clip", "0",
+        "--out", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "--- sample ---\nimport " in result.out
+    assert "unigram entropy" in result.out
+
+
+def test_it_runs_unchanged_under_torchrun(straight: Straight, tmp_path: Path) -> None:
+    result = train(*SIXTY, "--out", str(tmp_path / "run"), torchrun=2)
+    assert result.code == 0, result.err
+    assert losses(tmp_path / "run") == straight.losses
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank(tmp_path: Path) -> None:
+    result = train(
+        *FOREVER, "--lr", "1e30", "--warmup", "0", "--clip", "0", "--out", str(tmp_path / "run")
+    )
+    assert result.code == 1
+    assert "Lower --lr" in result.err
+    assert "Traceback" not in result.err
