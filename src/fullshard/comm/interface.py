@@ -55,6 +55,16 @@ class ShardBuffer:
     flat: torch.Tensor | None = None
     gathered: list[torch.Tensor] = dataclasses.field(default_factory=list)
     packed_region: torch.Tensor | None = None
+    _packed_copy: "PackedCopy | None" = None
+
+    def copy_out_packed(self, region: torch.Tensor, unsharded: torch.Tensor, first: int) -> None:
+        """Copy every packed parameter from the packed region of all ranks to where it belongs.
+
+        first: the element of the unsharded buffer at which ``unsharded`` begins.
+        """
+        if self._packed_copy is None or self._packed_copy.unsharded is not unsharded:
+            self._packed_copy = PackedCopy(self.bucket, unsharded, first)
+        self._packed_copy(region)
 
 
 class Comm(abc.ABC):
@@ -194,54 +204,116 @@ def shard_places(
     return places
 
 
-def copy_out_packed(
-    bucket: BucketLayout, region: torch.Tensor, unsharded: torch.Tensor, first: int
-) -> None:
-    """Copy every packed parameter from the packed region of all ranks to where it belongs.
+class PackedCopy:
+    """Copies packed parameters from the packed region of all ranks to where they belong.
 
-    first: the element of the unsharded buffer at which ``unsharded`` begins.
+    Holds the views it writes to: the unsharded buffer is the same tensor from step to step.
     """
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for param in bucket.packed:
-        full = unsharded.narrow(0, param.unsharded_offset - first, param.spec.numel)
-        offset = param.shard_offset - bucket.packed_offset
-        parts = shard_parts(param, full)
-        places = shard_places(param, region, offset=offset, stride=bucket.packed_numel)
-        if param.route is Route.REPLICATED:
-            parts, places = [parts[0][0]], [places[0][0]]  # any rank's copy will do
-        targets.extend(parts)
-        sources.extend(places)
-    if targets:
-        torch._foreach_copy_(targets, sources)
+
+    def __init__(self, bucket: BucketLayout, unsharded: torch.Tensor, first: int) -> None:
+        self.unsharded = unsharded
+        self._bucket = bucket
+        self._columns = bucket.columns[2 * len(bucket.direct) :]
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._region: torch.Tensor | None = None
+        for param in bucket.packed:
+            full = unsharded.as_strided(
+                (param.spec.numel,),
+                (1,),
+                unsharded.storage_offset() + param.unsharded_offset - first,
+            )
+            if param.is_even:
+                self._targets.append(full.view(param.shard_size, param.chunk_numel))
+            elif param.route is Route.REPLICATED:
+                self._targets.append(full)  # any rank's copy will do
+            else:
+                self._targets.extend(shard_parts(param, full))
+
+    def __call__(self, region: torch.Tensor) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources_in(region))
+
+    def _sources_in(self, region: torch.Tensor) -> list[torch.Tensor]:
+        if region is self._region:
+            return self._sources
+        stride = self._bucket.packed_numel
+        matrix = region.view(self._bucket.shard_size, stride)
+        sources: list[torch.Tensor] = []
+        pieces = matrix.split_with_sizes(self._columns, 1)[::2]
+        for param, piece in zip(self._bucket.packed, pieces, strict=True):
+            if param.is_even:
+                sources.append(piece)
+            elif param.route is Route.REPLICATED:
+                sources.append(piece[0])
+            else:
+                offset = param.shard_offset - self._bucket.packed_offset
+                sources.extend(shard_places(param, region, offset=offset, stride=stride))
+        self._region, self._sources = region, sources
+        return sources
 
 
 def copy_in_gradients(
-    params: Sequence[ParamLayout],
+    bucket: BucketLayout,
     grads: Sequence[torch.Tensor | None],
     region: torch.Tensor,
     *,
-    first: int,
-    stride: int,
+    packed_only: bool = False,
     divisor: float = 1.0,
 ) -> None:
     """Copy gradients, divided by ``divisor``, into a rank-major region; None becomes zeros.
 
-    first: the shard offset at which the region begins.
+    region: each rank's shard buffer after the other, or only what is packed of it. It may have
+    more columns than that.
     """
+    start = len(bucket.direct) if packed_only else 0
+    first = bucket.packed_offset if packed_only else 0
+    matrix = region.view(bucket.shard_size, -1)
+    stride = matrix.size(1)
+    columns = bucket.columns[2 * start :]
+    pieces = matrix.split_with_sizes((*columns, stride - sum(columns)), 1)[:-1:2]
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     missing: list[torch.Tensor] = []
-    for param, grad in zip(params, grads, strict=True):
-        places = shard_places(param, region, offset=param.shard_offset - first, stride=stride)
+    for param, grad, piece in zip(bucket.params[start:], grads[start:], pieces, strict=True):
+        places = (
+            [piece]
+            if param.is_even
+            else shard_places(param, region, offset=param.shard_offset - first, stride=stride)
+        )
         if grad is None:
             missing.extend(places)
+            continue
+        full = grad.contiguous()
+        targets.extend(places)
+        if param.is_even:
+            sources.append(full.view(param.shard_size, -1))
         else:
-            targets.extend(places)
-            sources.extend(shard_parts(param, grad.contiguous()))
+            sources.extend(shard_parts(param, full))
     if targets:
         torch._foreach_copy_(targets, sources)
     if targets and divisor != 1.0:
         torch._foreach_div_(targets, divisor)
     if missing:
         torch._foreach_zero_(missing)
+
+
+def add_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: float) -> None:
+    """Set ``out`` to the sum of the terms, first to last, divided by ``divisor``.
+
+    Works through blocks that stay in cache, so that memory is read once however many terms there
+    are. The sum is formed in ``out.dtype``: adding bfloat16 terms to a float32 ``out`` is exact
+    in the terms.
+    """
+    block = 1 << 16
+    for start in range(0, out.numel(), block):
+        total = out[start : start + block]
+        first, *others = (term[start : start + block] for term in terms)
+        if others and first.dtype == total.dtype:
+            torch.add(first, others.pop(0), out=total)
+        else:
+            total.copy_(first)
+        for term in others:
+            total.add_(term)
+        if divisor != 1.0:
+            total.div_(divisor)

@@ -15,7 +15,6 @@ from fullshard.comm.interface import (
     ShardBuffer,
     Work,
     copy_in_gradients,
-    copy_out_packed,
     shard_views,
 )
 from fullshard.plan.layout import BucketLayout, DirectRule
@@ -68,7 +67,7 @@ class LocalComm(Comm):
         region = flat[bucket.packed_offset :].to(
             unsharded.device, unsharded.dtype, non_blocking=True
         )
-        copy_out_packed(bucket, region, unsharded, first)
+        shards.copy_out_packed(region, unsharded, first)
         return Done()
 
     def reduce_scatter(
@@ -82,9 +81,7 @@ class LocalComm(Comm):
         label: str,
     ) -> Reduction:
         divisor = scaling.before * scaling.after
-        copy_in_gradients(
-            bucket.params, grads, out, first=0, stride=bucket.shard_numel, divisor=divisor
-        )
+        copy_in_gradients(bucket, grads, out, divisor=divisor)
         return _Present(grads)
 
     def all_reduce(self, tensor: torch.Tensor, *, wire_dtype: torch.dtype, label: str) -> Work:

@@ -33,10 +33,9 @@ from fullshard.comm.interface import (
     Scaling,
     ShardBuffer,
     Work,
+    add_in_order,
     copy_in_gradients,
-    copy_out_packed,
 )
-from fullshard.comm.process_group import add_in_order
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.plan.layout import BucketLayout, DirectRule, Route
 
@@ -112,7 +111,7 @@ class PeerMemoryComm(Comm):
                 for p in bucket.direct
             ]
             torch._foreach_copy_(targets, shards.gathered)
-        copy_out_packed(bucket, shards.packed_region, unsharded, first)
+        shards.copy_out_packed(shards.packed_region, unsharded, first)
         return Done()
 
     def staged_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
@@ -142,11 +141,9 @@ class PeerMemoryComm(Comm):
         flags = self._part(record, self.rank, 0, len(grads), torch.uint8)
         flags.copy_(torch.tensor([grad is not None for grad in grads], dtype=torch.uint8))
         copy_in_gradients(
-            bucket.params,
+            bucket,
             grads,
             self._part(record, self.rank, header_nbytes, payload_numel, wire_dtype),
-            first=0,
-            stride=bucket.shard_numel,
             divisor=scaling.before,
         )
         start = header_nbytes + self.rank * bucket.shard_numel * wire_dtype.itemsize

@@ -27,12 +27,14 @@ from fullshard.comm.interface import (
     Scaling,
     ShardBuffer,
     Work,
+    add_in_order,
     copy_in_gradients,
-    copy_out_packed,
     shard_views,
 )
 from fullshard.comm.liveness import announce, naming_lost_ranks
 from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
+
+_FEW_RANKS = 8
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,7 +120,7 @@ class ProcessGroupComm(Comm):
             works.append(self._all_gather(region, part))
         return _Pending(
             works,
-            lambda: copy_out_packed(bucket, region, unsharded, first),
+            lambda: shards.copy_out_packed(region, unsharded, first),
             (source, region),
             self.group,
             label,
@@ -211,16 +213,16 @@ class ProcessGroupComm(Comm):
                 exchange(source, out.narrow(0, param.shard_offset, param.chunk_numel))
         # One more element a parameter tells every rank whether anybody had a gradient for it.
         present = [grad is not None for grad in grads]
+        region = self._pack(bucket, grads, wire_dtype, out.device, scaling.before, len(grads))
         flags = torch.tensor(present, dtype=wire_dtype, device=out.device)
-        packed = self._pack(bucket, grads, wire_dtype, out.device, scaling.before)
-        region = torch.cat((packed.view(self.size, -1), flags.expand(self.size, -1)), dim=1)
+        region.view(self.size, -1)[:, bucket.packed_numel :] = flags
         target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
-        received = exchange(region.view(-1), target).view(self.size, -1)
+        received = exchange(region, target).view(self.size, -1)
         sums[-1] = (received[:, : bucket.packed_numel], target)
 
         def finish() -> None:
             for terms, total in sums:
-                add_in_order(list(terms.unbind()), total, divisor=scaling.after)
+                _sum_rows(terms, total, divisor=scaling.after)
 
         return _PendingReduction(
             _Pending(works, finish, tuple(tensors), self.group, label),
@@ -234,18 +236,15 @@ class ProcessGroupComm(Comm):
         dtype: torch.dtype,
         device: torch.device,
         divisor: float,
+        num_extra: int = 0,
     ) -> torch.Tensor:
-        """Return the packed parameters' gradients rank by rank, zeros where there is padding."""
-        region = torch.zeros(self.size * bucket.packed_numel, dtype=dtype, device=device)
-        num_direct = len(bucket.params) - len(bucket.packed)
-        copy_in_gradients(
-            bucket.params[num_direct:],
-            grads[num_direct:],
-            region,
-            first=bucket.packed_offset,
-            stride=bucket.packed_numel,
-            divisor=divisor,
-        )
+        """Return the packed parameters' gradients rank by rank, then ``num_extra`` elements.
+
+        Zeros where there is padding.
+        """
+        numel = self.size * (bucket.packed_numel + num_extra)
+        region = torch.zeros(numel, dtype=dtype, device=device)
+        copy_in_gradients(bucket, grads, region, packed_only=True, divisor=divisor)
         return region
 
     def _coalesced(self, works: list[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -278,25 +277,13 @@ class _Coalesced:
         self._works.append(self._joined)
 
 
-def add_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: float) -> None:
-    """Set ``out`` to the sum of the terms, first to last, divided by ``divisor``.
-
-    Works through blocks that stay in cache, so that memory is read once however many terms there
-    are. The sum is formed in ``out.dtype``: adding bfloat16 terms to a float32 ``out`` is exact
-    in the terms.
-    """
-    block = 1 << 16
-    for start in range(0, out.numel(), block):
-        total = out[start : start + block]
-        first, *others = (term[start : start + block] for term in terms)
-        if others and first.dtype == total.dtype:
-            torch.add(first, others.pop(0), out=total)
-        else:
-            total.copy_(first)
-        for term in others:
-            total.add_(term)
-        if divisor != 1.0:
-            total.div_(divisor)
+def _sum_rows(terms: torch.Tensor, out: torch.Tensor, *, divisor: float) -> None:
+    """Set ``out`` to the sum over ranks of a matrix with a row from each."""
+    if terms.size(0) <= _FEW_RANKS:
+        add_in_order(terms.unbind(), out, divisor=divisor)
+        return
+    torch.sum(terms, 0, dtype=out.dtype, out=out)  # one call; its order is fixed as well
+    out.div_(divisor)
 
 
 def _wire_gradient(

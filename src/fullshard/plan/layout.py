@@ -24,6 +24,7 @@ PyTorch FSDP, arXiv 2304.11277.
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -87,7 +88,7 @@ class Piece(NamedTuple):
     numel: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class ParamLayout:
     """One parameter's place in its bucket; ``index`` is its position in the unit."""
 
@@ -98,25 +99,35 @@ class ParamLayout:
     shard_offset: int
     unsharded_offset: int
 
-    @property
+    @functools.cached_property
     def rows_per_shard(self) -> int:
         """Rows of every shard but the last ones, which may be shorter or empty."""
         if self.route is Route.REPLICATED:
             return 1
         return -(-self.spec.shape[self.spec.shard_dim] // self.shard_size)
 
-    @property
+    @functools.cached_property
     def outer_numel(self) -> int:
         return math.prod(self.spec.shape[: self.spec.shard_dim])
 
-    @property
+    @functools.cached_property
     def inner_numel(self) -> int:
         return math.prod(self.spec.shape[self.spec.shard_dim + 1 :])
 
-    @property
+    @functools.cached_property
     def chunk_numel(self) -> int:
         """Elements reserved in every rank's shard buffer: the largest shard."""
         return self.outer_numel * self.rows_per_shard * self.inner_numel
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether the shards in rank order are the parameter, all of one size above zero."""
+        return (
+            self.route is not Route.REPLICATED
+            and self.spec.numel > 0
+            and self.outer_numel == 1
+            and self.spec.numel == self.chunk_numel * self.shard_size
+        )
 
     def rows(self, rank: int) -> Rows:
         """Return the rows ``rank`` owns, as ``torch.chunk`` cuts them.
@@ -142,7 +153,7 @@ class ParamLayout:
         return math.prod(self.shard_shape(rank))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class BucketLayout:
     """Parameters of one storage and compute dtype, direct ones first.
 
@@ -164,11 +175,21 @@ class BucketLayout:
     def packed_numel(self) -> int:
         return self.shard_numel - self.packed_offset
 
-    @property
+    @functools.cached_property
+    def columns(self) -> tuple[int, ...]:
+        """Cut a rank's shard buffer: each parameter's chunk, then the padding after it."""
+        offsets = [param.shard_offset for param in self.params] + [self.shard_numel]
+        return tuple(
+            numel
+            for param, following in zip(self.params, offsets[1:], strict=True)
+            for numel in (param.chunk_numel, following - param.shard_offset - param.chunk_numel)
+        )
+
+    @functools.cached_property
     def direct(self) -> tuple[ParamLayout, ...]:
         return tuple(p for p in self.params if p.route is Route.DIRECT)
 
-    @property
+    @functools.cached_property
     def packed(self) -> tuple[ParamLayout, ...]:
         return tuple(p for p in self.params if p.route in (Route.PACKED, Route.REPLICATED))
 
