@@ -1,5 +1,7 @@
 """Train PyTorch models larger than one device: fully sharded data parallel."""
 
+import torch
+
 from fullshard.engine.grad_norm import clip_grad_norm_
 from fullshard.engine.observe import describe
 from fullshard.errors import (
@@ -20,8 +22,11 @@ from fullshard.fsdp2 import (
     set_default_comm,
 )
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.versions import check_torch_version
 
 __version__ = "0.1.0"
+
+check_torch_version(torch.__version__)
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -211,14 +211,15 @@ class GradientShards:
     @property
     def is_unused(self) -> bool:
         """Whether no gradient is in use any more."""
-        return self._uses() == self._own_uses
+        return hasattr(torch.Tensor, "_use_count") and self._uses() == self._own_uses
 
     def _uses(self) -> int:
         return sum(map(_references, self.wrapped)) + sum(map(_storage_references, self.views))
 
 
 def _references(tensor: torch.Tensor) -> int:
-    return sys.getrefcount(tensor) + tensor._use_count()  # type: ignore[attr-defined]
+    """Count who refers to a tensor, from Python and from C++ (``.grad``)."""
+    return sys.getrefcount(tensor) + getattr(tensor, "_use_count", int)()
 
 
 def _storage_references(tensor: torch.Tensor) -> int:
