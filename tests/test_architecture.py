@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": BASE | {"engine", "plan"},
     "optim": BASE | {"engine", "plan"},
     "models": {"errors"},
+    "versions": set(),
     "tools": BASE | {"__init__", "models", "plan"},
     "wrapping": BASE | {"engine", "plan"},
     "fsdp2": BASE | {"engine", "comm", "plan", "wrapping"},
