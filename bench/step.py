@@ -1,0 +1,251 @@
+"""Step time, losses and host memory of training, for all implementations in one run.
+
+    python -m bench.step --ranks 2 --batch 2 --seq 128
+
+The ranks of all implementations stay alive. In each round every implementation in turn trains a
+few steps while the others wait, and the order rotates from round to round. One step is zero_grad,
+forward, loss, backward and the optimizer. Exits with 1 if the losses of the data-parallel
+implementations differ.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import mean
+from typing import Any
+
+from .implementations import IMPLEMENTATIONS, Work, build_training
+from .model import BatchSize
+from .ranks import RankGroup
+from .resident import PeakPss, pss_nbytes
+from .tables import (
+    Progress,
+    Spread,
+    Table,
+    add_output_options,
+    emit,
+    positive,
+    ratio_spread,
+    spread,
+)
+
+_NUM_WARM_UP_STEPS = 4
+_NUM_MEMORY_STEPS = 4
+
+# "agree to 5 decimals", without the cliff of rounding: 1.000005 and 1.0000049 agree.
+_LOSS_TOLERANCE = 0.5e-5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to measure whom."""
+
+    work: Work
+    implementations: Sequence[str]
+    num_rounds: int = 7
+    num_steps: int = 3
+
+
+@dataclass
+class Measured:
+    """What one implementation did.
+
+    step_seconds   wall time per step of each round, until the slowest rank has answered
+    losses         mean loss over ranks of every step since the start
+    pss_nbytes     peak over a few steps of the summed PSS of all ranks, less the sum after
+                   import, before the model and the process group exist
+    """
+
+    step_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    pss_nbytes: int = 0
+
+
+def measure(plan: Plan, *, title: str) -> dict[str, Measured]:
+    """Run the plan and return what each implementation did."""
+    num_stages = len(plan.implementations) * (plan.num_rounds + 2)
+    progress = Progress(title, num_stages=num_stages)
+    with ExitStack() as stack:
+        groups = _start_groups(plan, stack)
+        imported = {name: pss_nbytes(group.process_ids) for name, group in groups.items()}
+        results = {name: Measured() for name in groups}
+        for name, group in groups.items():
+            progress.advance(f"{name} warms up")
+            group.call("build")
+            _train(group, results[name], _NUM_WARM_UP_STEPS)
+        for index in range(plan.num_rounds):
+            for name in _rotated(plan.implementations, index):
+                progress.advance(f"{name} round {index + 1} of {plan.num_rounds}")
+                seconds = _train(groups[name], results[name], plan.num_steps)
+                results[name].step_seconds.append(seconds / plan.num_steps)
+        for name, group in groups.items():
+            progress.advance(f"{name} memory")
+            with PeakPss(group.process_ids) as peak:
+                _train(group, results[name], _NUM_MEMORY_STEPS)
+            results[name].pss_nbytes = peak.peak_nbytes - imported[name]
+    progress.finish()
+    return results
+
+
+def _start_groups(plan: Plan, stack: ExitStack) -> dict[str, RankGroup]:
+    num_ranks = math.prod(plan.work.mesh_shape)
+    groups = {}
+    for name in plan.implementations:
+        build = partial(build_training, implementation=name, work=plan.work)
+        groups[name] = stack.enter_context(RankGroup(name, build, num_ranks=num_ranks))
+    for group in groups.values():
+        group.wait_imported()
+    return groups
+
+
+def _train(group: RankGroup, result: Measured, num_steps: int) -> float:
+    """Train a few steps, record their losses and return the wall time of all of them."""
+    answer = group.call("run", num_steps)
+    result.losses += [mean(losses) for losses in zip(*answer.values, strict=True)]
+    return answer.seconds
+
+
+def _rotated(names: Sequence[str], index: int) -> list[str]:
+    start = index % len(names)
+    return [*names[start:], *names[:start]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One implementation beside the others of the run; ratios are taken round by round."""
+
+    step_ms: Spread
+    over_local: Spread | None
+    over_fsdp2: Spread | None
+    pss_mb: float
+
+
+def compare(results: dict[str, Measured]) -> dict[str, Comparison]:
+    comparisons = {}
+    for name, result in results.items():
+        over = {
+            base: ratio_spread(result.step_seconds, results[base].step_seconds)
+            for base in ("local", "fsdp2")
+            if base in results
+        }
+        comparisons[name] = Comparison(
+            step_ms=spread([1e3 * seconds for seconds in result.step_seconds]),
+            over_local=over.get("local"),
+            over_fsdp2=over.get("fsdp2"),
+            pss_mb=result.pss_nbytes / 1e6,
+        )
+    return comparisons
+
+
+def largest_loss_difference(results: dict[str, Measured], *, precision: str) -> float:
+    """Return the largest difference of mean losses at one step among comparable implementations.
+
+    Local compute trains each rank on its own data. In bf16 DDP computes through autocast, which
+    keeps norms and residuals in float32: another arithmetic than the sharded implementations'.
+    """
+    excluded = {"local", "ddp"} if precision == "bf16" else {"local"}
+    curves = [result.losses for name, result in results.items() if name not in excluded]
+    return max((max(losses) - min(losses) for losses in zip(*curves, strict=True)), default=0.0)
+
+
+def losses_agree(results: dict[str, Measured], *, precision: str) -> bool:
+    return largest_loss_difference(results, precision=precision) <= _LOSS_TOLERANCE
+
+
+def build_table(plan: Plan, results: dict[str, Measured], *, title: str) -> Table:
+    headings = ["", "step ms", "over local", "over FSDP2", "PSS MB", "last loss"]
+    table = Table(title, headings)
+    for name, comparison in compare(results).items():
+        ratios = [comparison.over_local, comparison.over_fsdp2]
+        table.rows.append(
+            [
+                name,
+                f"{comparison.step_ms.median:.0f}",
+                *("" if ratio is None else str(ratio) for ratio in ratios),
+                f"{comparison.pss_mb:.0f}",
+                f"{results[name].losses[-1]:.5f}",
+            ]
+        )
+    difference = largest_loss_difference(results, precision=plan.work.precision)
+    num_losses = len(next(iter(results.values())).losses)
+    table.notes = [
+        f"median (lowest-highest) of {plan.num_rounds} rounds of {plan.num_steps} steps; "
+        "ratios are taken within a round",
+        "PSS: peak over all ranks together, above what they held after import",
+        f"losses of {num_losses} steps differ by at most {difference:.1e} "
+        f"(allowed {_LOSS_TOLERANCE:.1e})",
+    ]
+    return table
+
+
+def results_json(plan: Plan, results: dict[str, Measured]) -> dict[str, Any]:
+    """Return everything measured; a spread becomes [median, lowest, highest]."""
+    return {
+        "work": asdict(plan.work),
+        "comparison": {name: asdict(value) for name, value in compare(results).items()},
+        "measured": {name: asdict(result) for name, result in results.items()},
+    }
+
+
+def title_of(work: Work) -> str:
+    mesh = "x".join(map(str, work.mesh_shape))
+    accumulation = f", {work.num_microbatches} micro-batches" if work.num_microbatches > 1 else ""
+    return f"step: ranks {mesh}, batch {work.batch}, {work.precision}{accumulation}"
+
+
+def mesh_shape(text: str) -> tuple[int, ...]:
+    sizes = text.split("x")
+    if len(sizes) > 2:
+        raise argparse.ArgumentTypeError(f"{text} has more than two axes")
+    return tuple(positive(size) for size in sizes)
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.step", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument(
+        "--mesh", type=mesh_shape, metavar="RxS", help="e.g. 2x2: replicate over 2, shard over 2"
+    )
+    parser.add_argument(
+        "--batch", type=positive, default=2, help="sequences per rank and micro-batch"
+    )
+    parser.add_argument("--seq", type=positive, default=128, help="tokens per sequence")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--accum", type=positive, default=1, help="micro-batches per step")
+    parser.add_argument("--optimizer", choices=["adamw", "foreach", "fused"], default="adamw")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--steps", type=positive, default=3, help="steps per round")
+    parser.add_argument(
+        "--impl", nargs="+", choices=list(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS)
+    )
+    add_output_options(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = _parse_options()
+    work = Work(
+        batch=BatchSize(options.batch, options.seq),
+        precision=options.dtype,
+        optimizer=options.optimizer,
+        num_microbatches=options.accum,
+        mesh_shape=options.mesh or (options.ranks,),
+    )
+    plan = Plan(work, options.impl, num_rounds=options.rounds, num_steps=options.steps)
+    title = title_of(work)
+    results = measure(plan, title=title)
+    emit(options, [build_table(plan, results, title=title)], results_json(plan, results))
+    if not losses_agree(results, precision=work.precision):
+        print("bench.step: the implementations' losses differ", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
