@@ -84,9 +84,18 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def live_nbytes(self) -> int:
-        """Sum the private storages that are alive now."""
-        storages = (reference() for reference in self._storages.values())
-        return sum(storage.nbytes() for storage in storages if storage is not None)
+        """Sum the private memory under the storages that are alive now.
+
+        Storages may lie within another (a shard with a storage of its own over its unit's
+        buffer); every byte counts once.
+        """
+        storages = [s for reference in self._storages.values() if (s := reference()) is not None]
+        ranges = sorted((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes())
+        total = reached = 0
+        for start, stop in ranges:
+            total += max(stop - max(start, reached), 0)
+            reached = max(reached, stop)
+        return total
 
     def reset_peak(self) -> None:
         """Begin a new peak, and look up anew which memory is shared."""

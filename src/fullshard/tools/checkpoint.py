@@ -1,6 +1,6 @@
 """Checkpoints of model and optimizer through `torch.distributed.checkpoint`.
 
-    checkpoints/step-00000250/           complete: renamed once every rank had written its part
+    checkpoints/step-00000350/           complete: renamed once every rank had written its part
     checkpoints/partial-step-00000500/   being written, or left by a crash; never read
 
 The step is in the name and nothing is pickled by us; every rank reads and writes only its shards,

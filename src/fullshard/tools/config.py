@@ -38,7 +38,7 @@ class TrainConfig:
     model: str = "10m"
     tie_embeddings: bool = False
     data: tuple[str, ...] = ()
-    steps: int = 250
+    steps: int = 350
     batch: int = 2
     seq: int = 256
     ranks: int = 2

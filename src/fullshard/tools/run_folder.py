@@ -2,7 +2,7 @@
 
     config.json      the options (tools/config.py) and the fingerprint of the text
     metrics.jsonl    one line a step
-    checkpoints/     step-00000250/, the last complete one (tools/checkpoint.py)
+    checkpoints/     step-00000350/, the last complete one (tools/checkpoint.py)
     loss.png         the loss curve
     summary.json     how the run ended; absent while it runs
 
