@@ -42,19 +42,19 @@ ON_4_RANKS = [
     Recipe("transformer", reshard_after_forward=2),
     Recipe("uneven", reshard_after_forward=2),
 ]
+# With SGD alone: AdamW, which the tests above use, hides a constant factor in the gradients.
 FULL_PRODUCT = [
     Recipe(
         problem,
-        optimizer=optimizer,
+        optimizer="sgd",
         dtype=dtype,
         reshard_after_forward=reshard,
         num_microbatches=num_microbatches,
         sync_every_microbatch=False,
     )
     for problem in PROBLEMS
-    for optimizer in ("adamw", "sgd")
     for dtype in ("fp32", "bf16", "bf16_reduce")
-    for reshard in (None, True, False)
+    for reshard in (None, False)
     for num_microbatches in (1, 3)
 ]
 
