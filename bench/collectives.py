@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.interface import Comm, Scaling
+from fullshard.comm.interface import Comm, Sum
 from fullshard.comm.select import select_comm
 from fullshard.plan.layout import BucketLayout, ParamSpec, rows_layout
 from fullshard.policies import CommChoice
@@ -148,10 +148,7 @@ def _reduce_scatter_call(
     out = torch.zeros(bucket.shard_numel)
 
     def call() -> None:
-        reduction = comm.reduce_scatter(
-            bucket, [gradient], out, wire_dtype=torch.float32, scaling=Scaling(), label="bench"
-        )
-        reduction.wait()
+        comm.reduce_scatter(bucket, [gradient], out, Sum(torch.float32)).wait()
 
     return call
 

@@ -39,6 +39,19 @@ class Scaling:
     after: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sum:
+    """How gradients are to be summed.
+
+    wire_dtype: what travels; sums are formed in the dtype of the result.
+    label: what is reduced, for messages.
+    """
+
+    wire_dtype: torch.dtype
+    scaling: Scaling = Scaling()
+    label: str = "reduce-scatter"
+
+
 @dataclasses.dataclass(slots=True)
 class ShardBuffer:
     """One rank's shards of one bucket.
@@ -100,22 +113,18 @@ class Comm(abc.ABC):
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
-        *,
-        wire_dtype: torch.dtype,
-        scaling: Scaling,
-        label: str,
+        how: Sum,
     ) -> Reduction:
         """Sum gradients over the ranks; ``out`` gets this rank's shard buffer of the sums.
 
         grads: one full gradient per parameter of the bucket, in order; None counts as zeros. They
             are no longer needed once this returns.
         out: 1-D, ``bucket.shard_numel`` elements of `accumulate_dtype`. Padding is undefined.
-        wire_dtype: what travels; sums are formed in ``out.dtype``.
         """
 
     @abc.abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, *, wire_dtype: torch.dtype, label: str) -> Work:
-        """Sum a 1-D tensor over the ranks, in place."""
+    def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
+        """Sum a 1-D tensor over the ranks, in place, unscaled."""
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``reduce_dtype`` are summed."""

@@ -11,8 +11,8 @@ from fullshard.comm.interface import (
     Comm,
     Done,
     Reduction,
-    Scaling,
     ShardBuffer,
+    Sum,
     Work,
     copy_in_gradients,
     shard_views,
@@ -75,14 +75,11 @@ class LocalComm(Comm):
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
-        *,
-        wire_dtype: torch.dtype,
-        scaling: Scaling,
-        label: str,
+        how: Sum,
     ) -> Reduction:
-        divisor = scaling.before * scaling.after
+        divisor = how.scaling.before * how.scaling.after
         copy_in_gradients(bucket, grads, out, divisor=divisor)
         return _Present(grads)
 
-    def all_reduce(self, tensor: torch.Tensor, *, wire_dtype: torch.dtype, label: str) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
         return Done()

@@ -30,8 +30,8 @@ from fullshard.comm.interface import (
     Comm,
     Done,
     Reduction,
-    Scaling,
     ShardBuffer,
+    Sum,
     Work,
     add_in_order,
     copy_in_gradients,
@@ -130,12 +130,9 @@ class PeerMemoryComm(Comm):
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
-        *,
-        wire_dtype: torch.dtype,
-        scaling: Scaling,
-        label: str,
+        how: Sum,
     ) -> Reduction:
-        record = self._claim(self.staged_nbytes(bucket, wire_dtype), label)
+        record = self._claim(self.staged_nbytes(bucket, how.wire_dtype), how.label)
         header_nbytes = _round_up(len(grads), _LINE)
         payload_numel = self.size * bucket.shard_numel
         flags = self._part(record, self.rank, 0, len(grads), torch.uint8)
@@ -143,29 +140,29 @@ class PeerMemoryComm(Comm):
         copy_in_gradients(
             bucket,
             grads,
-            self._part(record, self.rank, header_nbytes, payload_numel, wire_dtype),
-            divisor=scaling.before,
+            self._part(record, self.rank, header_nbytes, payload_numel, how.wire_dtype),
+            divisor=how.scaling.before,
         )
-        start = header_nbytes + self.rank * bucket.shard_numel * wire_dtype.itemsize
+        start = header_nbytes + self.rank * bucket.shard_numel * how.wire_dtype.itemsize
 
         def finish() -> tuple[bool, ...]:
-            terms = self._parts(record, start, bucket.shard_numel, wire_dtype)
-            add_in_order(terms, out, divisor=scaling.after)
+            terms = self._parts(record, start, bucket.shard_numel, how.wire_dtype)
+            add_in_order(terms, out, divisor=how.scaling.after)
             everyones = self._parts(record, 0, len(grads), torch.uint8)
             return tuple(torch.stack(everyones).any(0).tolist())
 
-        return self._post(record, finish, label)
+        return self._post(record, finish, how.label)
 
-    def all_reduce(self, tensor: torch.Tensor, *, wire_dtype: torch.dtype, label: str) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
         numel = tensor.numel()
-        record = self._claim(numel * wire_dtype.itemsize, label)
-        self._part(record, self.rank, 0, numel, wire_dtype).copy_(tensor)
+        record = self._claim(numel * how.wire_dtype.itemsize, how.label)
+        self._part(record, self.rank, 0, numel, how.wire_dtype).copy_(tensor)
 
         def finish() -> tuple[bool, ...]:
-            add_in_order(self._parts(record, 0, numel, wire_dtype), tensor, divisor=1.0)
+            add_in_order(self._parts(record, 0, numel, how.wire_dtype), tensor, divisor=1.0)
             return ()
 
-        return _WithoutResult(self._post(record, finish, label))
+        return _WithoutResult(self._post(record, finish, how.label))
 
     def fence(self, label: str) -> None:
         self.memory.barrier(label)

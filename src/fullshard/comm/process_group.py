@@ -24,14 +24,15 @@ from fullshard.comm.interface import (
     Comm,
     Done,
     Reduction,
-    Scaling,
     ShardBuffer,
+    Sum,
     Work,
     add_in_order,
     copy_in_gradients,
     shard_views,
 )
 from fullshard.comm.liveness import announce, naming_lost_ranks
+from fullshard.comm.scratch import Scratch
 from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
 
 _FEW_RANKS = 8
@@ -81,6 +82,7 @@ class ProcessGroupComm(Comm):
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
+        self._scratch = Scratch.of(device)
         announce()
         self.backend = dist.get_backend(group)
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
@@ -131,22 +133,19 @@ class ProcessGroupComm(Comm):
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
-        *,
-        wire_dtype: torch.dtype,
-        scaling: Scaling,
-        label: str,
+        how: Sum,
     ) -> Reduction:
-        if self.is_nccl:
-            return self._reduce_scatter_native(bucket, grads, out, scaling, label)
-        with naming_lost_ranks(self.group, label):
-            return self._reduce_scatter_by_exchange(bucket, grads, out, wire_dtype, scaling, label)
+        with naming_lost_ranks(self.group, how.label):
+            if self.is_nccl:
+                return self._reduce_scatter_native(bucket, grads, out, how)
+            return self._reduce_scatter_by_exchange(bucket, grads, out, how)
 
-    def all_reduce(self, tensor: torch.Tensor, *, wire_dtype: torch.dtype, label: str) -> Work:
-        wire = tensor.to(wire_dtype)
-        with naming_lost_ranks(self.group, label):
+    def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
+        wire = tensor.to(how.wire_dtype)
+        with naming_lost_ranks(self.group, how.label):
             work = dist.all_reduce(wire, group=self.group, async_op=True)
         finish = _nothing if wire is tensor else lambda: _copy(tensor, wire)
-        return _Pending([work], finish, (wire,), self.group, label)
+        return _Pending([work], finish, (wire,), self.group, how.label)
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         if self.is_nccl:
@@ -158,8 +157,7 @@ class ProcessGroupComm(Comm):
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
-        scaling: Scaling,
-        label: str,
+        how: Sum,
     ) -> Reduction:
         tensors: list[torch.Tensor] = []
         works: list[Any] = []
@@ -167,12 +165,12 @@ class ProcessGroupComm(Comm):
             for param, grad in zip(bucket.params, grads, strict=True):
                 if param.route is not Route.DIRECT:
                     continue
-                source = _wire_gradient(param, grad, out.dtype, out.device, scaling.before)
+                source = _wire_gradient(param, grad, out.dtype, out.device, how.scaling.before)
                 target = out.narrow(0, param.shard_offset, param.chunk_numel)
                 works.append(self._reduce_scatter(target, source))
                 tensors.append(source)
             if bucket.packed_numel:
-                region = self._pack(bucket, grads, out.dtype, out.device, scaling.before)
+                region = self._pack(bucket, grads, out.dtype, out.device, how.scaling.before)
                 target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
                 works.append(self._reduce_scatter(target, region))
                 tensors.append(region)
@@ -180,11 +178,11 @@ class ProcessGroupComm(Comm):
         present = tuple(grad is not None for grad in grads)
 
         def finish() -> None:
-            if scaling.after != 1.0:
-                out.div_(scaling.after)
+            if how.scaling.after != 1.0:
+                out.div_(how.scaling.after)
 
         return _PendingReduction(
-            _Pending(works, finish, tuple(tensors), self.group, label), lambda: present
+            _Pending(works, finish, tuple(tensors), self.group, how.label), lambda: present
         )
 
     def _reduce_scatter_by_exchange(
@@ -192,16 +190,15 @@ class ProcessGroupComm(Comm):
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
-        wire_dtype: torch.dtype,
-        scaling: Scaling,
-        label: str,
+        how: Sum,
     ) -> Reduction:
         works: list[Any] = []
         sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        flags_seen: list[bool] = []
         tensors: list[torch.Tensor] = []
 
         def exchange(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            received = torch.empty_like(source)
+            received = self._scratch.take(source.numel(), source.dtype)
             works.append(dist.all_to_all_single(received, source, group=self.group, async_op=True))
             sums.append((received.view(self.size, -1), target))
             tensors.append(source)
@@ -209,12 +206,14 @@ class ProcessGroupComm(Comm):
 
         for param, grad in zip(bucket.params, grads, strict=True):
             if param.route is Route.DIRECT:
-                source = _wire_gradient(param, grad, wire_dtype, out.device, scaling.before)
+                source = _wire_gradient(param, grad, how.wire_dtype, out.device, how.scaling.before)
                 exchange(source, out.narrow(0, param.shard_offset, param.chunk_numel))
         # One more element a parameter tells every rank whether anybody had a gradient for it.
         present = [grad is not None for grad in grads]
-        region = self._pack(bucket, grads, wire_dtype, out.device, scaling.before, len(grads))
-        flags = torch.tensor(present, dtype=wire_dtype, device=out.device)
+        region = self._pack(
+            bucket, grads, how.wire_dtype, out.device, how.scaling.before, len(grads)
+        )
+        flags = torch.tensor(present, dtype=how.wire_dtype, device=out.device)
         region.view(self.size, -1)[:, bucket.packed_numel :] = flags
         target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
         received = exchange(region, target).view(self.size, -1)
@@ -222,11 +221,14 @@ class ProcessGroupComm(Comm):
 
         def finish() -> None:
             for terms, total in sums:
-                _sum_rows(terms, total, divisor=scaling.after)
+                _sum_rows(terms, total, divisor=how.scaling.after)
+            flags_seen.extend((received[:, bucket.packed_numel :] != 0).any(0).tolist())
+            for terms, _ in sums:
+                self._scratch.give(terms)
 
         return _PendingReduction(
-            _Pending(works, finish, tuple(tensors), self.group, label),
-            lambda: tuple((received[:, bucket.packed_numel :] != 0).any(0).tolist()),
+            _Pending(works, finish, tuple(tensors), self.group, how.label),
+            lambda: tuple(flags_seen),
         )
 
     def _pack(

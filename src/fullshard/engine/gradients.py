@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fullshard.comm.interface import Comm, Reduction, Scaling, shard_views
+from fullshard.comm.interface import Comm, Reduction, Scaling, Sum, shard_views
 from fullshard.engine.buffers import GradientShards
 from fullshard.engine.params import ManagedParameter
 from fullshard.engine.runtime import Lane, Runtime
@@ -135,9 +135,11 @@ class UnitGradients:
                     plan.bucket,
                     [grads[index] for index in plan.indices],
                     total,
-                    wire_dtype=_wire_dtype(plan.bucket, config, accumulated=accumulated),
-                    scaling=scaling,
-                    label=f"{self.label}: reduce-scatter",
+                    Sum(
+                        _wire_dtype(plan.bucket, config, accumulated=accumulated),
+                        scaling,
+                        f"{self.label}: reduce-scatter",
+                    ),
                 )
                 in_flight.buckets.append(_BucketInFlight(plan, reduction, total, shards))
         if not self._runtime.has_streams:
@@ -214,9 +216,8 @@ class UnitGradients:
         if not config.all_reduce_grads:
             plan.partial = total
             return False
-        wire_dtype = _reduce_dtype(plan.bucket, config)
-        label = f"{self.label}: all-reduce"
-        self._replicate_comm.all_reduce(total, wire_dtype=wire_dtype, label=label).wait()
+        how = Sum(_reduce_dtype(plan.bucket, config), label=f"{self.label}: all-reduce")
+        self._replicate_comm.all_reduce(total, how).wait()
         after = self._scaling(config).after
         if after != 1.0:
             total.div_(after)

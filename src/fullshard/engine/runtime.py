@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fullshard.comm.scratch import Scratch
+
 
 class Lane(enum.Enum):
     COMPUTE = enum.auto()
@@ -30,7 +32,7 @@ class Runtime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.has_streams = device.type != "cpu"
-        self.scratch = Scratch(device)
+        self.scratch = Scratch.of(device)
         self._streams: dict[Lane, torch.Stream] = {}
 
     @staticmethod
@@ -67,25 +69,3 @@ class Runtime:
         if lane not in self._streams:
             self._streams[lane] = torch.Stream(self.device, priority=-1)
         return self._streams[lane]
-
-
-class Scratch:
-    """Memory for results that are added to something and then no longer needed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: list[torch.Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self._device.type != "cpu":
-            return torch.empty(numel, dtype=dtype, device=self._device)  # a caching allocator
-        nbytes = numel * dtype.itemsize
-        for position, memory in enumerate(self._free):
-            if memory.numel() >= nbytes:
-                return self._free.pop(position)[:nbytes].view(dtype)
-        return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
-
-    def give(self, tensor: torch.Tensor) -> None:
-        if self._device.type == "cpu" and tensor.numel():
-            storage = tensor.untyped_storage()
-            self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))

@@ -1,0 +1,38 @@
+"""Memory that is needed for moments, again and again.
+
+On the CPU, memory that an allocator returns to the system costs a page fault for every page when it
+comes back: more than the copy it is used for. Other devices have caching allocators.
+"""
+
+import functools
+
+import torch
+
+
+class Scratch:
+    """Lends 1-D memory: ``take`` some, and ``give`` it back once nothing refers to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.Tensor] = []  # bytes, smallest first
+
+    @staticmethod
+    @functools.cache
+    def of(device: torch.device) -> "Scratch":
+        """Return the device's scratch memory, the same for all who ask."""
+        return Scratch(device)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=self._device)  # a caching allocator
+        nbytes = numel * dtype.itemsize
+        for position, memory in enumerate(self._free):
+            if memory.numel() >= nbytes:
+                return self._free.pop(position)[:nbytes].view(dtype)
+        return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        if self._device.type == "cpu" and tensor.numel():
+            storage = tensor.untyped_storage()
+            self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+            self._free.sort(key=torch.Tensor.numel)
