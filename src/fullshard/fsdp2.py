@@ -165,6 +165,7 @@ class FSDPModule:
         unit.read_privately()
         unit.comm.fence(f"{unit.label}: unshard")
         unit.unshard()
+        unit.is_held = True
         unit.comm.fence(f"{unit.label}: unshard")
         handle = UnshardHandle(unit)
         if async_op:

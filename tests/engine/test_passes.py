@@ -649,3 +649,34 @@ def test_gradient_of_a_gradient(api: Api) -> None:
     penalty(model, my_part(batch)).backward()
     model.reshard()
     assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@pytest.mark.ours("parameters that stay unsharded go stale")
+@pytest.mark.parametrize("reshard", [False, None])
+@on_ranks(2)
+def test_evaluation_after_a_write_to_the_shards_sees_it(api: Api, reshard: bool | None) -> None:
+    model = api.fully_shard(mlp(2), reshard_after_forward=reshard)
+    shards = list(model.parameters())
+    batch = torch.ones(2, 16)
+    with torch.no_grad():
+        before = model(batch)
+        for shard in shards:
+            shard.zero_()
+        after = model(batch)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, torch.zeros_like(after))
+
+
+@on_ranks(2)
+def test_what_is_written_between_unshard_and_reshard_lasts_as_long(api: Api) -> None:
+    model = api.fully_shard(mlp(2))
+    batch = torch.ones(2, 16)
+    with torch.no_grad():
+        original = model(batch)
+        model.unshard()
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert not model(batch).any()
+        assert not model(batch).any()
+        model.reshard()
+        assert torch.equal(model(batch), original)

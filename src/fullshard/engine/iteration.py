@@ -91,9 +91,10 @@ class Iteration:
     def end_forward(self) -> None:
         self._forward_root = None
         if not self._expects_backward:
-            # Whoever changes parameters after evaluation must find them sharded.
+            # Whoever looks at parameters after evaluation must find them sharded, the root's too.
             for unit in self.units:
-                if unit.state is not ShardedState.GATHERING:
+                kept = unit.is_held or unit.config.reshard_after_forward is False
+                if not kept and unit.state is not ShardedState.GATHERING:
                     unit.reshard()
         self.fence("after forward")
 

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.hooks import state_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.layout import Route
@@ -75,19 +75,11 @@ def describe(model: nn.Module) -> Description:
         raise StateError(
             f"{type(model).__name__} is not sharded. Pass the module given to fully_shard last."
         )
-    on_meta = any(param.local.is_meta for param in _params(model))
-    if not on_meta:
-        iteration = state.shared
-        return Description(tuple(_describe(unit) for unit in iteration.units))
     states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
-    return Description(tuple(_describe(s.unit) for s in states if s.unit.params))
-
-
-def _params(model: nn.Module) -> list:  # type: ignore[type-arg]
-    states: dict[ModuleState, None] = dict.fromkeys(
-        s for m in model.modules() if (s := state_of(m)) is not None
-    )
-    return [param for state in states for param in state.unit.params]
+    units = [s.unit for s in states if s.unit.params]
+    if not any(param.local.is_meta for unit in units for param in unit.params):
+        units = state.shared.units
+    return Description(tuple(_describe(unit) for unit in units))
 
 
 def _describe(unit: Unit) -> UnitDescription:

@@ -72,6 +72,8 @@ class Unit:
         self.state = ShardedState.SHARDED
         self.params: list[ManagedParameter] = []
         self.buffers: UnitBuffers | None = None
+        self.is_held = False  # unsharded by the user, who may have written to it
+        self._gathered_of: list[int] = []
         self._accumulates = False
         self._works: list[Work] = []
         self._gathered: torch.Event | None = None
@@ -144,9 +146,14 @@ class Unit:
             param.move_shard(self.buffers.shard(index))
 
     def follow_changes(self) -> None:
-        """Adopt shards that others moved or replaced. Peers must not read before this is done."""
+        """Adopt shards that others moved or replaced. Peers must not read before this is done.
+
+        Parameters that stayed unsharded are freed if the shards were written to since.
+        """
         if self.params and self._shards_moved():
             self.adopt()
+        if self.is_unsharded and not self.is_held and self._shard_versions() != self._gathered_of:
+            self.reshard()
 
     def read_privately(self) -> None:
         """From now on, keep what users may write to apart from the shards."""
@@ -174,6 +181,7 @@ class Unit:
                 self._gathered = self.runtime.record()
             works = []
         self._works = works
+        self._gathered_of = self._shard_versions()
         self._enter(ShardedState.GATHERING)
 
     def wait_unshard(self) -> None:
@@ -290,6 +298,7 @@ class Unit:
     def _enter(self, state: ShardedState) -> None:
         assert state in _TRANSITIONS[self.state], f"{self.label}: {self.state} -> {state}"
         self.state = state
+        self.is_held &= state in (ShardedState.GATHERING, ShardedState.UNSHARDED)
 
     def _finish_gather(self) -> None:
         # Written through tensors of their own, so autograd sees no change of what it saved.
@@ -314,6 +323,10 @@ class Unit:
             param.is_replaced or param.local is not buffers.shard(index)
             for index, param in enumerate(self.params)
         )
+
+    def _shard_versions(self) -> list[int]:
+        """Count the writes to each shard, through its DTensor or through its local tensor."""
+        return [param.sharded._version + param.local._version for param in self.params]
 
     def _post_forward_comm(self) -> ProcessGroupComm | None:
         mesh = self.mesh.post_forward
