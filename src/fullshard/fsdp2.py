@@ -25,6 +25,7 @@ from fullshard.wrapping import (
     check_modules,
     check_parameters,
     covered_modules,
+    qualified_names,
     root_modules,
 )
 
@@ -124,10 +125,10 @@ def fully_shard(
     )
     covered = covered_modules(roots)
     parameters = CoveredParameters(covered, ignored_params or set())
-    check_parameters(parameters.slots.items(), device)
-    dims = [
-        _shard_dim(p, shard_placement_fn, slots[0].name) for p, slots in parameters.slots.items()
-    ]
+    paths = qualified_names(roots, parameters.slots.values())
+    names = dict(zip(parameters.slots, paths, strict=True))
+    check_parameters(names, device)
+    dims = [_shard_dim(parameter, shard_placement_fn, name) for parameter, name in names.items()]
     unit_mesh = _with_post_forward_group(unit_mesh, config)
 
     _move_to_device(covered, parameters, device, config)

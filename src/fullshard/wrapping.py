@@ -81,13 +81,19 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def check_parameters(
-    parameters: Iterable[tuple[nn.Parameter, list[Slot]]], device: torch.device
-) -> None:
+def qualified_names(roots: Iterable[nn.Module], slots: Iterable[list[Slot]]) -> list[str]:
+    """Name parameters by the module given and the path below it: "Decoder: layers.0.weight"."""
+    path_of = {
+        id(module): f"{type(root).__name__}: {path + '.' if path else ''}"
+        for root in roots
+        for path, module in root.named_modules()
+    }
+    return [path_of[id(places[0].module())] + places[0].name for places in slots]
+
+
+def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> None:
     """Refuse parameters that cannot be sharded onto ``device``."""
-    for parameter, slots in parameters:
-        module = slots[0].module()
-        name = f"{type(module).__name__}.{slots[0].name}"
+    for parameter, name in names.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ShardingError(
                 f"{name} is not initialised yet (lazy module). Run the module once, then shard it."

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks
@@ -203,3 +203,16 @@ def test_error_tree_fits_pythons(api: Api) -> None:
     assert issubclass(errors.StateError, RuntimeError)
     assert issubclass(errors.PeerLostError, errors.CommError)
     assert issubclass(errors.CommError, RuntimeError)
+
+
+@pytest.mark.ours("its message has no path")
+@on_ranks(2)
+def test_a_parameter_that_cannot_be_sharded_is_named_by_its_path(api: Api) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    model[1][0].weight = nn.Parameter(torch.randn(4, 4).t())
+    with pytest.raises(ValueError, match=r"Sequential: 1\.0\.weight is not contiguous"):
+        api.fully_shard(model)
+    with pytest.raises(ValueError, match=r"Linear: bias: shard_placement_fn .*Choose a dim from 0"):
+        api.fully_shard(model[0], shard_placement_fn=lambda _: Shard(1))
+    assert type(model) is nn.Sequential
+    assert not isinstance(model[0].weight, DTensor)

@@ -35,7 +35,7 @@ def naming_lost_ranks(group: dist.ProcessGroup, label: str) -> Iterator[None]:
     """
     try:
         yield
-    except (CommError, ValueError, TypeError, NotImplementedError):
+    except CommError:
         raise
     except RuntimeError as error:
         if not _is_connection_error(error):
