@@ -49,7 +49,7 @@ test: lint ## format check, lint, types and every test that is not marked long
 	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
 
 test-all: lint ## the same with the long tests
-	$(BIN)/pytest --long $(PYTEST_ARGS)
+	$(BIN)/pytest $(PYTEST_ARGS)
 
 lint: $(TEST) ## format check, lint and types
 	$(BIN)/ruff format --check $(wildcard $(CHECKED))

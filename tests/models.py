@@ -168,19 +168,6 @@ class PartlyFrozen(nn.Module):
         return self.trained(self.mixed(self.frozen(x)).tanh())
 
 
-class WithScalar(nn.Module):
-    """A linear layer scaled by a 0-dim parameter. (n, 8) -> same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale the layer's output."""
-        return self.scale * self.linear(x)
-
-
 class Problem(NamedTuple):
     """A model to train, the data of one step, and the modules that become units."""
 

@@ -2,6 +2,16 @@
 
 import torch
 
+from fullshard.comm.collectives import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    ReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
 from fullshard.engine.grad_norm import clip_grad_norm_
 from fullshard.engine.observe import describe
 from fullshard.errors import (
@@ -9,17 +19,26 @@ from fullshard.errors import (
     FullshardError,
     LayoutError,
     MeshError,
+    MisuseError,
     PeerLostError,
     PeerTimeoutError,
     ShardingError,
     StateError,
+    UnsupportedError,
 )
-from fullshard.fsdp2 import (
+from fullshard.fsdp2 import fully_shard, set_default_comm
+from fullshard.fsdp_module import (
     FSDPModule,
     UnshardHandle,
-    fully_shard,
     register_fsdp_forward_method,
-    set_default_comm,
+    share_comm_ctx,
+)
+from fullshard.install import install, uninstall
+from fullshard.meshes import (
+    DataParallelMeshDims,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
 )
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.versions import check_torch_version
@@ -29,22 +48,39 @@ __version__ = "0.1.0"
 check_torch_version(torch.__version__)
 
 __all__ = [
+    "AllGather",
     "CPUOffloadPolicy",
     "CommError",
+    "DataParallelMeshDims",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "FSDPMeshInfo",
     "FSDPModule",
     "FullshardError",
+    "HSDPMeshInfo",
     "LayoutError",
     "MeshError",
+    "MisuseError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PeerLostError",
     "PeerTimeoutError",
+    "ProcessGroupAllocAllGather",
+    "ProcessGroupAllocReduceScatter",
+    "ReduceScatter",
+    "ShardPlacementResult",
     "ShardingError",
     "StateError",
+    "SymmMemAllGather",
+    "SymmMemReduceScatter",
     "UnshardHandle",
+    "UnsupportedError",
     "clip_grad_norm_",
     "describe",
     "fully_shard",
+    "install",
     "register_fsdp_forward_method",
     "set_default_comm",
+    "share_comm_ctx",
+    "uninstall",
 ]

@@ -2,6 +2,8 @@
 
     FullshardError
     ├── ShardingError (ValueError)    a module, parameter or option that cannot be sharded as asked
+    │   ├── UnsupportedError  (also NotImplementedError)
+    │   └── MisuseError       (also AssertionError)
     ├── MeshError     (ValueError)    a device mesh that does not fit
     ├── LayoutError   (ValueError)    shapes or sizes no layout exists for
     ├── StateError    (RuntimeError)  a call at a moment where it cannot work
@@ -10,7 +12,8 @@
         └── PeerTimeoutError          a rank is alive but did not arrive in time
 
 A message says where (module and rank), what, and what to do. The ``ValueError`` branch is for
-arguments and is raised before anything has been changed.
+arguments and is raised before anything has been changed. Where PyTorch raises another built-in type
+for the same mistake, ours is of both types, and the message begins as PyTorch's does.
 """
 
 
@@ -20,6 +23,14 @@ class FullshardError(Exception):
 
 class ShardingError(FullshardError, ValueError):
     """A module, parameter or option cannot be sharded as asked."""
+
+
+class UnsupportedError(ShardingError, NotImplementedError):
+    """PyTorch's FSDP does not do this, and neither does fullshard."""
+
+
+class MisuseError(ShardingError, AssertionError):
+    """An argument that PyTorch's FSDP refuses by an assertion."""
 
 
 class MeshError(FullshardError, ValueError):

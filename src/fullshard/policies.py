@@ -7,6 +7,7 @@ a face replaces one field of it.
 
 import dataclasses
 import enum
+from collections.abc import Callable
 
 import torch
 
@@ -65,7 +66,8 @@ class CommChoice(enum.Enum):
 
     AUTO = "auto"  # peer memory where it can be had, else the process group
     PEER_MEMORY = "peer_memory"  # ranks of one host read each other's memory; an error elsewhere
-    PROCESS_GROUP = "process_group"  # collectives of torch.distributed
+    PROCESS_GROUP = "process_group"  # the fastest collectives of torch.distributed for the backend
+    COLLECTIVES = "collectives"  # one all-gather, one reduce-scatter a unit and dtype, as PyTorch's
 
 
 class TrainingState(enum.Enum):
@@ -93,6 +95,8 @@ class UnitConfig:
     reshard_after_forward: True reshards over the whole shard axis, False keeps the parameters
         unsharded until backward is over, an int reshards over groups of that many ranks, None
         means True except for the root.
+    all_reduce_hook: called with each sum (1-D, divided already) before gradients are set.
+    reduce_scatter_max_input_buffers: how many reductions may hold their input at once.
     """
 
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -105,6 +109,9 @@ class UnitConfig:
     unshard_in_backward: bool = True
     reduce_scatter_unused_params: bool = False
     gradient_divide_factor: float | None = None
+    reduce_scatter_max_input_buffers: int = 1
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook_stream: torch.Stream | None = None
 
     @property
     def offload_to_cpu(self) -> bool:

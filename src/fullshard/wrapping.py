@@ -1,13 +1,14 @@
 """Which modules and parameters a call to shard covers."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.engine.hooks import state_of
 from fullshard.engine.params import ManagedParameter, Slot, owner_of
-from fullshard.errors import ShardingError
+from fullshard.errors import MisuseError, ShardingError, UnsupportedError
 
 
 def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -16,12 +17,14 @@ def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [m for m in dict.fromkeys(modules) if id(m) not in inside]
 
 
-def covered_modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the roots and what is below them, without what is sharded already."""
+def covered_modules(
+    roots: Iterable[nn.Module], is_covered: Callable[[nn.Module], bool] = lambda _: True
+) -> list[nn.Module]:
+    """Return the roots and what is below them, without what is sharded or looked after already."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module in found:
+        if module in found or not is_covered(module):
             return
         found[module] = None
         for child in module.children():
@@ -67,17 +70,13 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             raise ShardingError(f"fully_shard takes modules, not {name}: {module!r}.")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(module):
             raise ShardingError(
-                f"fully_shard cannot hook {name}: it has no forward of its own. Apply it to each "
-                "module inside, or to the module that calls them."
+                f"fully_shard does not support containers that do not implement forward: {name} "
+                "could not be hooked. Apply it to each module inside, or to the one that calls them."
             )
         if state_of(module) is not None:
-            raise ShardingError(
-                f"{name} is sharded already. Apply fully_shard once to each module, bottom-up."
-            )
-        if next(module.parameters(), None) is None:
-            raise ShardingError(
-                f"{name} has no parameters, so there is nothing to shard. Apply fully_shard to a "
-                "module that has some."
+            raise MisuseError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"{name} is sharded already: apply fully_shard once to each module, bottom-up."
             )
 
 
@@ -98,15 +97,23 @@ def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> No
             raise ShardingError(
                 f"{name} is not initialised yet (lazy module). Run the module once, then shard it."
             )
-        if type(parameter.data) is not torch.Tensor:
+        if parameter.dim() == 0:
             raise ShardingError(
-                f"{name} is a {type(parameter.data).__name__}, but only plain tensors can be "
-                "sharded. Pass it in ignored_params to leave it as it is."
+                f"fully_shard doesn't support scalar parameters: {name}. Change "
+                f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1."
             )
-        if not parameter.is_contiguous():
-            raise ShardingError(
-                f"{name} is not contiguous (strides {parameter.stride()}). Replace it by "
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if not local.is_contiguous():
+            raise UnsupportedError(
+                f"FSDP does not support non-contiguous parameters yet: {name}, shape "
+                f"{tuple(local.shape)}, strides {local.stride()}. Replace it by "
                 "nn.Parameter(p.detach().contiguous()) before sharding."
+            )
+        if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != device.type:
+            raise ShardingError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+                f"{parameter.device_mesh.device_type} for DTensor and {device.type} for FSDP: "
+                f"{name}. Build both meshes for {device.type!r}."
             )
         if parameter.device.type not in (device.type, "cpu", "meta"):
             raise ShardingError(

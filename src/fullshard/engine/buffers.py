@@ -132,12 +132,7 @@ class UnitBuffers:
             for param, shard in zip(smaller.params, buffer.shards, strict=True):
                 start, stop = param.rows(comm.rank)
                 whole = self._views[param.index]
-                part = (
-                    whole
-                    if not whole.dim()
-                    else whole.narrow(param.spec.shard_dim, start, stop - start)
-                )
-                shard.copy_(part)
+                shard.copy_(whole.narrow(param.spec.shard_dim, start, stop - start))
                 kept[param.index] = shard
             self._kept.append(buffer)
             unsharded.free()

@@ -11,7 +11,7 @@ keeps ``grad=None``.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout, rows_layo
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 
+_BLOCK = 1 << 16  # elements that stay in cache
 _POOLED = 2  # gradient memory kept for reuse: the current and, with accumulation, the next
 
 
@@ -96,6 +97,10 @@ class UnitGradients:
         self._specs: list[ParamSpec] = []
         self._plans: dict[tuple[bool, ...], list[_BucketPlan]] = {}
 
+    def use_comm(self, shard_comm: Comm) -> None:
+        """Reduce like this over the shard axis; layouts stay as they are."""
+        self._shard_comm = shard_comm
+
     def bind(self, params: Sequence[ManagedParameter], specs: Sequence[ParamSpec]) -> None:
         """Say whose gradients these are. Forgets what was kept for others."""
         self._params, self._specs = list(params), list(specs)
@@ -152,8 +157,11 @@ class UnitGradients:
                 present = item.reduction.wait()
                 if in_flight.config.reduce_scatter_unused_params:
                     present = (True,) * len(present)
-                if self._reduce_replicas(item, in_flight.config):
-                    self._deposit(item, present)
+                if not self._reduce_replicas(item, in_flight.config):
+                    continue
+                _round(item.total, _reduce_dtype(item.plan.bucket, in_flight.config))
+                self._run_hook(item.total, in_flight.config)
+                self._deposit(item, present)
             in_flight.event = self._runtime.record()
 
     @property
@@ -223,6 +231,21 @@ class UnitGradients:
             total.div_(after)
         return True
 
+    def _run_hook(self, total: torch.Tensor, config: UnitConfig) -> None:
+        """Let the user reduce further, over ranks that are not in the mesh."""
+        if config.all_reduce_hook is None:
+            return
+        stream = config.all_reduce_hook_stream
+        if stream is None:
+            config.all_reduce_hook(total)
+            return
+        before = self._runtime.record()
+        with stream:
+            self._runtime.wait(before)
+            config.all_reduce_hook(total)
+            after = self._runtime.record()
+        self._runtime.wait(after)
+
     def _deposit(self, item: _BucketInFlight, present: Sequence[bool]) -> None:
         """Set or add to the sharded parameters' gradients."""
         plan, shards = item.plan, item.shards
@@ -245,7 +268,7 @@ class UnitGradients:
             else:
                 local = views[position].to(param.local.device, param.sharded.dtype, copy=True)
                 param.sharded.grad = param.wrap_shard(local)
-            for hook in _post_accumulate_hooks(param):
+            for hook in param.post_accumulate_hooks:
                 self._runtime.finish(self._runtime.record() if param.local.is_cpu else None)
                 hook(param.sharded)
         if item.shards is None:
@@ -283,8 +306,14 @@ class UnitGradients:
         return Scaling(before, factor / before)
 
 
-def _post_accumulate_hooks(param: ManagedParameter) -> list[Callable[[torch.Tensor], None]]:
-    return list((getattr(param.sharded, "_post_accumulate_grad_hooks", None) or {}).values())
+def _round(total: torch.Tensor, dtype: torch.dtype) -> None:
+    """Give a sum that was formed in a wider dtype the precision of the reduce dtype.
+
+    A wider result would cost nothing, but programs expect the gradients that they know.
+    """
+    if dtype.itemsize < total.itemsize:
+        for block in total.split(_BLOCK):
+            block.copy_(block.to(dtype))
 
 
 def _reduce_dtype(bucket: BucketLayout, config: UnitConfig) -> torch.dtype:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.iteration import Iteration, is_in_backward
 from fullshard.engine.params import ManagedParameter
@@ -38,19 +39,20 @@ from fullshard.engine.precision import (
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.units import contains, lowest_common_unit
-from fullshard.policies import TrainingState
+from fullshard.policies import MixedPrecisionPolicy, TrainingState
 
 _STATE = "_fullshard_state"
 
 
 class ModuleState:
-    """What a sharded module, or several sharded together, carries: its unit and where it is.
+    """What a sharded module, or several sharded together, carries: its units and where it is.
 
-    ``unit`` may own no parameters: nested units may have taken them all.
+    units: one for each mesh that the module's parameters are sharded over, at least one. It may own
+        no parameters: nested units may have taken them all.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], unit: Unit) -> None:
-        self.unit = unit
+    def __init__(self, modules: Sequence[nn.Module], units: Sequence[Unit]) -> None:
+        self.all_units = list(units)
         self.training_state = TrainingState.IDLE
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
@@ -60,12 +62,38 @@ class ModuleState:
         self._states: list[ModuleState] = [self]  # of a root: all below it
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
-        for module in modules:
+        self._hooks: list[RemovableHandle] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the state and its hooks on the modules."""
+        for module in self.modules:
             module.__dict__[_STATE] = self
-            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after_forward)
-            module.register_state_dict_pre_hook(self._before_state_dict)
-            module.register_load_state_dict_pre_hook(self._before_state_dict)
+            self._hooks += [
+                module.register_forward_pre_hook(
+                    self.before_forward, prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(self.after_forward),
+                module.register_state_dict_pre_hook(self._before_state_dict),
+                module.register_load_state_dict_pre_hook(self._before_state_dict),
+            ]
+
+    def detach(self) -> None:
+        """Take the state and its hooks off the modules."""
+        for module in self.modules:
+            del module.__dict__[_STATE]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units that own parameters."""
+        return [unit for unit in self.all_units if unit.params]
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        return self.all_units[0].config.mp_policy
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -78,32 +106,40 @@ class ModuleState:
     @property
     def shared(self) -> Iteration:
         """The iteration of the model this belongs to; the first module to ask becomes its root."""
-        iteration = self.iteration() if self.iteration is not None else None
-        return self.initialise() if iteration is None else iteration
+        return self.known_iteration or self.initialise()
+
+    @property
+    def known_iteration(self) -> Iteration | None:
+        """The same, or None before the model's first use."""
+        return self.iteration() if self.iteration is not None else None
 
     def initialise(self) -> Iteration:
         """Make this the root: resolve names and ties, materialise the units, connect them."""
         if len(self._modules) > 1:
             names = ", ".join(type(module).__name__ for module in self.modules)
             raise StateError(
-                f"The root has to be one module, but {names} were sharded together and run first. "
-                "Apply fully_shard to the module that contains them."
+                f"FSDP requires a single root module but got {names}, which were sharded together "
+                "and run first. Apply fully_shard to the module that contains them."
             )
         (root,) = self.modules
         named = _named_states(root)
         for name, state in named.items():
             if state is not self and state.iteration is not None and state.iteration() is not None:
                 raise StateError(
-                    f"{name}: it ran forward before the module that contains it, and so became a "
-                    "root of its own. Run the outermost module first."
+                    f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
+                    "running forward through the root module first: it ran before the module that "
+                    "contains it, and so became a root of its own."
                 )
         self._states = list(dict.fromkeys(named.values()))
         for state in self._states:
-            state.unit.set_name(", ".join(name for name, other in named.items() if other is state))
+            name = ", ".join(name for name, other in named.items() if other is state)
+            for unit in state.all_units:
+                unit.set_name(name)
         _name_parameters(root, self._states)
         _move_ties(root, named)
-        self.unit.is_root = True
-        units = [state.unit for state in self._states if state.unit.params]
+        for unit in self.all_units:
+            unit.is_root = True
+        units = [unit for state in self._states for unit in state.units]
         for unit in units:
             unit.adopt()
         self._own_iteration = Iteration(units)
@@ -124,14 +160,13 @@ class ModuleState:
     # 1
 
     @torch.compiler.disable
-    def _before_forward(
+    def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        policy = self.unit.config.mp_policy
         if self.training_state is TrainingState.PRE_BACKWARD and is_in_backward():
-            self.unit.unshard()  # a backward that ran in between may have resharded it
-            self.unit.wait_unshard()
-            return cast_inputs(policy, args, kwargs)
+            # A backward that ran in between may have resharded them.
+            self.shared.begin_units(self.units, prefetches=False)
+            return cast_inputs(self.policy, args, kwargs)
         iteration = self.shared
         if self.is_root and _is_left_over(self, iteration):
             self.reset()
@@ -140,14 +175,14 @@ class ModuleState:
             self._to_run = {id(module) for module in self.modules}
         self.training_state = TrainingState.FORWARD
         if is_first and not iteration.is_in_forward and not is_in_backward():
-            args, kwargs = _to_device(self.unit.device, args, kwargs)
+            args, kwargs = _to_device(self.all_units[0].device, args, kwargs)
             iteration.begin_forward(self)
-        args, kwargs = cast_inputs(policy, args, kwargs)
-        if self.unit.params:
-            iteration.begin_unit(self.unit, prefetches=not self.forward_prefetch)
+        args, kwargs = cast_inputs(self.policy, args, kwargs)
+        iteration.begin_units(self.units, prefetches=not self.forward_prefetch)
         if is_first:
             for state in self.forward_prefetch:
-                state.unit.unshard()
+                for unit in state.units:
+                    unit.unshard()
             args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs
 
@@ -155,27 +190,27 @@ class ModuleState:
         self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Call a method of the module as its forward is called: with what goes before and after."""
-        args, kwargs = self._before_forward(module, args, kwargs)
-        return self._after_forward(module, args, method(module, *args, **kwargs))
+        args, kwargs = self.before_forward(module, args, kwargs)
+        return self.after_forward(module, args, method(module, *args, **kwargs))
 
     # 2
 
     def _mark_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not torch.is_grad_enabled() or not self.unit.params:
+        if not torch.is_grad_enabled() or not self.units:
             return args, kwargs
         inputs = differentiable_tensors((args, kwargs))
         if not inputs:
             return args, kwargs
-        marked = _AfterBackward.apply(self, *inputs)  # type: ignore[no-untyped-call]
+        marked = AfterBackward.apply(self, *inputs)  # type: ignore[no-untyped-call]
         return replace_differentiable((args, kwargs), marked)
 
     # 3
 
     @torch.compiler.disable
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        policy = self.unit.config.mp_policy
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        policy = self.policy
         if self.training_state is TrainingState.PRE_BACKWARD:
             return cast_outputs(policy, output)
         self._to_run.discard(id(module))
@@ -184,7 +219,7 @@ class ModuleState:
         output = self._complete_forward(output)
         iteration = self.shared
         if iteration.is_forward_root(self):
-            for state in self._everyone():
+            for state in self.everyone:
                 if state._to_run:  # part of its group did not run
                     state._to_run.clear()
                     output = state._complete_forward(output)
@@ -193,8 +228,7 @@ class ModuleState:
 
     def _complete_forward(self, output: Any) -> Any:
         outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
-        if self.unit.params:
-            self.shared.end_unit(self.unit, is_differentiable=bool(outputs))
+        self.shared.end_units(self.units, is_differentiable=bool(outputs))
         self.training_state = TrainingState.IDLE
         for tensor in outputs:
             tensor.register_hook(self._before_backward)
@@ -205,17 +239,20 @@ class ModuleState:
     @torch.compiler.disable
     def _before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         iteration = self.shared
-        iteration.begin_backward(self._end_backward)
+        iteration.begin_backward(self.end_backward)
         if self.training_state is TrainingState.PRE_BACKWARD:
             return grad
         self.training_state = TrainingState.PRE_BACKWARD
-        if self.unit.params:
-            iteration.start_backward_unshard(self.unit)
-            self.unit.wait_unshard()
-            if not self.backward_prefetch:
-                iteration.prefetch_backward(self.unit)
+        for unit in self.units:
+            iteration.start_backward_unshard(unit)
+        for unit in self.units:
+            unit.wait_unshard()
+        if not self.backward_prefetch:
+            for unit in reversed(self.units):
+                iteration.prefetch_backward(unit)
         for state in self.backward_prefetch:
-            iteration.start_backward_unshard(state.unit)
+            for unit in reversed(state.units):
+                iteration.start_backward_unshard(unit)
         return grad
 
     # 6
@@ -223,19 +260,26 @@ class ModuleState:
     @torch.compiler.disable
     def _after_backward(self) -> None:
         self.training_state = TrainingState.POST_BACKWARD
-        self.shared.after_backward(self.unit)
+        for unit in reversed(self.units):
+            self.shared.after_backward(unit)
 
     # 7
 
     @torch.compiler.disable
-    def _end_backward(self) -> None:
-        states = self._everyone()
-        finished = [s.unit for s in states if s.training_state is TrainingState.POST_BACKWARD]
+    def end_backward(self) -> None:
+        states = self.everyone
+        finished = [
+            unit
+            for state in states
+            if state.training_state is TrainingState.POST_BACKWARD
+            for unit in state.units
+        ]
         for state in states:
             state.training_state = TrainingState.IDLE
         self.shared.end_backward(finished)
 
-    def _everyone(self) -> list["ModuleState"]:
+    @property
+    def everyone(self) -> list["ModuleState"]:
         """Return the states of the whole model."""
         root = self._root() if self._root is not None else None
         return root._states if root is not None else [self]
@@ -243,10 +287,11 @@ class ModuleState:
     # 8
 
     def _before_state_dict(self, *_: Any) -> None:
-        self.unit.reshard()
+        for unit in self.units:
+            unit.reshard()
 
 
-class _AfterBackward(torch.autograd.Function):
+class AfterBackward(torch.autograd.Function):
     """Identity whose backward runs once the gradients of all inputs are complete."""
 
     @staticmethod
@@ -280,7 +325,7 @@ def _is_left_over(state: ModuleState, iteration: Iteration) -> bool:
 
 
 def _name_parameters(root: nn.Module, states: Sequence[ModuleState]) -> None:
-    managed = {id(p.sharded): p for state in states for p in state.unit.params}
+    managed = {id(p.sharded): p for state in states for unit in state.units for p in unit.params}
     for param in managed.values():
         param.names.clear()
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -292,17 +337,29 @@ def _move_ties(root: nn.Module, named: dict[str, ModuleState]) -> None:
     """Move each parameter that several units use to the innermost unit that contains them all."""
     name_of = {id(module): name for name, module in root.named_modules()}
     single = {name: state for name, state in named.items() if len(state._modules) == 1}
-    moves: list[tuple[ManagedParameter, ModuleState, ModuleState]] = []
+    moves: list[tuple[ManagedParameter, Unit, Unit]] = []
     for state in dict.fromkeys(named.values()):
-        for param in state.unit.params:
+        for unit, param in [(own, param) for own in state.units for param in own.params]:
             if len(param.slots) == 1:
                 continue
             users = [name_of.get(id(slot.module()), "") for slot in param.slots]
             nearest = {id(named[max((n for n in named if contains(n, u)), key=len)]) for u in users}
             if nearest != {id(state)}:
-                moves.append((param, state, single[lowest_common_unit(users, single)]))
-    for param, state, target in moves:
-        state.unit.give_param(param, target.unit)
+                target = single[lowest_common_unit(users, single)]
+                moves.append((param, unit, _on_mesh_of(unit, target, param)))
+    for param, unit, other in moves:
+        unit.give_param(param, other)
+
+
+def _on_mesh_of(unit: Unit, state: ModuleState, param: ManagedParameter) -> Unit:
+    """Return the state's unit that is sharded as ``unit`` is."""
+    for other in state.all_units:
+        if other.mesh.mesh == unit.mesh.mesh:
+            return other
+    raise StateError(
+        f"{' and '.join(param.names)} are one tied parameter, but the modules that use it are "
+        "sharded over different meshes. Untie it, or shard them over one mesh."
+    )
 
 
 def _to_device(

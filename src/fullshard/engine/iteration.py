@@ -4,8 +4,8 @@ Every model that runs forward as a whole has one `Iteration`, owned by its root 
 are called by `hooks`, in this order for a step of training:
 
     begin_forward   fence; the root's forward starts
-    begin_unit      a unit's parameters become usable; the next unit's gather may start
-    end_unit        they are freed, if the unit reshards after forward
+    begin_units     a module's parameters become usable; the next unit's gather may start
+    end_units       they are freed, if the unit reshards after forward
     end_forward     fence
     begin_backward  once a backward pass: arrange for end_backward
     prefetch_backward
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fullshard.engine.gradients import InFlight
+from fullshard.engine.runtime import Lane
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.plan.schedule import Recorder
 from fullshard.policies import ShardedState
@@ -37,7 +38,6 @@ class Iteration:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self.is_last_backward = True
-        self._comms = comms_of(self.units)
         self._number = {id(unit): number for number, unit in enumerate(self.units)}
         self._recorder = Recorder()
         self._positions: dict[int, list[int]] = collections.defaultdict(list)
@@ -46,7 +46,20 @@ class Iteration:
         self._in_backward = False
         self._expects_backward = False
         self._fenced_since_backward = True
-        self._prepare()
+        self.post_optim_event: torch.Event | None = None
+        self.connect()
+
+    def connect(self) -> None:
+        """Take note of how the units communicate and how many reductions may be under way."""
+        self._comms = comms_of(self.units)
+        buffers = (unit.config.reduce_scatter_max_input_buffers for unit in self.units)
+        self._max_in_flight = max(buffers, default=1)
+        needs: dict[Any, list[int]] = {}
+        for unit in self.units:
+            for comm, nbytes in unit.gradients.needs(unit.config).items():
+                needs.setdefault(comm, []).extend(nbytes)
+        for comm in self._comms:
+            comm.prepare(needs.get(comm, []))
 
     # Forward
 
@@ -65,28 +78,36 @@ class Iteration:
         self._recorder.start_pass()
         for unit in self.units:
             unit.follow_changes()
+        if self.units:
+            self.units[0].runtime.wait_on(Lane.ALL_GATHER, self.post_optim_event)
+        self.post_optim_event = None
         self.fence("before forward")
         self._fenced_since_backward = True
 
     def is_forward_root(self, state: Any) -> bool:
         return self._forward_root is not None and self._forward_root() is state
 
-    def begin_unit(self, unit: Unit, *, prefetches: bool) -> None:
-        unit.unshard()
-        unit.wait_unshard()
-        if is_in_backward():
-            return  # a recomputation: backward has its own order
-        following = self._recorder.next_unit(self._number[id(unit)])
-        if prefetches and following is not None and self.units[following].comm.overlaps:
-            self.units[following].unshard()
+    def begin_units(self, units: Sequence[Unit], *, prefetches: bool) -> None:
+        """A module's forward starts: its units become usable."""
+        for unit in units:
+            unit.unshard()
+        for unit in units:
+            unit.wait_unshard()
+            if is_in_backward():
+                continue  # a recomputation: backward has its own order
+            following = self._recorder.next_unit(self._number[id(unit)])
+            if prefetches and following is not None and self.units[following].comm.overlaps:
+                self.units[following].unshard()
 
-    def end_unit(self, unit: Unit, *, is_differentiable: bool) -> None:
+    def end_units(self, units: Sequence[Unit], *, is_differentiable: bool) -> None:
+        """A module's forward is over."""
         if is_in_backward():
             return  # its backward comes next
-        if self._expects_backward and is_differentiable:
-            position = self._recorder.expect_backward(self._number[id(unit)])
-            self._positions[id(unit)].append(position)
-        unit.reshard(after_forward=True)
+        for unit in units:
+            if self._expects_backward and is_differentiable:
+                position = self._recorder.expect_backward(self._number[id(unit)])
+                self._positions[id(unit)].append(position)
+            unit.reshard(after_forward=True)
 
     def end_forward(self) -> None:
         self._forward_root = None
@@ -182,20 +203,12 @@ class Iteration:
         for item in unfinished[: max(len(unfinished) - keep, 0)]:
             item.finish()
         # A finished one still holds tensors that its lane reads; compute waits before they go.
-        while len(self._in_flight) > 1 and self._in_flight[0].is_finished:
+        while len(self._in_flight) > self._max_in_flight and self._in_flight[0].is_finished:
             self._in_flight.popleft().release()
 
     def _release_events(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().release()
-
-    def _prepare(self) -> None:
-        needs: dict[Any, list[int]] = {}
-        for unit in self.units:
-            for comm, nbytes in unit.gradients.needs(unit.config).items():
-                needs.setdefault(comm, []).extend(nbytes)
-        for comm in self._comms:
-            comm.prepare(needs.get(comm, []))
 
 
 def is_in_backward() -> bool:

@@ -76,7 +76,7 @@ def describe(model: nn.Module) -> Description:
             f"{type(model).__name__} is not sharded. Pass the module given to fully_shard last."
         )
     states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
-    units = [s.unit for s in states if s.unit.params]
+    units = [unit for s in states for unit in s.units]
     if not any(param.local.is_meta for unit in units for param in unit.params):
         units = state.shared.units
     return Description(tuple(_describe(unit) for unit in units))

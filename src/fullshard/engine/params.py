@@ -3,26 +3,30 @@
 [Note: Two forms] A managed parameter is two ``nn.Parameter`` objects. The *sharded* one is a
 DTensor whose local tensor is this rank's shard; it is what users, optimizers and state dicts see.
 The *unsharded* one has the original shape and the compute dtype and takes its place on the modules
-from unshard to reshard; autograd accumulates into its ``.grad``. Both live as long as the unit, so
-hooks and optimizer references stay valid.
+from unshard to reshard; autograd accumulates into its ``.grad``. It is a plain tensor, or, if the
+parameter was a DTensor before it was sharded (tensor parallel), a DTensor over the memory of this
+rank's part. Both live as long as the unit, so hooks and optimizer references stay valid.
 """
 
+import dataclasses
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fullshard.errors import MisuseError, StateError
 from fullshard.plan.layout import ParamSpec
+from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import MixedPrecisionPolicy
 
-if TYPE_CHECKING:
-    from fullshard.engine.unit import Unit
-
 _OWNER = "_fullshard_owner"  # on original and sharded parameters: who manages them
+_PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 class Slot:
@@ -51,30 +55,55 @@ class Slot:
             setattr(module, self.name, parameter)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParamForm:
+    """What a parameter becomes.
+
+    spec: the sharded parameter as a DTensor.
+    shard_dim: the dim along which this rank's tensor is cut over the shard axis.
+    unsharded: the DTensor that it is while unsharded; None for a plain tensor.
+    reduced_axes: axes of ``unsharded``'s mesh that are data parallel: gradients may be partial sums
+        over them, which the unit's own reduction completes.
+    """
+
+    spec: DTensorSpec
+    shard_dim: int
+    unsharded: DTensorSpec | None = None
+    reduced_axes: frozenset[int] = frozenset()
+
+
 class ManagedParameter:
-    """A parameter that a unit shards. See [Note: Two forms]."""
+    """A parameter that a unit shards. See [Note: Two forms].
+
+    shape: what is sharded over the shard axis: the parameter, or this rank's part of a DTensor.
+    """
 
     def __init__(
-        self,
-        original: nn.Parameter,
-        slots: list[Slot],
-        mesh: DeviceMesh,
-        shard_dim: int,
+        self, original: nn.Parameter, slots: list[Slot], form: ParamForm, mesh: MeshPlan
     ) -> None:
         self.slots = slots
+        self.form = form
         self.names = [slot.name for slot in slots]  # fully qualified once the root is known
-        self.shard_dim = shard_dim
-        self.unit: weakref.ref[Unit] | None = None
         self.unsharded: nn.Parameter | None = None
-        self._post_forward: nn.Parameter | None = None
         self.accumulated_grad: torch.Tensor | None = None  # of backwards that did not reduce
-        self._spec = DTensorSpec(
-            mesh,
-            _placements(mesh, original, shard_dim),
-            tensor_meta=TensorMeta(original.size(), original.stride(), original.dtype),
-        )
-        self.sharded = self._as_parameter(original.detach(), original.requires_grad)
+        self._post_forward: nn.Parameter | None = None
+        self._mesh = mesh
+        self._spec = form.spec
+        full = original.detach()
+        if isinstance(full, DTensor):
+            full = full._local_tensor
+        self.shape = tuple(full.shape)
+        self.sharded = self._as_parameter(full, original.requires_grad)
         setattr(original, _OWNER, weakref.ref(self))
+
+    def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "ManagedParameter":
+        """Return the same for a copy of the sharded parameter, registered elsewhere."""
+        other = object.__new__(ManagedParameter)
+        other.__dict__.update(self.__dict__)
+        other.slots, other.names, other.sharded = slots, list(self.names), sharded
+        other.unsharded = other.accumulated_grad = other._post_forward = None
+        setattr(sharded, _OWNER, weakref.ref(other))
+        return other
 
     @property
     def name(self) -> str:
@@ -90,31 +119,52 @@ class ManagedParameter:
         return self.sharded.requires_grad
 
     @property
-    def is_replicated(self) -> bool:
-        return not self._spec.shape
+    def is_extended(self) -> bool:
+        """Whether the shard says itself what travels (``fsdp_pre_all_gather``), or has to."""
+        local = self.local
+        has = [hasattr(local, name) for name in (_PRE_ALL_GATHER, _POST_ALL_GATHER)]
+        if any(has) and not all(has):
+            raise MisuseError(
+                f"{self.name}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined "
+                f"if using all-gather extensions, but {type(local).__name__} has only one."
+            )
+        return has[0] or type(local) is not torch.Tensor
+
+    def check_extension(self) -> None:
+        """Refuse a tensor subclass that does not say how it is gathered."""
+        if not hasattr(self.local, _PRE_ALL_GATHER):
+            raise StateError(
+                f"{self.name} is a {type(self.local).__name__}, which cannot be gathered as it is. "
+                "Define fsdp_pre_all_gather and fsdp_post_all_gather on it, or pass the parameter "
+                "in ignored_params."
+            )
 
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         """Describe the parameter as it is now (its dtype may be changed until the first use)."""
         dtype = self.sharded.dtype
         compute_dtype = policy.param_dtype if dtype.is_floating_point else None
-        shape = tuple(self.sharded.shape)
-        return ParamSpec(self.name, shape, dtype, compute_dtype or dtype, self.shard_dim)
+        return ParamSpec(self.name, self.shape, dtype, compute_dtype or dtype, self.form.shard_dim)
 
     def wrap_shard(self, local: torch.Tensor) -> DTensor:
         """Make a local tensor a DTensor that is sharded as this parameter is."""
         spec = self._spec
         if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
-            meta = TensorMeta(spec.shape, spec.stride, local.dtype)
-            spec = self._spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+            spec = self._spec = _with_dtype(spec, local.dtype)
         return DTensor(local, spec, requires_grad=False)
 
-    def create_unsharded(self, view: torch.Tensor) -> None:
+    def create_unsharded(self, tensor: torch.Tensor) -> None:
         """Make the unsharded form over this memory, or move it there."""
         with torch.inference_mode(False), torch.no_grad():
-            if self.unsharded is None or self.unsharded.dtype != view.dtype:
-                self.unsharded = nn.Parameter(view, requires_grad=self.requires_grad)
+            if self.unsharded is None or self.unsharded.dtype != tensor.dtype:
+                whole = tensor
+                if self.form.unsharded is not None:
+                    spec = _with_dtype(self.form.unsharded, tensor.dtype)
+                    whole = DTensor(tensor, spec, requires_grad=False)
+                self.unsharded = nn.Parameter(whole, requires_grad=self.requires_grad)
+            elif self.form.unsharded is not None:
+                self.unsharded._local_tensor = tensor  # type: ignore[attr-defined]
             else:
-                self.unsharded.data = view
+                self.unsharded.data = tensor
 
     def show_sharded(self) -> None:
         self._post_forward = None
@@ -157,6 +207,11 @@ class ManagedParameter:
             if current is None or any(current is form for form in self._forms):
                 continue
             if not isinstance(current, DTensor):
+                if self.form.unsharded is not None:
+                    raise StateError(
+                        f"{self.name} was replaced by a plain tensor, but it is a DTensor over "
+                        f"{self._spec.mesh}. Distribute the new one over that mesh."
+                    )
                 with torch.no_grad():
                     current = self._as_parameter(current.detach(), current.requires_grad)
             self.sharded = current
@@ -176,15 +231,51 @@ class ManagedParameter:
                 target.copy_(local)
             self.sharded._local_tensor = target  # type: ignore[attr-defined]
 
+    def take_gradient(self) -> torch.Tensor | None:
+        """Take what autograd accumulated: this rank's whole tensor, to be reduced.
+
+        A DTensor's gradient is first brought to the placements of the parameter, but for partial
+        sums over data-parallel axes, which the reduction completes.
+        """
+        if self.unsharded is None or self.unsharded.grad is None:
+            return None
+        grad: torch.Tensor = self.unsharded.grad
+        self.unsharded.grad = None
+        if self.form.unsharded is not None:
+            if isinstance(grad, AsyncCollectiveTensor):
+                grad = grad.wait()
+            if not isinstance(grad, DTensor):
+                raise StateError(
+                    f"{self.name} is a DTensor, but its gradient is a {type(grad).__name__}. "
+                    "Convert the module's inputs with DTensor.from_local (parallelize_module does)."
+                )
+            placements = tuple(
+                has if axis in self.form.reduced_axes else wanted
+                for axis, (has, wanted) in enumerate(
+                    zip(grad.placements, self.form.unsharded.placements, strict=True)
+                )
+            )
+            if placements != grad.placements:
+                grad = grad.redistribute(placements=placements)
+            grad = grad._local_tensor
+            if isinstance(grad, AsyncCollectiveTensor):
+                grad = grad.wait()
+        if grad.layout is not torch.strided:
+            raise StateError(
+                f"{self.name}: its gradient is sparse, which cannot be reduced. Build the "
+                "embedding with sparse=False."
+            )
+        return grad
+
+    @property
+    def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
+        return list((getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}).values())
+
     def _as_parameter(self, full: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         """Shard a whole tensor: a DTensor parameter with this rank's part of it."""
-        mesh, placements = self._spec.mesh, self._spec.placements
-        local = full
-        for axis, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                local = _chunk(full, placement.dim, mesh.size(axis), mesh.get_local_rank(axis))
+        part = _chunk(full, self.form.shard_dim, self._mesh.shard_size, self._mesh.shard_rank)
         # A copy, so that the whole tensor can be freed; the unit's buffer takes it over.
-        local = local.clone(memory_format=torch.contiguous_format)
+        local = part.new_zeros(part.shape).copy_(part)
         parameter = nn.Parameter(self.wrap_shard(local), requires_grad=requires_grad)
         setattr(parameter, _OWNER, weakref.ref(self))
         return parameter
@@ -196,9 +287,12 @@ def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
     return reference() if reference is not None else None
 
 
-def _placements(mesh: DeviceMesh, original: nn.Parameter, shard_dim: int) -> tuple[Placement, ...]:
-    innermost: Placement = Replicate() if original.dim() == 0 else Shard(shard_dim)
-    return (*(Replicate() for _ in range(mesh.ndim - 1)), innermost)
+def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return the same description of a tensor of another dtype."""
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype == dtype:
+        return spec
+    meta = TensorMeta(spec.shape, spec.stride, dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
 
 
 def _chunk(full: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:

@@ -60,6 +60,11 @@ class Runtime:
         if event is not None:
             torch.accelerator.current_stream(self.device).wait_event(event)
 
+    def wait_on(self, lane: Lane, event: torch.Event | None) -> None:
+        """Let a lane wait for an event."""
+        with self.on(lane):
+            self.wait(event if self.has_streams else None)
+
     def finish(self, event: torch.Event | None) -> None:
         """Let the host wait for an event."""
         if event is not None:

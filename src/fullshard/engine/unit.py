@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm.interface import Comm, Work
+from fullshard.comm.interface import Comm, Done, Work
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
 from fullshard.engine.buffers import UnitBuffers
+from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.gradients import InFlight, UnitGradients
 from fullshard.engine.params import ManagedParameter
 from fullshard.engine.runtime import Lane, Runtime
@@ -49,9 +50,19 @@ class UnitMesh(NamedTuple):
     replicate_group: dist.ProcessGroup | None
     post_forward: DeviceMesh | None = None  # (replicate, shard) of reshard_after_forward=N
 
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis alone."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
+
 
 class Unit:
-    """Parameters sharded over one mesh, with their memory and communication."""
+    """Parameters sharded over one mesh, with their memory and communication.
+
+    Shards of plain parameters lie in the unit's buffers, those of extended ones (see `extensions`)
+    where they are.
+    """
 
     def __init__(
         self,
@@ -75,9 +86,13 @@ class Unit:
         self.is_held = False  # unsharded by the user, who may have written to it
         self._gathered_of: list[int] = []
         self._accumulates = False
+        self._extended = ExtendedParameters([], mesh.mesh, 1, device)
+        self._extended_region: torch.Tensor | None = None
+        self._plain: list[ManagedParameter] = []
         self._works: list[Work] = []
         self._gathered: torch.Event | None = None
         self._post_forward: ProcessGroupComm | None = None
+        self._bytes_comm: ProcessGroupComm | None = None
         self.set_params(params)
 
     # Parameters and memory
@@ -107,7 +122,8 @@ class Unit:
 
     @property
     def layout(self) -> UnitLayout:
-        specs = [param.spec(self.config.mp_policy) for param in self.params]
+        """Where the plain parameters lie."""
+        specs = [param.spec(self.config.mp_policy) for param in self._plain]
         return rows_layout(specs, shard_size=self.mesh.plan.shard_size, rule=self.comm.rule)
 
     def adopt(self) -> None:
@@ -121,10 +137,11 @@ class Unit:
         on_meta = [param.name for param in self.params if param.local.is_meta]
         if on_meta:
             raise StateError(
-                f"{self.label}: these parameters are still on the meta device: "
-                f"{', '.join(on_meta)}. Materialise them before the first forward: "
+                "FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: {on_meta} in {self.label}. Call "
                 f"model.to_empty(device={str(self.device)!r}), then initialise every value."
             )
+        self._split()
         layout = self.layout
         if self.buffers is None or self.buffers.layout != layout:
             self.wait_unshard()
@@ -141,9 +158,40 @@ class Unit:
             specs = [param.spec(self.config.mp_policy) for param in self.params]
             self.gradients.bind(self.params, specs)
             self._create_unsharded()
-        for index, param in enumerate(self.params):
-            self._check_device(param, self.buffers.shard(index).device)
+        for param in self.params:
+            self._check_device(param)
+        for index, param in enumerate(self._plain):
             param.move_shard(self.buffers.shard(index))
+
+    def _split(self) -> None:
+        """Tell plain parameters from extended ones, which users may make of them until first use."""
+        plain = [param for param in self.params if not param.is_extended]
+        if plain == self._plain and len(self.params) == len(plain) + len(self._extended):
+            return
+        self.wait_unshard()
+        self.reshard()
+        self.buffers = None
+        self._plain = plain
+        self._extended = ExtendedParameters(
+            [param for param in self.params if param not in plain],
+            self.mesh.shard_mesh,
+            self.mesh.plan.shard_size,
+            self.device,
+        )
+
+    def use_comm(self, comm: Comm) -> None:
+        """Communicate like this over the shard axis from now on."""
+        self.wait_unshard()
+        self.reshard()
+        self.comm = comm
+        self.gradients = UnitGradients(self.mesh.plan, comm, self.replicate_comm, self.runtime)
+        self.gradients.label = self.name or "root"
+        self.set_params(self.params)
+
+    def reduce_over(self, group: dist.ProcessGroup) -> None:
+        """Reduce-scatter over another process group of the same ranks."""
+        assert isinstance(self.comm, ProcessGroupComm)
+        self.gradients.use_comm(self.comm.over(group))
 
     def follow_changes(self) -> None:
         """Adopt shards that others moved or replaced. Peers must not read before this is done.
@@ -173,7 +221,10 @@ class Unit:
         if not self.params:
             return
         assert self.buffers is not None
-        works = self.buffers.start_unshard(f"{self.name or 'root'}: all-gather")
+        label = f"{self.name or 'root'}: all-gather"
+        works = self.buffers.start_unshard(label)
+        if self._extended:
+            works.append(self._start_extended(label))
         if self.runtime.has_streams:
             with self.runtime.on(Lane.ALL_GATHER):
                 for work in works:
@@ -189,6 +240,9 @@ class Unit:
         if self.state is not ShardedState.GATHERING:
             return
         self._finish_gather()
+        if self._extended_region is not None:
+            self._extended.outputs(self._extended_region, self.config.mp_policy)
+            self._extended_region = None
         for param in self.params:
             param.show_unsharded()
         self._enter(ShardedState.UNSHARDED)
@@ -213,6 +267,7 @@ class Unit:
             return
         else:
             self.buffers.free_unsharded()
+            self._extended.free()
         for param in self.params:
             param.show_sharded()
         self._enter(ShardedState.SHARDED)
@@ -244,18 +299,7 @@ class Unit:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take what autograd has accumulated, one full gradient a parameter."""
-        grads = []
-        for param in self.params:
-            grad = None if param.unsharded is None else param.unsharded.grad
-            if grad is not None:
-                param.unsharded.grad = None  # type: ignore[union-attr]
-                if grad.layout is not torch.strided:
-                    raise StateError(
-                        f"{param.name}: its gradient is sparse, which cannot be reduced. "
-                        "Build the embedding with sparse=False."
-                    )
-            grads.append(grad)
-        return grads
+        return [param.take_gradient() for param in self.params]
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep full gradients for a later reduction, in the reduce dtype."""
@@ -311,17 +355,29 @@ class Unit:
 
     def _create_unsharded(self) -> None:
         assert self.buffers is not None
-        for index, param in enumerate(self.params):
+        for index, param in enumerate(self._plain):
             param.create_unsharded(self.buffers.unsharded(index))
+
+    def _start_extended(self, label: str) -> Work:
+        """Start gathering what extended parameters send, after the plain ones."""
+        with self.runtime.on(Lane.ALL_GATHER), torch.no_grad():
+            source = self._extended.inputs(self.config.mp_policy)
+            if self.mesh.plan.shard_size == 1:
+                self._extended_region = source
+                return Done()
+            if self._bytes_comm is None:
+                assert self.mesh.shard_group is not None
+                self._bytes_comm = ProcessGroupComm(self.mesh.shard_group, self.device)
+            self._extended_region, work = self._bytes_comm.gather_bytes(source, label)
+            return work
 
     def _shards_moved(self) -> bool:
         """Whether a shard is no longer the registered parameter over the unit's memory."""
         buffers = self.buffers
         if buffers is None:
             return True
-        return any(
-            param.is_replaced or param.local is not buffers.shard(index)
-            for index, param in enumerate(self.params)
+        return any(param.is_replaced for param in self.params) or any(
+            param.local is not buffers.shard(index) for index, param in enumerate(self._plain)
         )
 
     def _shard_versions(self) -> list[int]:
@@ -330,19 +386,28 @@ class Unit:
 
     def _post_forward_comm(self) -> ProcessGroupComm | None:
         mesh = self.mesh.post_forward
-        # Ranks that read each other's memory gain nothing from a smaller group.
+        # Ranks that read each other's memory gain nothing from a smaller group. What is kept could
+        # not be shown as a DTensor of the smaller group if it is one over other axes as well.
         if mesh is None or not isinstance(self.comm, ProcessGroupComm):
+            return None
+        if any(param.form.unsharded is not None for param in self.params) or self._extended:
             return None
         if self._post_forward is None:
             self._post_forward = ProcessGroupComm(mesh.get_group(1), self.device)
         return self._post_forward
 
-    def _check_device(self, param: ManagedParameter, device: torch.device) -> None:
-        if param.local.device.type != device.type:
+    def _check_device(self, param: ManagedParameter) -> None:
+        expected = torch.device("cpu") if self.config.offload_to_cpu else self.device
+        if param.local.device.type != expected.type:
+            offloaded = (
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
+                if self.config.offload_to_cpu
+                else ""
+            )
             raise StateError(
-                f"{param.name} ({self.label}): the shard is on {param.local.device}, but the unit "
-                f"keeps its shards on {device}. Load a state dict of that device, or call "
-                f"model.to_empty(device={device.type!r}) and initialise."
+                f"{offloaded}{param.name} ({self.label}): the shard is on {param.local.device}, "
+                f"but the unit keeps its shards on {expected}. Load a state dict of that device, "
+                f"or call model.to_empty(device={expected.type!r}) and initialise."
             )
 
 

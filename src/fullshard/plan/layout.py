@@ -42,7 +42,6 @@ class Route(enum.Enum):
 
     DIRECT = "direct"  # the shards in rank order are the parameter
     PACKED = "packed"  # through the packed region
-    REPLICATED = "replicated"  # packed, but every rank owns all of it (0-dim parameters)
     FLAT = "flat"  # the whole buffer travels at once; a shard may hold any range of elements
 
 
@@ -102,8 +101,6 @@ class ParamLayout:
     @functools.cached_property
     def rows_per_shard(self) -> int:
         """Rows of every shard but the last ones, which may be shorter or empty."""
-        if self.route is Route.REPLICATED:
-            return 1
         return -(-self.spec.shape[self.spec.shard_dim] // self.shard_size)
 
     @functools.cached_property
@@ -123,8 +120,7 @@ class ParamLayout:
     def is_even(self) -> bool:
         """Whether the shards in rank order are the parameter, all of one size above zero."""
         return (
-            self.route is not Route.REPLICATED
-            and self.spec.numel > 0
+            self.spec.numel > 0
             and self.outer_numel == 1
             and self.spec.numel == self.chunk_numel * self.shard_size
         )
@@ -134,17 +130,13 @@ class ParamLayout:
 
         5 rows on 4 ranks: [0, 2) [2, 4) [4, 5) [5, 5).
         """
-        num_rows = 1 if self.route is Route.REPLICATED else self.spec.shape[self.spec.shard_dim]
-        if self.route is Route.REPLICATED:
-            return Rows(0, num_rows)
+        num_rows = self.spec.shape[self.spec.shard_dim]
         return Rows(
             min(rank * self.rows_per_shard, num_rows),
             min((rank + 1) * self.rows_per_shard, num_rows),
         )
 
     def shard_shape(self, rank: int) -> Shape:
-        if self.route is Route.REPLICATED:
-            return self.spec.shape
         start, stop = self.rows(rank)
         dim = self.spec.shard_dim
         return (*self.spec.shape[:dim], stop - start, *self.spec.shape[dim + 1 :])
@@ -191,7 +183,7 @@ class BucketLayout:
 
     @functools.cached_property
     def packed(self) -> tuple[ParamLayout, ...]:
-        return tuple(p for p in self.params if p.route in (Route.PACKED, Route.REPLICATED))
+        return tuple(p for p in self.params if p.route is Route.PACKED)
 
     @property
     def shard_nbytes(self) -> int:
@@ -220,8 +212,6 @@ class BucketLayout:
         run = (stop - start) * param.inner_numel
         if run == 0:
             return ()
-        if param.route is Route.REPLICATED:
-            return (Piece(0, param.shard_offset, run),)
         stride = param.spec.shape[param.spec.shard_dim] * param.inner_numel
         return tuple(
             Piece(outer * stride + start * param.inner_numel, param.shard_offset + outer * run, run)
@@ -254,15 +244,15 @@ def rows_layout(
 ) -> UnitLayout:
     """Shard each parameter along its own dimension, chunked as ``torch.chunk`` and DTensor do.
 
-    Any size along the dimension works: ranks beyond it own nothing. A 0-dim parameter is owned
-    whole by every rank. Raises LayoutError on a shard dimension the parameter does not have.
+    Any size along the dimension works: ranks beyond it own nothing. Raises LayoutError on a shard
+    dimension the parameter does not have, as no 0-dim parameter has any.
     """
     _check_shard_size(shard_size)
     for spec in specs:
-        if spec.shape and not 0 <= spec.shard_dim < len(spec.shape):
+        if not 0 <= spec.shard_dim < len(spec.shape):
             raise LayoutError(
                 f"{spec.name}: cannot shard dim {spec.shard_dim} of a parameter of shape "
-                f"{spec.shape}. Choose a dim from 0 to {len(spec.shape) - 1}."
+                f"{spec.shape}. Choose one of its {len(spec.shape)} dims."
             )
     return UnitLayout(
         shard_size,
@@ -314,10 +304,10 @@ def regroup(bucket: BucketLayout, *, shard_size: int) -> BucketLayout:
     params: list[ParamLayout] = []
     offset = 0
     for param in bucket.params:
-        route = Route.REPLICATED if param.route is Route.REPLICATED else Route.PACKED
-        params.append(
-            dataclasses.replace(param, route=route, shard_size=shard_size, shard_offset=offset)
+        moved = dataclasses.replace(
+            param, route=Route.PACKED, shard_size=shard_size, shard_offset=offset
         )
+        params.append(moved)
         offset += _round_up(params[-1].chunk_numel, align)
     return dataclasses.replace(
         bucket,
@@ -360,8 +350,6 @@ def _rows_bucket(
 
 
 def _route(spec: ParamSpec, shard_size: int, rule: DirectRule) -> Route:
-    if not spec.shape:
-        return Route.REPLICATED
     num_rows = spec.shape[spec.shard_dim]
     rows_per_shard = -(-num_rows // shard_size)
     chunk_numel = rows_per_shard * math.prod(spec.shape[1:])

@@ -31,28 +31,6 @@ class MeshPlan:
         return self.shard_size * self.replicate_size
 
 
-def plan_mesh(shape: tuple[int, ...], coordinate: tuple[int, ...] | None) -> MeshPlan:
-    """Read a 1-D mesh as (shard,) and a 2-D mesh as (replicate, shard), as PyTorch does."""
-    if len(shape) not in (1, 2):
-        raise MeshError(
-            f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), not one of "
-            f"shape {shape}. Pass a slice of it, such as mesh['dp_replicate', 'dp_shard']."
-        )
-    if coordinate is None:
-        raise MeshError(
-            f"This rank is not part of the mesh of shape {shape}. Call fully_shard only on the "
-            "mesh's ranks, or build the mesh over all of them."
-        )
-    if len(shape) == 1:
-        return MeshPlan(shard_size=shape[0], shard_rank=coordinate[0])
-    return MeshPlan(
-        shard_size=shape[1],
-        shard_rank=coordinate[1],
-        replicate_size=shape[0],
-        replicate_rank=coordinate[0],
-    )
-
-
 def check_reshard_after_forward(value: bool | int | None, shard_size: int) -> bool | int | None:
     """Return the option with trivial group sizes turned into booleans.
 

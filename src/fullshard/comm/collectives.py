@@ -1,0 +1,267 @@
+"""Collectives that users may replace: one all-gather and one reduce-scatter a unit and dtype.
+
+``AllGather`` and ``ReduceScatter`` are PyTorch's interfaces: an object that allocates the memory a
+collective works on, and calls the collective. `CollectivesComm` moves a unit's buckets whole through
+such objects, so what they see is what PyTorch's FSDP would give them: two 1-D buffers and a group.
+Sums are plain sums in the dtype that travels; dividing is done apart from them.
+"""
+
+import abc
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from fullshard.comm.interface import Done, Reduction, ShardBuffer, Sum, Work, copy_in_gradients
+from fullshard.comm.liveness import naming_lost_ranks
+from fullshard.comm.process_group import (
+    Pending,
+    PendingReduction,
+    ProcessGroupComm,
+    all_gather,
+    reduce_scatter,
+)
+from fullshard.plan.layout import BucketLayout, DirectRule
+
+_ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+class CommBuffer(abc.ABC):
+    """Where a collective's memory comes from."""
+
+    @abc.abstractmethod
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return uninitialised memory of this size for one collective to work on."""
+
+
+class AllGather(CommBuffer):
+    """An all-gather. ``input_tensor`` is this rank's part of ``output_tensor``, in place."""
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather; return None if the current stream may use the result, else what to wait for."""
+
+
+class ReduceScatter(CommBuffer):
+    """A reduce-scatter of sums. Both tensors come from ``allocate``."""
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce; return None if the current stream may use the result, else what to wait for."""
+
+
+class _DefaultMemory(CommBuffer):
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _ProcessGroupMemory(CommBuffer):
+    """Memory from the process group's own allocator, such as NCCL's for registered buffers."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        backend: Any = self._group._get_backend(device)
+        if not backend.supports_tensor_alloc(device):
+            return torch.empty(*size, dtype=dtype, device=device)
+        allocated: torch.Tensor = backend.allocate_tensor(
+            math.prod(size), dtype=dtype, device=device
+        )
+        return allocated
+
+
+class _SymmetricMemory(CommBuffer):
+    """Memory that NCCL maps on all ranks of the group."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: Literal["NCCL"] = "NCCL") -> None:
+        self._group = group
+        symmetric_memory.set_backend(backend)
+        dist.barrier(group=group)  # the communicator has to exist before anything is mapped
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        # A pool, so that buffers are mapped once and used again.
+        with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def map(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            symmetric_memory.rendezvous(tensor, group=self._group.group_name)
+
+
+class _GatherCall(AllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _ReduceCall(ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+class DefaultAllGather(_DefaultMemory, _GatherCall):
+    """``torch.distributed``'s all-gather on memory of the default allocator."""
+
+
+class ProcessGroupAllocAllGather(_ProcessGroupMemory, _GatherCall):
+    """The same on memory of the process group's allocator, where it has one."""
+
+
+class SymmMemAllGather(_SymmetricMemory, _GatherCall):
+    """The same on symmetric memory, for which NCCL has copy-engine and symmetric kernels."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.map(output_tensor)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class DefaultReduceScatter(_DefaultMemory, _ReduceCall):
+    """``torch.distributed``'s reduce-scatter on memory of the default allocator."""
+
+
+class ProcessGroupAllocReduceScatter(_ProcessGroupMemory, _ReduceCall):
+    """The same on memory of the process group's allocator, where it has one."""
+
+
+class SymmMemReduceScatter(_SymmetricMemory, _ReduceCall):
+    """The same on symmetric memory."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.map(input_tensor, output_tensor)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+class CollectivesComm(ProcessGroupComm):
+    """Buckets moved whole, by objects that users may replace."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        gather: AllGather | None = None,
+        reduce: ReduceScatter | None = None,
+    ) -> None:
+        super().__init__(group, device)
+        self.name = f"collectives ({self.backend})"
+        self.rule = DirectRule(min_nbytes=sys.maxsize)  # everything is packed
+        self.gather = gather or DefaultAllGather()
+        self.reduce = reduce or DefaultReduceScatter()
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether both objects are of this module, not of a user."""
+        return {type(self.gather).__module__, type(self.reduce).__module__} == {__name__}
+
+    def over(self, group: dist.ProcessGroup) -> "CollectivesComm":
+        return CollectivesComm(group, self.device, self.gather, self.reduce)
+
+    def all_gather(
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+    ) -> Work:
+        bucket, flat = shards.bucket, shards.flat
+        assert flat is not None
+        assert first == 0
+        if bucket.unsharded_numel == 0:
+            return Done()
+        region = self.gather.allocate(
+            (self.size * bucket.packed_numel,), dtype=unsharded.dtype, device=unsharded.device
+        )
+        part = region.narrow(0, self.rank * bucket.packed_numel, bucket.packed_numel)
+        part.copy_(flat, non_blocking=True)
+        with naming_lost_ranks(self.group, label):
+            work = self.gather(
+                output_tensor=region, input_tensor=part, group=self.group, async_op=True
+            )
+        return Pending(
+            [work] if work is not None else [],
+            lambda: shards.copy_out_packed(region, unsharded, first),
+            (region,),
+            self.group,
+            label,
+        )
+
+    def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
+        return reduce_dtype  # summed as it travels
+
+    def reduce_scatter(
+        self,
+        bucket: BucketLayout,
+        grads: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        how: Sum,
+    ) -> Reduction:
+        numel = bucket.shard_numel
+        region = self.reduce.allocate((self.size * numel,), dtype=out.dtype, device=out.device)
+        region.zero_()  # padding, and parameters without a gradient
+        copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
+        total = self.reduce.allocate((numel,), dtype=out.dtype, device=out.device)
+        with naming_lost_ranks(self.group, how.label):
+            work = self.reduce(
+                output_tensor=total,
+                input_tensor=region,
+                group=self.group,
+                op=dist.ReduceOp.SUM,
+                async_op=True,
+            )
+
+        def finish() -> None:
+            torch.div(total, how.scaling.after, out=out)
+
+        present = tuple(grad is not None for grad in grads)
+        return PendingReduction(
+            Pending(
+                [work] if work is not None else [], finish, (region, total), self.group, how.label
+            ),
+            lambda: present,
+        )

@@ -1,0 +1,92 @@
+"""Deep copies of sharded modules.
+
+Only before the first use: after it, parameters, gradients and work in flight belong to an iteration
+that a copy would have to share.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.params import Slot, owner_of
+from fullshard.engine.unit import Unit
+from fullshard.errors import MisuseError
+
+
+def copy_sharded(
+    module: nn.Module, copy_plain: Callable[[nn.Module], nn.Module], memo: dict[int, Any]
+) -> nn.Module:
+    """Copy a module and everything sharded in it. Every rank has to call it.
+
+    copy_plain: deep-copies a module that carries no state of ours, filling ``memo``.
+
+    Raises MisuseError once the model has run, or if a copy would be torn from what stays behind.
+    """
+    states = {state: None for each in module.modules() if (state := state_of(each)) is not None}
+    _check(module, states)
+    classes = {each: type(each) for state in states for each in state.modules}
+    for state in states:
+        state.detach()
+    for each, sharded in classes.items():
+        each.__class__ = sharded.__mro__[2]
+    try:
+        copied = copy_plain(module)
+    finally:
+        for state in states:
+            state.attach()
+        for each, sharded in classes.items():
+            each.__class__ = sharded
+    new: dict[ModuleState, ModuleState] = {}
+    for state in states:
+        modules = [memo[id(each)] for each in state.modules]
+        new[state] = ModuleState(modules, [_copy_unit(unit, memo) for unit in state.all_units])
+        for each, one in zip(state.modules, modules, strict=True):
+            one.__class__ = classes[each]
+    for state, other in new.items():
+        other.forward_prefetch = [new.get(s, s) for s in state.forward_prefetch]
+        other.backward_prefetch = [new.get(s, s) for s in state.backward_prefetch]
+    return copied
+
+
+def _check(module: nn.Module, states: dict[ModuleState, None]) -> None:
+    name = type(module).__name__
+    inside = set(module.modules())
+    for state in states:
+        if state.known_iteration is not None:
+            raise MisuseError(
+                f"FSDP does not support deepcopy of {name} after its first forward. Copy the model "
+                "before it runs, or load its state_dict into a second sharded model."
+            )
+        if any(each not in inside for each in state.modules):
+            raise MisuseError(
+                f"{name} was sharded together with modules outside it, so it cannot be "
+                "deep-copied alone. Copy the module that contains them all."
+            )
+    units = [unit for state in states for unit in state.units]
+    managed = {param for unit in units for param in unit.params}
+    for parameter in module.parameters():
+        owner = owner_of(parameter)
+        if owner is not None and owner not in managed:
+            raise MisuseError(
+                f"{name} uses the parameter {owner.name}, which a module outside it manages. Copy "
+                "the module that contains both."
+            )
+    for unit in units:
+        unit.wait_unshard()
+        unit.reshard()
+
+
+def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
+    params = []
+    for param in unit.params:
+        places = [(memo.get(id(slot.module())), slot.name) for slot in param.slots]
+        slots = [Slot(module, name) for module, name in places if module is not None]
+        sharded = slots[0].current
+        assert sharded is not None
+        params.append(param.copy(sharded, slots))
+    other = Unit(params, unit.mesh, unit.device, unit.config)
+    if type(other.comm) is not type(unit.comm):
+        other.use_comm(unit.comm)
+    return other

@@ -1,0 +1,444 @@
+"""`FSDPModule`: what can be done with a module that `fully_shard` was applied to."""
+
+import contextlib
+import contextvars
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import deprecated
+
+from fullshard.comm.collectives import (
+    AllGather,
+    CollectivesComm,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    ReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
+from fullshard.comm.process_group import ProcessGroupComm
+from fullshard.engine.copying import copy_sharded
+from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.unit import Unit
+from fullshard.errors import MisuseError, ShardingError, StateError
+from fullshard.interop import FSDPState, view_of
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module: its class becomes a subclass of this and its own."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Construct the original class: slicing a sharded container makes a plain one."""
+        if _as_is.get():
+            return super().__new__(cls)
+        original = cls.__mro__[2]
+        self = original.__new__(original, *args, **kwargs)
+        self.__init__(*args, **kwargs)
+        return self
+
+    # Parameters
+
+    def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
+        """Gather this module's parameters (not those of sharded modules inside it).
+
+        Every rank has to call it. What is written to the unsharded parameters does not reach the
+        shards. async_op: return a handle to wait on instead of waiting.
+        """
+        units = _state(self).units
+        for unit in units:
+            unit.follow_changes()
+            unit.read_privately()
+            unit.comm.fence(f"{unit.label}: unshard")
+        for unit in units:
+            unit.unshard()
+            unit.is_held = True
+            unit.comm.fence(f"{unit.label}: unshard")
+        handle = UnshardHandle(units)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's unsharded parameters."""
+        for unit in _state(self).units:
+            unit.reshard()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change ``reshard_after_forward`` to True or False."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ShardingError(
+                f"reshard_after_forward should be a bool, got {reshard_after_forward!r}."
+            )
+        self._configure(recurse, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Free parameters after backward, or keep them for the next micro-batch."""
+        self._configure(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Skip gathering in backward where the parameters are not needed (an embedding)."""
+        self._configure(recurse=False, unshard_in_backward=unshard_in_backward)
+
+    # Order
+
+    def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """Start gathering these when this module's forward starts, instead of the next one."""
+        _state(self).forward_prefetch = _states(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
+        """Start gathering these when this module's backward starts, instead of the next one."""
+        _state(self).backward_prefetch = _states(modules)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last of this iteration (several per forward)."""
+        _state(self).shared.is_last_backward = is_last_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the root's next all-gathers wait for this event, recorded after the optimizer step.
+
+        Without effect where there are no streams. Each event is waited for once.
+        """
+        _state(self).shared.post_optim_event = event
+
+    def reset_iter_state(self) -> None:
+        """Forget an iteration that an exception ended. The root's next forward does so itself."""
+        state = _state(self)
+        if state.iteration is not None and not state.is_root:
+            raise StateError("reset_iter_state must be called on the root FSDP module.")
+        state.reset()
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: nothing is to be traded here.
+
+        In PyTorch's FSDP it moves the all-gathers' allocations to the default stream, at the price
+        of implicit prefetch. Here they are always made there, and prefetch is explicit.
+        """
+
+    # Gradients
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduce gradients in backward, or keep them unreduced for a later one."""
+        self._configure(
+            recurse, reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync
+        )
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Sum over the replicate axis in backward, or keep sums over the shard axis (HSDP)."""
+        self._configure(recurse, all_reduce_grads=requires_all_reduce)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by this instead of the number of data-parallel ranks."""
+        if not factor > 0:
+            raise ShardingError(
+                f"set_gradient_divide_factor({factor!r}): expected a positive number."
+            )
+        self._configure(recurse=False, gradient_divide_factor=float(factor))
+
+    @deprecated("Use set_gradient_divide_factor instead", category=FutureWarning)
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Use `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for compatibility: sums are always plain sums, divided apart from them."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduce units none of whose parameters were used here, as zeros.
+
+        For models in which only some ranks run a module: all of them have to take part in its
+        reduction. The gradients are then set, to zeros where no rank had any.
+        """
+        self._configure(recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Let this many reduce-scatters hold their input at once (default 1).
+
+        More of them let backward run ahead where communication is slower than compute, at the cost
+        of their memory. The largest number among a model's units counts for all.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}."
+            )
+        if max_input_buffers < 1:
+            raise ShardingError(
+                f"max_input_buffers must be a positive int, got {max_input_buffers}."
+            )
+        if max_input_buffers > 1:
+            for unit in self._units(recurse):
+                if isinstance(_collectives(unit), SymmMemReduceScatter):
+                    raise ShardingError(
+                        f"{unit.label}: max_input_buffers={max_input_buffers} is not supported "
+                        "with symmetric memory, of which each buffer would take its own segment."
+                    )
+        self._configure(recurse, reduce_scatter_max_input_buffers=max_input_buffers)
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[torch.Tensor], None],
+        *,
+        stream: torch.Stream | None = None,
+    ) -> None:
+        """Call ``hook(sums)`` on this module's reduced gradients before they are set.
+
+        For reductions over ranks that are not in the mesh, such as replicas that may fail. ``sums``
+        is 1-D, divided already, and to be changed in place; with HSDP it is summed over the
+        replicate axis first. stream: run it there (not with HSDP).
+        """
+        unit = self._only_unit("set_all_reduce_hook")
+        if stream is not None and unit.mesh.replicate_group is not None:
+            raise ShardingError("stream cannot be set when using native HSDP.")
+        self._configure(False, all_reduce_hook=hook, all_reduce_hook_stream=stream)
+
+    # Communication
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters through this object: one call a dtype."""
+        unit = self._only_unit("set_custom_all_gather")
+        self._use_collectives(unit, gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this module's gradients through this object: one call a dtype."""
+        unit = self._only_unit("set_custom_reduce_scatter")
+        self._use_collectives(unit, reduce=comm)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Give reduce-scatters a process group of their own, so that they overlap all-gathers.
+
+        One new group for each different set of ranks. Every rank has to call it. No effect where
+        ranks read each other's memory.
+        """
+        new: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for unit in self._units(recurse):
+            group = unit.mesh.shard_group
+            if not isinstance(unit.comm, ProcessGroupComm) or group is None:
+                continue
+            if not enable:
+                unit.reduce_over(group)
+                continue
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if ranks not in new:
+                new[ranks] = dist.new_group(
+                    list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+                )
+            unit.reduce_over(new[ranks])
+        self._reconnect()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Stage communication in memory of the process group's own allocator (NCCL).
+
+        Raises StateError where the group has none.
+        """
+        for unit in self._units(recurse=False):
+            group = unit.mesh.shard_group
+            if group is None:
+                continue
+            _refuse_custom(unit, "set_allocate_memory_from_process_group_for_comm")
+            backend: Any = group._get_backend(unit.device)
+            if enable and not backend.supports_tensor_alloc(unit.device):
+                raise StateError(
+                    f"{unit.label}: backend {backend.name()!r} on {unit.device} has no allocator "
+                    "of its own. It takes NCCL on CUDA devices that support registered memory."
+                )
+            if enable:
+                self._use_collectives(
+                    unit,
+                    gather=ProcessGroupAllocAllGather(group),
+                    reduce=ProcessGroupAllocReduceScatter(group),
+                )
+            elif isinstance(unit.comm, CollectivesComm):
+                self._use_comm(unit, ProcessGroupComm(group, unit.device))
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Stage communication in symmetric memory, for which NCCL has faster kernels.
+
+        Raises StateError where the group is not NCCL's.
+        """
+        for unit in self._units(recurse=False):
+            group = unit.mesh.shard_group
+            if group is None:
+                continue
+            _refuse_custom(unit, "set_symm_mem_for_comm")
+            if unit.device.type != "cuda" or "nccl" not in dist.get_backend(group):
+                raise StateError(
+                    f"{unit.label}: symmetric memory takes CUDA devices and NCCL, this is "
+                    f"{unit.device} and {dist.get_backend(group)}."
+                )
+            self._use_collectives(
+                unit,
+                gather=SymmMemAllGather(group, backend),
+                reduce=SymmMemReduceScatter(group, backend),
+            )
+
+    # Inside
+
+    def _get_fsdp_state(self) -> FSDPState:
+        return view_of(_state(self))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert sharded parameters, whatever is registered now."""
+        self.reshard()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        module = cast(nn.Module, self)
+        states = (state_of(each) for each in (module.modules() if recurse else [module]))
+        return [unit for state in dict.fromkeys(states) if state for unit in state.all_units]
+
+    def _only_unit(self, method: str) -> Unit:
+        units = _state(self).all_units
+        if len(units) > 1:
+            raise ShardingError(
+                f"{method} is not supported with multiple param groups: this module's parameters "
+                f"are sharded over {len(units)} meshes, and it could mean any of them."
+            )
+        return units[0]
+
+    def _configure(self, recurse: bool, **changes: Any) -> None:
+        for unit in self._units(recurse):
+            unit.configure(**changes)
+        if "reduce_scatter_max_input_buffers" in changes:
+            self._reconnect()
+
+    def _use_collectives(self, unit: Unit, **custom: Any) -> None:
+        group = unit.mesh.shard_group
+        if group is None or group.size() == 1:
+            return  # nothing is communicated
+        if isinstance(unit.comm, CollectivesComm):
+            custom = {"gather": unit.comm.gather, "reduce": unit.comm.reduce, **custom}
+        self._use_comm(unit, CollectivesComm(group, unit.device, **custom))
+
+    def _use_comm(self, unit: Unit, comm: ProcessGroupComm) -> None:
+        unit.use_comm(comm)
+        self._reconnect()
+
+    def _reconnect(self) -> None:
+        iteration = _state(self).known_iteration
+        if iteration is not None:
+            iteration.connect()
+
+
+class UnshardHandle:
+    """An unshard under way."""
+
+    def __init__(self, units: Iterable[Unit] = ()) -> None:
+        self._units = list(units)
+
+    def wait(self) -> None:
+        """Make the unsharded parameters usable."""
+        for unit in self._units:
+            unit.wait_unshard()
+        self._units.clear()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make another method of a sharded module gather parameters as its forward does.
+
+    For models that are called through ``generate`` or ``encode``. No effect on a module that is
+    not sharded. Raises ShardingError if there is no such method.
+    """
+    state = state_of(module)
+    if state is None:
+        return
+    method: Any = getattr(module, method_name, None)
+    if not callable(method):
+        raise ShardingError(f"{type(module)} does not have a method {method_name}.")
+    # A method of the class is kept unbound: what the module keeps must not keep the module.
+    unbound = getattr(method, "__func__", None)
+    is_bound = getattr(method, "__self__", None) is module and unbound is not None
+    function: Any = unbound if is_bound else (lambda _, *args, **kwargs: method(*args, **kwargs))
+    reference = weakref.ref(module)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        this = reference()
+        assert this is not None
+        return state.run_as_forward(this, function, args, kwargs)
+
+    setattr(module, method_name, run)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted for compatibility: roots on one device share their streams from the start.
+
+    In PyTorch's FSDP every root (every pipeline stage's chunk) has streams of its own unless they
+    are shared like this. Raises ShardingError for what is no FSDPModule.
+    """
+    _states(modules)
+
+
+def sharded_class(original: type) -> type:
+    """Return the subclass of FSDPModule and ``original``, the same one every time."""
+    if original not in cls_to_fsdp_cls:
+        namespace = {"__deepcopy__": _deepcopy, "__module__": original.__module__}
+        cls_to_fsdp_cls[original] = type(
+            f"FSDP{original.__name__}", (FSDPModule, original), namespace
+        )
+    return cls_to_fsdp_cls[original]
+
+
+cls_to_fsdp_cls: dict[type, type] = {}
+_as_is = contextvars.ContextVar("_as_is", default=False)
+
+
+@contextlib.contextmanager
+def constructing_as_is() -> Iterator[None]:
+    """Let ``__new__`` of sharded classes make instances of them."""
+    token = _as_is.set(True)
+    try:
+        yield
+    finally:
+        _as_is.reset(token)
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Copy a sharded module that has not run yet. Every rank has to."""
+    return copy_sharded(module, lambda plain: copy.deepcopy(plain, memo), memo)
+
+
+def _state(module: Any) -> ModuleState:
+    state = state_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise StateError(
+            f"No FSDP state found on {type(module).__name__}: call fully_shard on it first."
+        )
+    return state
+
+
+def _states(modules: Iterable[Any]) -> list[ModuleState]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ShardingError(
+                f"Expects FSDPModule but got {type(module).__name__}. Pass modules that "
+                "fully_shard was applied to."
+            )
+    return [_state(module) for module in modules]
+
+
+def _collectives(unit: Unit) -> ReduceScatter | None:
+    return unit.comm.reduce if isinstance(unit.comm, CollectivesComm) else None
+
+
+def _refuse_custom(unit: Unit, method: str) -> None:
+    if isinstance(unit.comm, CollectivesComm) and not unit.comm.is_stock:
+        raise MisuseError(
+            f"cannot call {method} when the communication is custom: "
+            f"{type(unit.comm.gather).__name__} and {type(unit.comm.reduce).__name__}."
+        )

@@ -1,0 +1,214 @@
+"""What PyTorch itself and libraries read from a sharded module under private names.
+
+Pipeline schedules reduce gradients through ``fully_shard.state(module)``, composable APIs look for a
+mark in a module's registry, ``torch.compile`` for marks on modules. These are views: they own
+nothing, compare equal if they show the same thing, and use PyTorch's names.
+"""
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
+
+from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.params import ManagedParameter
+from fullshard.engine.unit import Unit
+from fullshard.errors import MisuseError
+from fullshard.policies import MixedPrecisionPolicy, TrainingState
+
+_API = "fully_shard"
+
+
+class _View:
+    """Something shown under other names."""
+
+    def __init__(self, shown: object) -> None:
+        self._shown = shown
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other._shown is self._shown
+
+    def __hash__(self) -> int:
+        return id(self._shown)
+
+
+class FSDPParam(_View):
+    """A managed parameter."""
+
+    _shown: ManagedParameter
+
+    @property
+    def _param_fqn(self) -> str:
+        return self._shown.name
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._shown.sharded
+
+    @property
+    def unsharded_param(self) -> nn.Parameter | None:
+        return self._shown.unsharded
+
+    _unsharded_param = unsharded_param
+
+    @property
+    def unsharded_accumulated_grad(self) -> torch.Tensor | None:
+        return self._shown.accumulated_grad
+
+
+class FSDPParamGroup(_View):
+    """A unit, of the state it belongs to."""
+
+    _shown: Unit
+
+    def __init__(self, unit: Unit, state: ModuleState) -> None:
+        super().__init__(unit)
+        self._state = state
+
+    @property
+    def fsdp_params(self) -> list[FSDPParam]:
+        return [FSDPParam(param) for param in self._shown.params]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return tuple(self._state.modules)
+
+    @property
+    def _module_fqn(self) -> str:
+        return self._shown.name
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self.is_unsharded
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self._shown.is_unsharded
+
+    @property
+    def reduce_grads(self) -> bool:
+        return self._shown.config.reduce_grads
+
+    def unshard(self, async_op: bool = False) -> None:
+        self._shown.unshard()
+
+    def wait_for_unshard(self) -> None:
+        self._shown.wait_unshard()
+
+    def reshard(self) -> None:
+        self._shown.reshard()
+
+    def post_backward(self, *_: Any) -> None:
+        """Reduce what was accumulated, as a pipeline schedule asks for after its backwards."""
+        self._state.training_state = TrainingState.POST_BACKWARD
+        self._state.shared.after_backward(self._shown)
+
+
+class FSDPStateContext(_View):
+    """What all states of a model share."""
+
+    _shown: ModuleState
+
+    @property
+    def all_states(self) -> list["FSDPState"]:
+        return [FSDPState(state) for state in self._shown.everyone]
+
+    @property
+    def is_last_backward(self) -> bool:
+        return self._shown.shared.is_last_backward
+
+    @is_last_backward.setter
+    def is_last_backward(self, value: bool) -> None:
+        self._shown.shared.is_last_backward = value
+
+    @property
+    def post_optim_event(self) -> torch.Event | None:
+        return self._shown.shared.post_optim_event
+
+
+class FSDPState(_View):
+    """A sharded module's state."""
+
+    _shown: ModuleState
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self._shown.known_iteration is None else self._shown.is_root
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return tuple(self._shown.modules)
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._shown.policy
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return self._shown.training_state
+
+    @property
+    def _state_ctx(self) -> FSDPStateContext:
+        return FSDPStateContext(self._shown)
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
+        return [FSDPParamGroup(unit, self._shown) for unit in self._shown.units]
+
+    @property
+    def _fsdp_param_group(self) -> FSDPParamGroup | None:
+        groups = self._fsdp_param_groups
+        if len(groups) > 1:
+            raise MisuseError(
+                f"Expected at most 1 param group, but this module's parameters are sharded over "
+                f"{len(groups)} meshes. Read _fsdp_param_groups."
+            )
+        return groups[0] if groups else None
+
+    def _lazy_init(self) -> None:
+        _ = self._shown.shared
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._shown.before_forward(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._shown.after_forward(module, args, output)
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._shown.end_backward()
+
+    def _reset_iter_state(self) -> None:
+        self._shown.reset()
+
+
+def view_of(state: ModuleState) -> FSDPState:
+    """Show a state under PyTorch's names."""
+    return FSDPState(state)
+
+
+def state_view(module: nn.Module) -> FSDPState | None:
+    """``fully_shard.state``: the state of a sharded module, None for any other."""
+    state = state_of(module)
+    return None if state is None else view_of(state)
+
+
+def is_composable(module: nn.Module) -> bool:
+    """Whether a module may be sharded: ``replicate`` keeps its parameters for itself."""
+    return "replicate" not in (_get_registry(module) or {})
+
+
+def mark_sharded(modules: Iterable[nn.Module]) -> None:
+    """Note in the registry of composable APIs that these are sharded."""
+    for module in modules:
+        registry = module.__dict__.setdefault(REGISTRY_KEY, collections.OrderedDict())
+        registry[_API] = RegistryItem()
+
+
+def mark_managed(modules: Iterable[nn.Module]) -> None:
+    """Tell ``torch.compile`` not to guard on these modules' parameters, which change places."""
+    for module in modules:
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]

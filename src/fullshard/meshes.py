@@ -1,0 +1,347 @@
+"""From device meshes to what a unit needs: places, process groups, and DTensor descriptions.
+
+Three kinds of mesh reach `fully_shard`:
+
+- a data-parallel mesh: 1-D (shard) or 2-D (replicate, shard);
+- the same, under parameters that are DTensors on a mesh of their own (tensor or expert parallel):
+  the sharded parameter then lives on both meshes, one after the other;
+- with ``dp_mesh_dims``, one mesh for everything (SPMD), on which parameters are DTensors already and
+  whose named dims are data parallel.
+
+`ShardPlacementResult` gives single parameters a mesh of their own, such as a mixture's experts.
+Names are PyTorch's (``torch.distributed.fsdp._fully_shard``), because libraries build these values.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fullshard.engine.params import ParamForm
+from fullshard.engine.unit import UnitMesh
+from fullshard.errors import MeshError, MisuseError, ShardingError, UnsupportedError
+from fullshard.plan.mesh import MeshPlan
+
+
+@dataclasses.dataclass
+class DataParallelMeshDims:
+    """Which dims of an SPMD mesh are data parallel, by name; several names are flattened into one.
+
+    shard: dims over which parameters are sharded. replicate: dims over which shards are replicated
+    (HSDP), or, without ``shard``, whole parameters (DDP). Raises ValueError if both are missing.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise MeshError(
+                "At least one of shard and replicate must be set in DataParallelMeshDims."
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _as_names(self.replicate)
+
+
+@dataclasses.dataclass
+class DataParallelMeshInfo:
+    """A data-parallel mesh with the dims' meaning. Use one of the subclasses.
+
+    spmd_mesh: the whole mesh that ``mesh`` was taken from, if ``dp_mesh_dims`` named its dims.
+    """
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
+            raise MisuseError("A mesh needs a dim to shard over or a dim to replicate over.")
+
+    @property
+    def is_spmd_mesh(self) -> bool:
+        return self.dp_mesh_dims is not None
+
+    def _axis(self, dim: int | None) -> tuple[int, int, dist.ProcessGroup | None]:
+        """Return (size, rank, group) of a dim; (1, 0, None) if there is none."""
+        if dim is None:
+            return 1, 0, None
+        return self.mesh.size(dim), self.mesh.get_local_rank(dim), self.mesh.get_group(dim)
+
+
+@dataclasses.dataclass
+class FSDPMeshInfo(DataParallelMeshInfo):
+    """Parameters are sharded over ``shard_mesh_dim``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard_mesh_dim is None:
+            raise MisuseError(f"{type(self).__name__} needs shard_mesh_dim.")
+        size, rank, group = self._axis(self.shard_mesh_dim)
+        self.shard_mesh_size, self.shard_mesh_rank, self.shard_process_group = size, rank, group
+
+
+@dataclasses.dataclass
+class DDPMeshInfo(DataParallelMeshInfo):
+    """Parameters are replicated over ``replicate_mesh_dim``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replicate_mesh_dim is None:
+            raise MisuseError(f"{type(self).__name__} needs replicate_mesh_dim.")
+        size, rank, group = self._axis(self.replicate_mesh_dim)
+        self.replicate_mesh_size, self.replicate_mesh_rank = size, rank
+        self.replicate_process_group = group
+
+
+@dataclasses.dataclass
+class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
+    """Sharded over one dim and replicated over the other."""
+
+
+@dataclasses.dataclass
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` may return: a dim, and a mesh that is not the default one."""
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
+
+
+def default_mesh() -> DeviceMesh:
+    """Return a 1-D mesh of all ranks, and initialise the process group if nobody has."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    device_type = accelerator.type if accelerator is not None else "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
+    """Read a mesh: 1-D is (shard,), 2-D is (replicate, shard), or as ``dims`` says.
+
+    Raises MeshError for any other mesh, and on ranks that are not part of it.
+    """
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"This rank is not part of the mesh of shape {tuple(mesh.shape)}. Call fully_shard "
+            "only on the mesh's ranks, or build the mesh over all of them."
+        )
+    if dims is not None:
+        return _named_mesh_info(mesh, dims)
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    if mesh.ndim != 2:
+        raise MeshError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: (shard) or (replicate, "
+            "shard). Pass a slice of it, such as mesh['dp_replicate', 'dp_shard'], or name its "
+            "data-parallel dims with dp_mesh_dims=."
+        )
+    if mesh.mesh_dim_names is None:
+        raise MisuseError(
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified: "
+            "init_device_mesh(..., mesh_dim_names=('dp_replicate', 'dp_shard'))."
+        )
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def unit_mesh(info: DataParallelMeshInfo) -> UnitMesh:
+    """Return the mesh as the engine wants it: numbers and process groups."""
+    shard_size, shard_rank, shard_group = info._axis(info.shard_mesh_dim)
+    replicate_size, replicate_rank, replicate_group = info._axis(info.replicate_mesh_dim)
+    plan = MeshPlan(shard_size, shard_rank, replicate_size, replicate_rank)
+    return UnitMesh(info.mesh, plan, shard_group, replicate_group)
+
+
+def unit_device(mesh: DeviceMesh) -> torch.device:
+    """Return the device on which this rank computes. Raises MeshError if it has none like it."""
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"mesh has to be a DeviceMesh, not {type(mesh).__name__}.")
+    accelerator = torch.accelerator.current_accelerator()
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != mesh.device_type:
+        here = accelerator.type if accelerator else "cpu"
+        raise MeshError(
+            f"The mesh is of type {mesh.device_type!r}, but this process has "
+            f"{accelerator.type if accelerator else 'no accelerator'}. Build the mesh with "
+            f"init_device_mesh({here!r}, ...)."
+        )
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def param_form(
+    parameter: nn.Parameter, placement: Shard | None, info: DataParallelMeshInfo, name: str
+) -> ParamForm:
+    """Say what a parameter becomes: the DTensor it is sharded as, and what it is while unsharded.
+
+    placement: the dim to shard, None for the first. Raises ShardingError for one that does not fit.
+    """
+    dim = _shard_dim(parameter, placement, info, name)
+    if not isinstance(parameter, DTensor):
+        if info.is_spmd_mesh:
+            raise ShardingError(
+                f"{name} is a plain tensor. When dp_mesh_dims is provided, all parameters must be "
+                "DTensors on the full SPMD mesh: apply distribute_module to the model first."
+            )
+        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
+        placements = _data_parallel(info, Shard(dim))
+        return ParamForm(DTensorSpec(info.mesh, placements, tensor_meta=meta), dim)
+    if info.is_spmd_mesh:
+        return _spmd_form(parameter, dim, info, name)
+    return _tensor_parallel_form(parameter, dim, info, name)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _named_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
+    known = mesh.mesh_dim_names
+    if known is None:
+        raise MeshError("mesh must have mesh_dim_names when dp_mesh_dims is provided.")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in known:
+            raise MeshError(f"Mesh dim name {name!r} not found in mesh.mesh_dim_names {known}.")
+
+    def part(names: tuple[str, ...]) -> DeviceMesh:
+        return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+    if not dims.replicate_names:
+        return FSDPMeshInfo(part(dims.shard_names), 0, dp_mesh_dims=dims, spmd_mesh=mesh)
+    replicate = part(dims.replicate_names)
+    if not dims.shard_names:
+        return DDPMeshInfo(replicate, None, 0, dp_mesh_dims=dims, spmd_mesh=mesh)
+    both = DeviceMesh._concatenate([replicate, part(dims.shard_names)])
+    return HSDPMeshInfo(both, 1, 0, dp_mesh_dims=dims, spmd_mesh=mesh)
+
+
+def _data_parallel(info: DataParallelMeshInfo, innermost: Placement) -> tuple[Placement, ...]:
+    """Return the placements on the data-parallel mesh itself."""
+    return tuple(
+        innermost if axis == info.shard_mesh_dim else Replicate() for axis in range(info.mesh.ndim)
+    )
+
+
+def _shard_dim(
+    parameter: nn.Parameter, placement: Shard | None, info: DataParallelMeshInfo, name: str
+) -> int:
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ShardingError(
+            f"{name}: Invalid shard_placement_fn result: {placement!r}. Return Shard(dim), a "
+            "ShardPlacementResult or None."
+        )
+    ndim = parameter.dim()
+    dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < ndim:
+        raise MisuseError(
+            f"Shard dim {placement.dim} is invalid for {ndim}D tensor: {name}, "
+            f"{tuple(parameter.shape)}. Choose a dim from 0 to {ndim - 1}."
+        )
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    size, _, _ = info._axis(info.shard_mesh_dim)
+    if dim > 0 and local.size(dim) % size != 0:
+        raise UnsupportedError(
+            f"FSDP does not support uneven sharding on dim {dim}: {name}, {tuple(local.shape)} "
+            f"over {size} ranks. Shard dim 0, where any size works."
+        )
+    return dim
+
+
+def _strided(dim: int, split_factor: int) -> Placement:
+    """Return the placement of an outer mesh dim that cuts what inner dims have cut already."""
+    return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
+
+
+def _tensor_parallel_form(
+    parameter: DTensor, dim: int, info: DataParallelMeshInfo, name: str
+) -> ParamForm:
+    """Of a DTensor on a mesh of its own: the data-parallel mesh comes in front of it."""
+    own = parameter._spec
+    if len(own.placements) > 2:
+        raise UnsupportedError(
+            f"{name} is a DTensor on {len(own.placements)} mesh dims; tensor and expert parallel "
+            "make at most two. Pass the whole mesh with dp_mesh_dims= instead."
+        )
+    innermost = _strided(dim, own.num_shards_map[dim])
+    spec = DTensorSpec(
+        DeviceMesh._concatenate([info.mesh, own.mesh]),
+        (*_data_parallel(info, innermost), *own.placements),
+        tensor_meta=own.tensor_meta,
+    )
+    return ParamForm(spec, dim, unsharded=own)
+
+
+def _spmd_form(parameter: DTensor, dim: int, info: DataParallelMeshInfo, name: str) -> ParamForm:
+    """Of a DTensor on the whole mesh: its replicated data-parallel dims become sharded."""
+    own, dims = parameter._spec, info.dp_mesh_dims
+    assert dims is not None
+    if info.spmd_mesh is not None and own.mesh != info.spmd_mesh:
+        raise ShardingError(
+            f"{name}: expected a DTensor on the mesh passed to fully_shard, {info.spmd_mesh}, but "
+            f"it is on {own.mesh}."
+        )
+    known = own.mesh.mesh_dim_names or ()
+    shard_axes = [known.index(n) for n in dims.shard_names]
+    replicate_axes = [known.index(n) for n in dims.replicate_names]
+    for axis in (*shard_axes, *replicate_axes):
+        if not isinstance(own.placements[axis], Replicate):
+            raise ShardingError(
+                f"{name}: expected Replicate() on the data-parallel dim {known[axis]!r} but got "
+                f"{own.placements[axis]}. Distribute it over the other dims alone."
+            )
+    placements = list(own.placements)
+    for axis in shard_axes:
+        inner = range(axis + 1, own.mesh.ndim)
+        factor = 1
+        for other in inner:
+            placement = own.placements[other]
+            if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
+                factor *= own.mesh.size(other)
+        placements[axis] = _strided(dim, factor)
+    mesh = own.mesh
+    if len(shard_axes) > 1:
+        mesh, placements = _flattened(mesh, placements, shard_axes, replicate_axes, info)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=own.tensor_meta)
+    return ParamForm(
+        spec, dim, unsharded=own, reduced_axes=frozenset((*shard_axes, *replicate_axes))
+    )
+
+
+def _flattened(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shard_axes: Sequence[int],
+    replicate_axes: Sequence[int],
+    info: DataParallelMeshInfo,
+) -> tuple[DeviceMesh, list[Placement]]:
+    """Put the flattened data-parallel mesh in the place of the dims it was made of."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    parts: list[DeviceMesh] = []
+    result: list[Placement] = []
+    for axis, placement in enumerate(placements):
+        if axis == shard_axes[0]:
+            parts.append(info.mesh)
+            result.extend(_data_parallel(info, placement))
+        elif axis not in (*shard_axes, *replicate_axes):
+            parts.append(mesh[names[axis]])
+            result.append(placement)
+    return DeviceMesh._concatenate(parts), result
