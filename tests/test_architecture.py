@@ -16,7 +16,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # Every room and top-level file, and what it may import from the package (its own room always).
 # `__init__` is the package itself: the public names.
 BASE = {"errors", "policies"}
-FACES = {"fsdp1", "fsdp2", "fsdp_module", "wrapping", "install", "meshes"}
+FACES = {"fsdp1", "fsdp2", "replicate", "fsdp_module", "sharding", "install", "meshes"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": FACES | BASE | {"comm", "engine", "state", "optim", "versions"},
     "__main__": {"tools"},
@@ -34,10 +34,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "meshes": BASE | {"engine", "plan"},
     "interop": BASE | {"engine"},
     "fsdp_module": BASE | {"engine", "comm", "interop"},
-    "fsdp2": BASE | {"engine", "comm", "plan", "wrapping", "fsdp_module", "interop", "meshes"},
+    "sharding": BASE | {"engine", "plan", "wrapping", "fsdp_module", "interop", "meshes"},
+    "fsdp2": BASE | {"fsdp_module", "interop", "meshes", "sharding"},
+    "replicate": BASE | {"fsdp_module", "interop", "meshes", "sharding"},
     "fsdp1": BASE | {"engine", "comm", "plan", "state", "wrapping"},
-    "install": BASE | {"comm", "fsdp1", "fsdp2", "fsdp_module", "interop", "meshes"},
-    "run": BASE | {"fsdp2", "install"},
+    "install": BASE | {"comm", "fsdp1", "fsdp2", "fsdp_module", "interop", "meshes", "replicate"},
+    "run": BASE | {"install", "sharding"},
 }
 
 

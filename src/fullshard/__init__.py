@@ -26,9 +26,10 @@ from fullshard.errors import (
     StateError,
     UnsupportedError,
 )
-from fullshard.fsdp2 import fully_shard, set_default_comm
+from fullshard.fsdp2 import fully_shard
 from fullshard.fsdp_module import (
     FSDPModule,
+    ReplicateModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -41,6 +42,8 @@ from fullshard.meshes import (
     ShardPlacementResult,
 )
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.replicate import replicate
+from fullshard.sharding import set_default_comm
 from fullshard.versions import check_torch_version
 
 __version__ = "0.1.0"
@@ -68,6 +71,7 @@ __all__ = [
     "ProcessGroupAllocAllGather",
     "ProcessGroupAllocReduceScatter",
     "ReduceScatter",
+    "ReplicateModule",
     "ShardPlacementResult",
     "ShardingError",
     "StateError",
@@ -80,6 +84,7 @@ __all__ = [
     "fully_shard",
     "install",
     "register_fsdp_forward_method",
+    "replicate",
     "set_default_comm",
     "share_comm_ctx",
     "uninstall",

@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,15 @@ from fullshard.interop import FSDPState, view_of
 class FSDPModule:
     """What `fully_shard` adds to a module: its class becomes a subclass of this and its own."""
 
+    applied_by: ClassVar = "fully_shard"
+    _prefix: ClassVar = "FSDP"  # of the names of such classes
+    _orig_cls_mro_index: ClassVar = 2  # where in their ``__mro__`` the module's own class is
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the original class: slicing a sharded container makes a plain one."""
         if _as_is.get():
             return super().__new__(cls)
-        original = cls.__mro__[2]
+        original = cls.__mro__[cls._orig_cls_mro_index]
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
         return self
@@ -335,6 +339,14 @@ class FSDPModule:
             iteration.connect()
 
 
+class ReplicateModule(FSDPModule):
+    """What `replicate` adds to a module: an `FSDPModule` of which every rank has all parameters."""
+
+    applied_by = "replicate"
+    _prefix = "Replicate"
+    _orig_cls_mro_index = 3
+
+
 class UnshardHandle:
     """An unshard under way."""
 
@@ -384,17 +396,16 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     _states(modules)
 
 
-def sharded_class(original: type) -> type:
-    """Return the subclass of FSDPModule and ``original``, the same one every time."""
-    if original not in cls_to_fsdp_cls:
+def sharded_class(original: type, kind: type[FSDPModule]) -> type:
+    """Return the subclass of ``kind`` and ``original``, the same one every time."""
+    classes = sharded_classes[kind]
+    if original not in classes:
         namespace = {"__deepcopy__": _deepcopy, "__module__": original.__module__}
-        cls_to_fsdp_cls[original] = type(
-            f"FSDP{original.__name__}", (FSDPModule, original), namespace
-        )
-    return cls_to_fsdp_cls[original]
+        classes[original] = type(f"{kind._prefix}{original.__name__}", (kind, original), namespace)
+    return classes[original]
 
 
-cls_to_fsdp_cls: dict[type, type] = {}
+sharded_classes: dict[type[FSDPModule], dict[type, type]] = {FSDPModule: {}, ReplicateModule: {}}
 _as_is = contextvars.ContextVar("_as_is", default=False)
 
 

@@ -3,7 +3,7 @@
 The modules of ``torch.distributed.fsdp`` stay; names in them are set to ours, and so are names that
 other modules have imported from them already, torch's own among them (distributed checkpoint,
 pipelining, compile), so that their ``isinstance`` checks recognise our classes. What fullshard does
-not replace (``FullyShardedDataParallel``, ``replicate``) keeps running on PyTorch's engine.
+not replace (``FullyShardedDataParallel``) keeps running on PyTorch's engine.
 """
 
 import contextlib
@@ -17,15 +17,17 @@ from typing import Any
 from fullshard import fsdp2, fsdp_module, interop, meshes, policies
 from fullshard.comm import collectives
 from fullshard.errors import StateError
+from fullshard.fsdp_module import FSDPModule, ReplicateModule
+from fullshard.replicate import replicate
 
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 _ENGINE = "torch.distributed.fsdp._fully_shard"
-_REPLICATE = "torch.distributed._composable.replicate_with_fsdp"  # on PyTorch's engine, stays so
+_REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
     """Return the sharded class of every class that has one."""
-    return fsdp_module.cls_to_fsdp_cls
+    return fsdp_module.sharded_classes[FSDPModule]
 
 
 @contextlib.contextmanager
@@ -39,7 +41,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 _REPLACED: dict[str, dict[str, Any]] = {
     f"{_ENGINE}._fully_shard": {
         "fully_shard": fsdp2.fully_shard,
-        "FSDPModule": fsdp_module.FSDPModule,
+        "FSDPModule": FSDPModule,
         "UnshardHandle": fsdp_module.UnshardHandle,
         "register_fsdp_forward_method": fsdp_module.register_fsdp_forward_method,
         "share_comm_ctx": fsdp_module.share_comm_ctx,
@@ -69,6 +71,12 @@ _REPLACED: dict[str, dict[str, Any]] = {
     },
     f"{_ENGINE}._fsdp_init": {"_get_mesh_info": meshes.mesh_info},
     f"{_ENGINE}._fsdp_state": {"_get_module_fsdp_state": interop.state_view},
+    _REPLICATE: {
+        "replicate": replicate,
+        "ReplicateModule": ReplicateModule,
+        "_get_module_replicate_state": interop.state_view,
+        "cls_to_replicate_cls": fsdp_module.sharded_classes[ReplicateModule],
+    },
 }
 
 _undo: list[tuple[types.ModuleType, str, Any]] = []
@@ -119,15 +127,15 @@ def _set(module: types.ModuleType, name: str, value: Any) -> None:
 
 def _is_engine(module_name: str) -> bool:
     """Whether a module is part of PyTorch's engine, which goes on using its own names."""
-    inside = module_name.startswith(f"{_ENGINE}.")
-    return inside or module_name == _REPLICATE or module_name.startswith("fullshard")
+    return module_name.startswith((f"{_ENGINE}.", "fullshard."))
 
 
 def _refuse_if_in_use() -> None:
     classes = sys.modules[f"{_ENGINE}._fully_shard"].get_cls_to_fsdp_cls()
+    classes = [*classes, *getattr(sys.modules[_REPLICATE], "cls_to_replicate_cls", ())]
     if classes:
         names = ", ".join(sorted(cls.__name__ for cls in classes))
         raise StateError(
-            f"PyTorch's fully_shard was applied in this process already (to {names}), so "
+            f"PyTorch's fully_shard or replicate was applied in this process already (to {names}), so "
             "fullshard cannot take its place. Call fullshard.install() before anything is sharded."
         )

@@ -19,8 +19,6 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
 from fullshard.policies import MixedPrecisionPolicy, TrainingState
 
-_API = "fully_shard"
-
 
 class _View:
     """Something shown under other names."""
@@ -200,11 +198,11 @@ def is_composable(module: nn.Module) -> bool:
     return "replicate" not in (_get_registry(module) or {})
 
 
-def mark_sharded(modules: Iterable[nn.Module]) -> None:
+def mark_sharded(modules: Iterable[nn.Module], api: str) -> None:
     """Note in the registry of composable APIs that these are sharded."""
     for module in modules:
         registry = module.__dict__.setdefault(REGISTRY_KEY, collections.OrderedDict())
-        registry[_API] = RegistryItem()
+        registry[api] = RegistryItem()
 
 
 def mark_managed(modules: Iterable[nn.Module]) -> None:

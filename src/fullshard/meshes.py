@@ -121,13 +121,13 @@ class ShardPlacementResult:
     mesh_info: FSDPMeshInfo
 
 
-def default_mesh() -> DeviceMesh:
+def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return a 1-D mesh of all ranks, and initialise the process group if nobody has."""
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator()
     device_type = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=dim_names)
 
 
 def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:

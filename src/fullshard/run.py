@@ -5,9 +5,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from fullshard.fsdp2 import set_default_comm
 from fullshard.install import install
 from fullshard.policies import CommChoice
+from fullshard.sharding import set_default_comm
 
 _EXAMPLES = """examples:
   python -m fullshard.run train.py --lr 1e-3

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.hooks import state_of
 from fullshard.engine.params import ManagedParameter, Slot, owner_of
-from fullshard.errors import MisuseError, ShardingError, UnsupportedError
+from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 
 
 def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -60,24 +60,30 @@ class CoveredParameters:
             slot.register(owner.sharded)
 
 
-def check_modules(modules: Sequence[nn.Module]) -> None:
-    """Refuse what cannot be sharded, before anything is changed."""
+def check_modules(modules: Sequence[nn.Module], api: str) -> None:
+    """Refuse what ``api`` cannot be applied to, before anything is changed."""
     if not modules:
-        raise ShardingError("fully_shard got an empty list: pass at least one module.")
+        raise ShardingError(f"{api} got an empty list: pass at least one module.")
     for module in modules:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
-            raise ShardingError(f"fully_shard takes modules, not {name}: {module!r}.")
+            raise ShardingError(f"{api} takes modules, not {name}: {module!r}.")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(module):
             raise ShardingError(
-                f"fully_shard does not support containers that do not implement forward: {name} "
+                f"{api} does not support containers that do not implement forward: {name} "
                 "could not be hooked. Apply it to each module inside, or to the one that calls them."
             )
-        if state_of(module) is not None:
-            raise MisuseError(
-                "Each distinct composable distributed API can only be applied to a module once. "
-                f"{name} is sharded already: apply fully_shard once to each module, bottom-up."
+        if state_of(module) is None:
+            continue
+        earlier = getattr(module, "applied_by", api)
+        if earlier != api:
+            raise StateError(
+                f"Cannot apply `{api}()` on a Module already managed by `{earlier}`: {name}."
             )
+        raise MisuseError(
+            "Each distinct composable distributed API can only be applied to a module once. "
+            f"{name} is managed already: apply {api} once to each module, bottom-up."
+        )
 
 
 def qualified_names(roots: Iterable[nn.Module], slots: Iterable[list[Slot]]) -> list[str]:

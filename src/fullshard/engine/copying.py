@@ -26,11 +26,11 @@ def copy_sharded(
     """
     states = {state: None for each in module.modules() if (state := state_of(each)) is not None}
     _check(module, states)
-    classes = {each: type(each) for state in states for each in state.modules}
+    classes: dict[nn.Module, Any] = {each: type(each) for state in states for each in state.modules}
     for state in states:
         state.detach()
     for each, sharded in classes.items():
-        each.__class__ = sharded.__mro__[2]
+        each.__class__ = sharded.__mro__[sharded._orig_cls_mro_index]
     try:
         copied = copy_plain(module)
     finally:

@@ -1,0 +1,59 @@
+"""`replicate`: whole parameters on every rank, gradients averaged (DDP), on the sharding engine.
+
+Names, signatures and errors are those of ``torch.distributed._composable.replicate_with_fsdp``,
+through which pipeline stages and libraries ask for data parallelism without sharding.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.errors import MeshError
+from fullshard.fsdp_module import ReplicateModule
+from fullshard.interop import state_view
+from fullshard.meshes import DataParallelMeshDims, DDPMeshInfo, default_mesh, mesh_info
+from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.sharding import make_units
+
+
+def replicate(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Average a module's gradients over all ranks of a mesh, and shard nothing.
+
+    Arguments are those of `fully_shard`. mesh: 1-D; default: all ranks. Parameters become DTensors
+    replicated over it, so that state dicts and optimizers are those of a sharded model.
+
+    Raises MeshError for a mesh with another number of dims, or if ``dp_mesh_dims`` names dims to
+    shard over.
+    """
+    mesh = default_mesh(("replicate",)) if mesh is None else mesh
+    if dp_mesh_dims is not None:
+        info = mesh_info(mesh, dp_mesh_dims)
+        if info.shard_mesh_dim is not None:
+            raise MeshError(
+                "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). Use "
+                "fully_shard() for sharding."
+            )
+    elif mesh.ndim != 1:
+        raise MeshError(f"replicate expects a 1D DeviceMesh but got {mesh}. Pass a slice of it.")
+    else:
+        info = DDPMeshInfo(mesh, replicate_mesh_dim=0)
+    return make_units(
+        module,
+        ReplicateModule,
+        info,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+    )
+
+
+replicate.state = state_view  # type: ignore[attr-defined]

@@ -1,0 +1,197 @@
+"""Turn modules into units: what every face has in common."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard.engine.hooks import ModuleState
+from fullshard.engine.params import ManagedParameter, ParamForm
+from fullshard.engine.unit import Unit, UnitMesh
+from fullshard.errors import ShardingError, UnsupportedError
+from fullshard.fsdp_module import FSDPModule, sharded_class
+from fullshard.interop import is_composable, mark_managed, mark_sharded
+from fullshard.meshes import (
+    DataParallelMeshInfo,
+    ShardPlacementResult,
+    param_form,
+    unit_device,
+    unit_mesh,
+)
+from fullshard.plan.mesh import check_reshard_after_forward
+from fullshard.policies import CommChoice, MixedPrecisionPolicy, OffloadPolicy, UnitConfig
+from fullshard.wrapping import (
+    CoveredParameters,
+    check_modules,
+    check_parameters,
+    covered_modules,
+    qualified_names,
+    root_modules,
+)
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+_default_comm = CommChoice.AUTO
+
+
+def set_default_comm(choice: str | CommChoice) -> CommChoice:
+    """Choose how modules sharded from now on communicate; return the choice before.
+
+    "auto" takes peer memory for CPU ranks of one host and the process group elsewhere;
+    "process_group" always the latter; "peer_memory" raises where it cannot be had; "collectives"
+    makes exactly the calls that PyTorch's FSDP makes, one all-gather and one reduce-scatter a unit
+    and dtype, for tools that watch or count them.
+    """
+    global _default_comm
+    try:
+        chosen = CommChoice(choice)
+    except ValueError as error:
+        names = ", ".join(repr(member.value) for member in CommChoice)
+        raise ShardingError(f"set_default_comm({choice!r}): expected one of {names}.") from error
+    before, _default_comm = _default_comm, chosen
+    return before
+
+
+def make_units(
+    module: Any,
+    kind: type[FSDPModule],
+    default: DataParallelMeshInfo,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored_params: set[nn.Parameter] | None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+) -> Any:
+    """Make one unit a mesh of what a module, or several, has and no earlier call took.
+
+    kind: what the modules become. default: the mesh of parameters for which ``shard_placement_fn``
+    names none. Raises before anything is changed.
+    """
+    _check_policies(mp_policy, offload_policy)
+    given = module if isinstance(module, (list, tuple)) else [module]
+    check_modules(given, kind.applied_by)
+    roots = root_modules(given)
+    device = unit_device(default.mesh)
+    config = UnitConfig(mp_policy=mp_policy, offload_policy=offload_policy, comm=_default_comm)
+    covered = covered_modules(roots, is_composable)
+    parameters = CoveredParameters(covered, ignored_params or set())
+    paths = qualified_names(roots, parameters.slots.values())
+    names = dict(zip(parameters.slots, paths, strict=True))
+    check_parameters(names, device)
+    groups = _group_by_mesh(names, default, shard_placement_fn)
+    prepared = [_prepare(info, forms, reshard_after_forward, config) for info, forms in groups]
+
+    _move_to_device(covered, parameters, device, config)
+    units = []
+    for place, forms, own_config in prepared:
+        managed = [
+            ManagedParameter(parameter, parameters.slots[parameter], form, place.plan)
+            for parameter, form in forms.items()
+        ]
+        units.append((managed, place, device, own_config))
+        forms.clear()
+    parameters.connect_ties()
+    names.clear()
+    parameters.slots.clear()  # the last references to the whole parameters, but for the user's
+    ModuleState(roots, [Unit(*arguments) for arguments in units])
+    for root in roots:
+        root.__class__ = sharded_class(type(root), kind)
+    mark_sharded(roots, kind.applied_by)
+    mark_managed(covered)
+    return module
+
+
+def _group_by_mesh(
+    names: dict[nn.Parameter, str],
+    default: DataParallelMeshInfo,
+    placement_fn: ShardPlacementFn | None,
+) -> list[tuple[DataParallelMeshInfo, dict[nn.Parameter, ParamForm]]]:
+    """Say what each parameter becomes, parameters of one mesh together, in order of appearance."""
+    groups: dict[int, tuple[DataParallelMeshInfo, dict[nn.Parameter, ParamForm]]] = {}
+    for parameter, name in names.items():
+        info, placement = default, None
+        result = placement_fn(parameter) if placement_fn is not None else None
+        if isinstance(result, ShardPlacementResult):
+            info, placement = result.mesh_info, result.placement
+        else:
+            placement = result
+        _check_one_mesh(info, [other for other, _ in groups.values()], name)
+        form = param_form(parameter, placement, info, name)
+        groups.setdefault(id(info), (info, {}))[1][parameter] = form
+    return list(groups.values()) or [(default, {})]
+
+
+def _check_one_mesh(
+    info: DataParallelMeshInfo, others: list[DataParallelMeshInfo], name: str
+) -> None:
+    for other in others:
+        if other is not info and unit_mesh(other)[2:4] == unit_mesh(info)[2:4]:
+            raise ShardingError(
+                f"{name}: Params sharing the same process group must use the same FSDPMeshInfo "
+                "object, so that they are gathered together. Build it once, outside of "
+                "shard_placement_fn."
+            )
+
+
+def _prepare(
+    info: DataParallelMeshInfo,
+    forms: dict[nn.Parameter, ParamForm],
+    reshard_after_forward: bool | int | None,
+    config: UnitConfig,
+) -> tuple[UnitMesh, dict[nn.Parameter, ParamForm], UnitConfig]:
+    place = unit_mesh(info)
+    option = check_reshard_after_forward(reshard_after_forward, place.plan.shard_size)
+    if option is None or isinstance(option, bool):
+        return place, forms, dataclasses.replace(config, reshard_after_forward=option)
+    if info.is_spmd_mesh:
+        raise UnsupportedError(
+            f"reshard_after_forward={option} as int is not yet supported with SPMD mesh "
+            "(dp_mesh_dims). Pass True or False."
+        )
+    mesh = place.mesh
+    smaller = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, option))
+    return (
+        place._replace(post_forward=smaller),
+        forms,
+        dataclasses.replace(config, reshard_after_forward=option),
+    )
+
+
+def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    for name, value, expected in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        if not isinstance(value, expected):
+            raise ShardingError(
+                f"{name}={value!r}: expected a fullshard.{expected.__name__}, such as "
+                f"{expected()!r}."
+            )
+
+
+def _move_to_device(
+    covered: Iterable[nn.Module],
+    parameters: CoveredParameters,
+    device: torch.device,
+    config: UnitConfig,
+) -> None:
+    """Move what was built on the CPU to the mesh's device; offloaded parameters stay."""
+    if device.type == "cpu":
+        return
+    moving: list[torch.Tensor] = [b for m in covered for b in m.buffers(recurse=False)]
+    if not config.offload_to_cpu:
+        moving.extend(parameters.slots)
+    for tensor in moving:
+        if tensor.is_meta or tensor.device == device or isinstance(tensor, DTensor):
+            continue
+        if type(tensor.data) is torch.Tensor:
+            tensor.data = tensor.to(device)
+            continue
+        with torch.no_grad():
+            moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, moved)
