@@ -229,20 +229,18 @@ class FSDPModule:
         One new group for each different set of ranks. Every rank has to call it. No effect where
         ranks read each other's memory.
         """
-        new: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in self._units(recurse):
             group = unit.mesh.shard_group
-            if not isinstance(unit.comm, ProcessGroupComm) or group is None:
-                continue
             if not enable:
-                unit.reduce_over(group)
-                continue
-            ranks = tuple(dist.get_process_group_ranks(group))
-            if ranks not in new:
-                new[ranks] = dist.new_group(
+                unit.reduce_over(None)
+            elif isinstance(unit.comm, ProcessGroupComm) and group is not None:
+                ranks = tuple(dist.get_process_group_ranks(group))
+                own = unit.reduce_group or groups.get(ranks)
+                groups[ranks] = own or dist.new_group(
                     list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
                 )
-            unit.reduce_over(new[ranks])
+                unit.reduce_over(groups[ranks])
         self._reconnect()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

@@ -135,11 +135,7 @@ def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
 
     Raises MeshError for any other mesh, and on ranks that are not part of it.
     """
-    if mesh.get_coordinate() is None:
-        raise MeshError(
-            f"This rank is not part of the mesh of shape {tuple(mesh.shape)}. Call fully_shard "
-            "only on the mesh's ranks, or build the mesh over all of them."
-        )
+    _check_mesh(mesh)
     if dims is not None:
         return _named_mesh_info(mesh, dims)
     if mesh.ndim == 1:
@@ -158,6 +154,24 @@ def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
+def replicate_mesh_info(
+    mesh: DeviceMesh, dims: DataParallelMeshDims | None = None
+) -> DataParallelMeshInfo:
+    """Read a mesh on which nothing is sharded: 1-D, or as ``dims`` says. Raises as `mesh_info`."""
+    _check_mesh(mesh)
+    if dims is not None:
+        info = _named_mesh_info(mesh, dims)
+        if info.shard_mesh_dim is not None:
+            raise MeshError(
+                "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). Use "
+                "fully_shard() for sharding."
+            )
+        return info
+    if mesh.ndim != 1:
+        raise MeshError(f"replicate expects a 1D DeviceMesh but got {mesh}. Pass a slice of it.")
+    return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+
+
 def unit_mesh(info: DataParallelMeshInfo) -> UnitMesh:
     """Return the mesh as the engine wants it: numbers and process groups."""
     shard_size, shard_rank, shard_group = info._axis(info.shard_mesh_dim)
@@ -168,8 +182,6 @@ def unit_mesh(info: DataParallelMeshInfo) -> UnitMesh:
 
 def unit_device(mesh: DeviceMesh) -> torch.device:
     """Return the device on which this rank computes. Raises MeshError if it has none like it."""
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"mesh has to be a DeviceMesh, not {type(mesh).__name__}.")
     accelerator = torch.accelerator.current_accelerator()
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -203,6 +215,17 @@ def param_form(
     if info.is_spmd_mesh:
         return _spmd_form(parameter, dim, info, name)
     return _tensor_parallel_form(parameter, dim, info, name)
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"mesh has to be a DeviceMesh, not {type(mesh).__name__}.")
+    unit_device(mesh)
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"This rank is not part of the mesh of shape {tuple(mesh.shape)}. Call this only on "
+            "the mesh's ranks, or build the mesh over all of them."
+        )
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.errors import MeshError
 from fullshard.fsdp_module import ReplicateModule
 from fullshard.interop import state_view
-from fullshard.meshes import DataParallelMeshDims, DDPMeshInfo, default_mesh, mesh_info
+from fullshard.meshes import DataParallelMeshDims, default_mesh, replicate_mesh_info
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharding import make_units
 
@@ -35,21 +34,10 @@ def replicate(
     shard over.
     """
     mesh = default_mesh(("replicate",)) if mesh is None else mesh
-    if dp_mesh_dims is not None:
-        info = mesh_info(mesh, dp_mesh_dims)
-        if info.shard_mesh_dim is not None:
-            raise MeshError(
-                "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). Use "
-                "fully_shard() for sharding."
-            )
-    elif mesh.ndim != 1:
-        raise MeshError(f"replicate expects a 1D DeviceMesh but got {mesh}. Pass a slice of it.")
-    else:
-        info = DDPMeshInfo(mesh, replicate_mesh_dim=0)
     return make_units(
         module,
         ReplicateModule,
-        info,
+        replicate_mesh_info(mesh, dp_mesh_dims),
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         ignored_params=ignored_params,

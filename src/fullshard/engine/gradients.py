@@ -174,6 +174,12 @@ class UnitGradients:
         if self._params and self._params[0].local.is_cpu:
             self._runtime.finish(event)
 
+    @property
+    def has_partial(self) -> bool:
+        """Whether sums over the shard axis wait for their all-reduce."""
+        plans = itertools.chain.from_iterable(self._plans.values())
+        return any(plan.partial is not None for plan in plans)
+
     def drop_partial(self) -> None:
         """Forget sums that were not all-reduced yet."""
         for plan in itertools.chain.from_iterable(self._plans.values()):
@@ -226,8 +232,7 @@ class UnitGradients:
             return False
         how = Sum(_reduce_dtype(plan.bucket, config), label=f"{self.label}: all-reduce")
         self._replicate_comm.all_reduce(total, how).wait()
-        after = self._scaling(config).after
-        if after != 1.0:
+        if (after := self._scaling(config).after) != 1.0:
             total.div_(after)
         return True
 
@@ -236,7 +241,7 @@ class UnitGradients:
         if config.all_reduce_hook is None:
             return
         stream = config.all_reduce_hook_stream
-        if stream is None:
+        if stream is None or not self._runtime.has_streams:
             config.all_reduce_hook(total)
             return
         before = self._runtime.record()
@@ -293,12 +298,16 @@ class UnitGradients:
     def _scaling(self, config: UnitConfig) -> Scaling:
         """Return by what to divide: the number of ranks that see different data.
 
-        Where sums are formed in float16 (NCCL), part of it comes first, to avoid overflow.
+        Where sums travel or are formed in float16, part of it comes first, to avoid overflow.
         """
         factor = config.gradient_divide_factor or float(self._mesh.data_parallel_size)
         policy = config.mp_policy
         low = policy.reduce_dtype or policy.param_dtype
-        if low != torch.float16 or self._shard_comm.accumulate_dtype(low) != torch.float16:
+        # Sums over the shard axis travel over the replicate axis in the reduce dtype.
+        overflows = low == torch.float16 and (
+            self._mesh.replicate_size > 1 or self._shard_comm.accumulate_dtype(low) == low
+        )
+        if not overflows:
             return Scaling(after=factor)
         before = 1.0
         while factor % before == 0 and factor / before > before:

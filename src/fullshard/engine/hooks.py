@@ -19,6 +19,7 @@ never ran, with the forward root. After an exception, whatever was left is reset
 forward of the root.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -230,7 +231,11 @@ class ModuleState:
         outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
         self.shared.end_units(self.units, is_differentiable=bool(outputs))
         self.training_state = TrainingState.IDLE
+        if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled():
+            return map_tensors(lambda tensor: _mark_before_backward(self, tensor), output)
         for tensor in outputs:
+            if tensor._is_view():
+                _warn_of_view(self.modules)
             tensor.register_hook(self._before_backward)
         return output
 
@@ -291,18 +296,56 @@ class ModuleState:
             unit.reshard()
 
 
-class AfterBackward(torch.autograd.Function):
-    """Identity whose backward runs once the gradients of all inputs are complete."""
+class _Identity(torch.autograd.Function):
+    """Passes tensors on. Its backward stands for a moment in that of a state's modules."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, state: ModuleState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
-        return inputs
+    def forward(state: ModuleState, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.state = inputs[0]
+
+
+class AfterBackward(_Identity):
+    """On inputs: its backward runs once the gradients of all of them are complete."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.state._after_backward()
+        if torch.is_grad_enabled():  # create_graph=True: this backward has a backward of its own
+            grads = tuple(g if g is None else _mark_before_backward(ctx.state, g) for g in grads)
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tangent.view_as(tangent) for tangent in tangents)
+
+
+class BeforeBackward(_Identity):
+    """On outputs inside transforms, where a tensor hook would serve the innermost one alone."""
+
+    @staticmethod
+    def forward(state: ModuleState, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, ctx.state._before_backward(grad)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tangent is None else _mark_before_backward(ctx.state, tangent)
+
+
+def _mark_before_backward(state: ModuleState, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.dtype.is_floating_point:
+        return tensor
+    marked: torch.Tensor = BeforeBackward.apply(state, tensor)  # type: ignore[no-untyped-call]
+    return marked
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -322,6 +365,17 @@ def _named_states(root: nn.Module) -> dict[str, ModuleState]:
 def _is_left_over(state: ModuleState, iteration: Iteration) -> bool:
     """Whether an exception ended the last iteration: the root starts again before it was over."""
     return not is_in_backward() and (iteration.is_in_forward or iteration.has_stale_backward)
+
+
+def _warn_of_view(modules: Sequence[nn.Module]) -> None:
+    names = ", ".join(type(module).__name__ for module in modules)
+    warnings.warn(
+        f"{names} is sharded and returned a view tensor. Changing it in place (`x += y`) makes "
+        "autograd forget to gather the parameters for backward: write `x = x + y`, or return "
+        "`x.clone()`.",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _name_parameters(root: nn.Module, states: Sequence[ModuleState]) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from fullshard.engine.gradients import InFlight
-from fullshard.engine.runtime import Lane
+from fullshard.engine.runtime import Lane, outside_transforms
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.plan.schedule import Recorder
 from fullshard.policies import ShardedState
@@ -143,6 +143,7 @@ class Iteration:
         if unit.config.unshard_in_backward:
             unit.unshard()
 
+    @outside_transforms
     def after_backward(self, unit: Unit) -> None:
         grads = unit.take_gradients()
         config = unit.config
@@ -155,6 +156,7 @@ class Iteration:
         if in_flight is not None:
             self._finish_reductions(keep=0 if unit.runtime.has_streams else 1, then=in_flight)
 
+    @outside_transforms
     def end_backward(self, finished: Sequence[Unit]) -> None:
         """``finished`` had an `after_backward` in this pass; the others get theirs now."""
         done = {id(unit) for unit in finished}

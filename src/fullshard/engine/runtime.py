@@ -9,11 +9,15 @@ during a collective on that collective's lane.
 import contextlib
 import enum
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from fullshard.comm.scratch import Scratch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Lane(enum.Enum):
@@ -74,3 +78,16 @@ class Runtime:
         if lane not in self._streams:
             self._streams[lane] = torch.Stream(self.device, priority=-1)
         return self._streams[lane]
+
+
+def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function see plain tensors where it is called inside ``torch.func`` transforms."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return call

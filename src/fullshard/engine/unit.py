@@ -25,7 +25,7 @@ from fullshard.engine.buffers import UnitBuffers
 from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.gradients import InFlight, UnitGradients
 from fullshard.engine.params import ManagedParameter
-from fullshard.engine.runtime import Lane, Runtime
+from fullshard.engine.runtime import Lane, Runtime, outside_transforms
 from fullshard.errors import StateError
 from fullshard.plan.layout import UnitLayout, rows_layout
 from fullshard.plan.mesh import MeshPlan
@@ -80,6 +80,7 @@ class Unit:
         self.comm = select_comm(mesh.shard_group, device, config.comm)
         self.replicate_comm = select_comm(mesh.replicate_group, device, config.comm)
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
+        self.reduce_group: dist.ProcessGroup | None = None  # set_separate_reduce_scatter_group
         self.state = ShardedState.SHARDED
         self.params: list[ManagedParameter] = []
         self.buffers: UnitBuffers | None = None
@@ -126,6 +127,7 @@ class Unit:
         specs = [param.spec(self.config.mp_policy) for param in self._plain]
         return rows_layout(specs, shard_size=self.mesh.plan.shard_size, rule=self.comm.rule)
 
+    @outside_transforms
     def adopt(self) -> None:
         """Bring the shards into the unit's memory, wherever they are now.
 
@@ -183,15 +185,25 @@ class Unit:
         """Communicate like this over the shard axis from now on."""
         self.wait_unshard()
         self.reshard()
+        if self.gradients.has_partial:
+            raise StateError(
+                f"{self.label}: sums of earlier backwards still wait for their all-reduce. Change "
+                "the communication between iterations."
+            )
         self.comm = comm
-        self.gradients = UnitGradients(self.mesh.plan, comm, self.replicate_comm, self.runtime)
-        self.gradients.label = self.name or "root"
+        self.gradients.use_comm(self._reduce_comm)
         self.set_params(self.params)
 
-    def reduce_over(self, group: dist.ProcessGroup) -> None:
-        """Reduce-scatter over another process group of the same ranks."""
-        assert isinstance(self.comm, ProcessGroupComm)
-        self.gradients.use_comm(self.comm.over(group))
+    def reduce_over(self, group: dist.ProcessGroup | None) -> None:
+        """Reduce-scatter over another process group of the same ranks, or over the same again."""
+        self.reduce_group = group
+        self.gradients.use_comm(self._reduce_comm)
+
+    @property
+    def _reduce_comm(self) -> Comm:
+        if self.reduce_group is None or not isinstance(self.comm, ProcessGroupComm):
+            return self.comm
+        return self.comm.over(self.reduce_group)
 
     def follow_changes(self) -> None:
         """Adopt shards that others moved or replaced. Peers must not read before this is done.
@@ -214,6 +226,7 @@ class Unit:
 
     # Moving between states
 
+    @outside_transforms
     def unshard(self) -> None:
         """Start gathering the parameters; no effect if they are gathered or being gathered."""
         if self.state in (ShardedState.GATHERING, ShardedState.UNSHARDED):
@@ -235,6 +248,7 @@ class Unit:
         self._gathered_of = self._shard_versions()
         self._enter(ShardedState.GATHERING)
 
+    @outside_transforms
     def wait_unshard(self) -> None:
         """Make the unsharded parameters usable and put them on the modules."""
         if self.state is not ShardedState.GATHERING:
@@ -247,6 +261,7 @@ class Unit:
             param.show_unsharded()
         self._enter(ShardedState.UNSHARDED)
 
+    @outside_transforms
     def reshard(self, *, after_forward: bool = False) -> None:
         """Free the unsharded parameters and put the sharded ones on the modules."""
         if after_forward and self.keeps_after_forward:

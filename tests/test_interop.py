@@ -1,0 +1,196 @@
+"""What other code reads from a sharded module under PyTorch's private names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.tensor import DTensor
+
+from tests.api import Api
+from tests.harness import on_ranks
+from tests.models import mlp
+from tests.training import make_batch, mean_square
+
+
+def _sharded(api: Api, **options: Any) -> nn.Sequential:
+    model = mlp()
+    for layer in model:
+        api.fully_shard(layer, **options)
+    return api.fully_shard(model, **options)
+
+
+@on_ranks(2)
+def test_state_is_none_for_a_module_that_is_not_sharded(api: Api) -> None:
+    model = _sharded(api)
+    assert api.fully_shard.state(model) is not None
+    assert api.fully_shard.state(model[0][0]) is None
+    assert api.fully_shard.state(nn.Linear(2, 2)) is None
+
+
+@on_ranks(2)
+def test_states_of_one_module_are_equal_and_of_two_are_not(api: Api) -> None:
+    model = _sharded(api)
+    state = api.fully_shard.state
+    assert state(model[0]) == state(model[0])
+    assert state(model[0]) != state(model[1])
+    assert len({state(layer) for layer in (*model, *model)}) == 3
+    assert state(model[0]) != "state"
+    assert state(model[0])._fsdp_param_group == state(model[0])._fsdp_param_group
+    assert state(model[0])._fsdp_param_group != state(model[1])._fsdp_param_group
+
+
+@on_ranks(2)
+def test_modules_sharded_together_have_one_state(api: Api) -> None:
+    model = mlp()
+    api.fully_shard([model[0], model[1]])
+    api.fully_shard(model)
+    state = api.fully_shard.state
+    assert state(model[0]) == state(model[1])
+    assert state(model[0])._fsdp_param_group.modules == (model[0], model[1])
+
+
+@on_ranks(2)
+def test_root_is_known_from_the_first_forward_on(api: Api) -> None:
+    model = _sharded(api)
+    states = [api.fully_shard.state(module) for module in (model, *model)]
+    assert [state._is_root for state in states] == [None] * 4
+    model(make_batch(16))
+    assert [state._is_root for state in states] == [True, False, False, False]
+    for state in states:
+        assert state._state_ctx.all_states == states
+
+
+@on_ranks(2)
+def test_lazy_init_makes_a_module_the_root(api: Api) -> None:
+    model = _sharded(api)
+    api.fully_shard.state(model)._lazy_init()
+    assert api.fully_shard.state(model)._is_root
+    assert api.fully_shard.state(model[0])._is_root is False
+
+
+class Watch(nn.Linear):
+    """Notes a state's phase when its forward runs and when its gradient comes."""
+
+    seen: list[str]
+    state: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.state._training_state.name)
+        out = super().forward(x)
+        if out.requires_grad:
+            out.register_hook(lambda _: self.seen.append(self.state._training_state.name))
+        return out
+
+
+@on_ranks(2)
+def test_training_state_follows_the_step(api: Api) -> None:
+    model = nn.Sequential(Watch(16, 16), nn.Tanh())
+    watch = model[0]
+    api.fully_shard(model)
+    watch.seen, watch.state = [], api.fully_shard.state(model)
+    assert watch.state._training_state.name == "IDLE"
+    out = model(make_batch(16))
+    assert watch.state._training_state.name == "IDLE"
+    mean_square(out).backward()
+    assert watch.seen == ["FORWARD", "PRE_BACKWARD"]
+    assert watch.state._training_state.name == "IDLE"
+
+
+@on_ranks(2)
+def test_group_shows_its_parameters_and_whether_they_are_whole(api: Api) -> None:
+    model = _sharded(api)
+    model(make_batch(16)).sum().backward()
+    group = api.fully_shard.state(model[1])._fsdp_param_group
+    assert [param._param_fqn for param in group.fsdp_params] == ["1.0.weight", "1.0.bias"]
+    for param, parameter in zip(group.fsdp_params, model[1].parameters(), strict=True):
+        assert isinstance(parameter, DTensor)
+        assert param.sharded_param is parameter
+    assert not group.is_unsharded
+    model[1].unshard()
+    assert group.is_unsharded
+    for param, parameter in zip(group.fsdp_params, model[1].parameters(), strict=True):
+        assert param._unsharded_param is parameter
+    model[1].reshard()
+    assert group.is_sharded
+
+
+@on_ranks(2)
+def test_module_without_parameters_of_its_own_has_no_group(api: Api) -> None:
+    model = _sharded(api)
+    state = api.fully_shard.state(model)
+    assert state._fsdp_param_group is None
+    assert state._fsdp_param_groups == []
+    assert len(api.fully_shard.state(model[0])._fsdp_param_groups) == 1
+
+
+@on_ranks(2)
+def test_gradients_kept_back_are_reduced_through_the_state(api: Api) -> None:
+    """As a pipeline schedule does it after the last backward of a step."""
+    model = mlp()
+    batch = make_batch(16)
+    mean_square(model(batch)).backward()
+    expected = {name: 2 * parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for layer in model:
+        api.fully_shard(layer, reshard_after_forward=False)
+    api.fully_shard(model, reshard_after_forward=False)
+    model.set_is_last_backward(False)
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        mean_square(model(batch)).backward()
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    state = api.fully_shard.state(model)
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+
+
+# Composable APIs
+
+
+@on_ranks(2)
+def test_registry_names_what_was_applied(api: Api) -> None:
+    model = _sharded(api)
+    for module in (model, *model):
+        assert list(_get_registry(module)) == ["fully_shard"]
+    assert not _get_registry(model[0][0])
+
+
+@on_ranks(2)
+def test_replicate_refuses_a_sharded_module(api: Api) -> None:
+    model = _sharded(api)
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(model)
+
+
+@on_ranks(2)
+def test_replicated_module_keeps_its_parameters(api: Api) -> None:
+    model = mlp()
+    replicate(model[1])
+    kept = list(model[1].parameters())
+    api.fully_shard(model)
+    assert all(p is own for p, own in zip(model[1].parameters(), kept, strict=True))
+    sharded = {n for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    assert sharded == {"0.0.weight", "0.0.bias", "2.0.weight", "2.0.bias"}
+
+
+@on_ranks(2)
+def test_covered_modules_are_marked_for_compile(api: Api) -> None:
+    model = _sharded(api)
+    for module in model.modules():
+        assert module._is_fsdp_managed_module is True
+        assert module._fsdp_use_orig_params is True
+    assert not hasattr(nn.Linear(2, 2), "_is_fsdp_managed_module")
