@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fsdp2": BASE | {"fsdp_module", "interop", "meshes", "sharding"},
     "replicate": BASE | {"fsdp_module", "interop", "meshes", "sharding"},
     "fsdp1": BASE | {"engine", "comm", "plan", "state", "wrapping"},
-    "install": BASE | {"comm", "fsdp1", "fsdp2", "fsdp_module", "interop", "meshes", "replicate"},
+    "install": BASE
+    | {"comm", "fsdp1", "fsdp2", "fsdp_module", "interop", "meshes", "replicate", "sharding"},
     "run": BASE | {"install", "sharding"},
 }
 

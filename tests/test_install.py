@@ -365,3 +365,29 @@ def test_torchrun_starts_an_unmodified_script(tmp_path: Path) -> None:
     for number, line in enumerate(lines):
         assert line.startswith(f"rank {number} of 2: 4x8, process group")
         assert line.endswith(" --steps 3")
+
+
+SPAWNING = """
+import sys
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+
+def work(rank, method):
+    import fullshard
+    comm = fullshard.set_default_comm(None).value
+    sys.stdout.write(f"{method}: {fully_shard.__module__} {comm}\\n")
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        mp.start_processes(work, args=(method,), nprocs=1, start_method=method)
+"""
+
+
+def test_processes_that_a_script_starts_are_installed_too(tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(SPAWNING)
+    done = _run(tmp_path, "--comm", "process_group", "start.py")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "spawn: fullshard.fsdp2 process_group",
+        "forkserver: fullshard.fsdp2 process_group",
+    ]

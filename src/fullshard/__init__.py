@@ -37,6 +37,7 @@ from fullshard.fsdp_module import (
 from fullshard.install import install, uninstall
 from fullshard.meshes import (
     DataParallelMeshDims,
+    DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
     ShardPlacementResult,
@@ -54,6 +55,7 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "CommError",
+    "DDPMeshInfo",
     "DataParallelMeshDims",
     "DefaultAllGather",
     "DefaultReduceScatter",

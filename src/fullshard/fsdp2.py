@@ -12,7 +12,7 @@ from fullshard.fsdp_module import FSDPModule
 from fullshard.interop import state_view
 from fullshard.meshes import DataParallelMeshDims, default_mesh, mesh_info
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
-from fullshard.sharding import ShardPlacementFn, make_units
+from fullshard.sharding import ShardPlacementFn, make_units, unit_config
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -87,10 +87,8 @@ def fully_shard(
         module,
         FSDPModule,
         mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims),
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
+        unit_config(mp_policy, offload_policy, reshard_after_forward),
         ignored_params=ignored_params,
-        reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
     )
 

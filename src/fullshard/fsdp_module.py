@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Literal, cast
 
@@ -149,7 +148,7 @@ class FSDPModule:
             )
         self._configure(recurse=False, gradient_divide_factor=float(factor))
 
-    @deprecated("Use set_gradient_divide_factor instead", category=FutureWarning)
+    @deprecated("Use set_gradient_divide_factor instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Use `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
@@ -297,7 +296,9 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert sharded parameters, whatever is registered now."""
         self.reshard()
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        _state(self).follow_changes()
+        return result
 
     def _units(self, recurse: bool) -> list[Unit]:
         module = cast(nn.Module, self)
@@ -374,15 +375,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     unbound = getattr(method, "__func__", None)
     is_bound = getattr(method, "__self__", None) is module and unbound is not None
     function: Any = unbound if is_bound else (lambda _, *args, **kwargs: method(*args, **kwargs))
-    reference = weakref.ref(module)
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        this = reference()
-        assert this is not None
-        return state.run_as_forward(this, function, args, kwargs)
-
-    setattr(module, method_name, run)
+    state.wrap_method(module, method_name, functools.wraps(method)(function))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -8,6 +8,7 @@ not replace (``FullyShardedDataParallel``) keeps running on PyTorch's engine.
 
 import contextlib
 import importlib
+import multiprocessing.spawn
 import pkgutil
 import sys
 import types
@@ -19,6 +20,7 @@ from fullshard.comm import collectives
 from fullshard.errors import StateError
 from fullshard.fsdp_module import FSDPModule, ReplicateModule
 from fullshard.replicate import replicate
+from fullshard.sharding import set_default_comm
 
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 _ENGINE = "torch.distributed.fsdp._fully_shard"
@@ -79,14 +81,31 @@ _REPLACED: dict[str, dict[str, Any]] = {
     },
 }
 
+
+class _Installed:
+    """Travels with every process that `multiprocessing` starts, and installs where it arrives.
+
+    That is before the process imports the main program again.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (set_default_comm(None),)
+
+
+def _arrive(comm: policies.CommChoice) -> _Installed:
+    set_default_comm(comm)
+    install()
+    return _Installed()
+
+
 _undo: list[tuple[types.ModuleType, str, Any]] = []
 
 
 def install() -> None:
     """Make ``torch.distributed.fsdp``'s FSDP2 names resolve to fullshard, until `uninstall`.
 
-    Call it before the program shards anything, best before it imports the libraries that do.
-    Calling it again does nothing. Raises StateError if PyTorch's ``fully_shard`` was applied to a
+    Call it before the program shards anything, best before it imports the libraries that do. What
+    `multiprocessing` starts from then on installs as well. Calling it again does nothing. Raises StateError if PyTorch's ``fully_shard`` was applied to a
     module in this process already: two engines would then hold parts of one program.
     """
     if _undo:
@@ -111,6 +130,12 @@ def install() -> None:
             ours = originals.get(id(value))
             if ours is not None:
                 _set(module, name, ours)
+    prepare = multiprocessing.spawn.get_preparation_data
+    _set(
+        multiprocessing.spawn,
+        "get_preparation_data",
+        lambda name: {**prepare(name), "fullshard": _Installed()},
+    )
 
 
 def uninstall() -> None:

@@ -13,6 +13,7 @@ Names are PyTorch's (``torch.distributed.fsdp._fully_shard``), because libraries
 """
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -178,6 +179,21 @@ def unit_mesh(info: DataParallelMeshInfo) -> UnitMesh:
     replicate_size, replicate_rank, replicate_group = info._axis(info.replicate_mesh_dim)
     plan = MeshPlan(shard_size, shard_rank, replicate_size, replicate_rank)
     return UnitMesh(info.mesh, plan, shard_group, replicate_group)
+
+
+def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """Return the (replicate, shard) mesh of groups of ``size`` ranks, made once for each mesh."""
+    # By identity: a mesh equals those of the same ranks, whose groups may be gone.
+    reference, known = _smaller.get(id(mesh), (None, {}))
+    if reference is None or reference() is not mesh:
+        known = {}
+        _smaller[id(mesh)] = (weakref.ref(mesh), known)
+    if size not in known:
+        known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+    return known[size]
+
+
+_smaller: dict[int, tuple[weakref.ref[DeviceMesh], dict[int, DeviceMesh]]] = {}
 
 
 def unit_device(mesh: DeviceMesh) -> torch.device:

@@ -13,7 +13,7 @@ from fullshard.fsdp_module import ReplicateModule
 from fullshard.interop import state_view
 from fullshard.meshes import DataParallelMeshDims, default_mesh, replicate_mesh_info
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
-from fullshard.sharding import make_units
+from fullshard.sharding import make_units, unit_config
 
 
 def replicate(
@@ -38,8 +38,7 @@ def replicate(
         module,
         ReplicateModule,
         replicate_mesh_info(mesh, dp_mesh_dims),
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
+        unit_config(mp_policy, offload_policy),
         ignored_params=ignored_params,
     )
 

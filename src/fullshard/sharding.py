@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.engine.hooks import ModuleState
@@ -19,6 +18,7 @@ from fullshard.meshes import (
     DataParallelMeshInfo,
     ShardPlacementResult,
     param_form,
+    smaller_mesh,
     unit_device,
     unit_mesh,
 )
@@ -38,17 +38,17 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 _default_comm = CommChoice.AUTO
 
 
-def set_default_comm(choice: str | CommChoice) -> CommChoice:
+def set_default_comm(choice: str | CommChoice | None) -> CommChoice:
     """Choose how modules sharded from now on communicate; return the choice before.
 
     "auto" takes peer memory for CPU ranks of one host and the process group elsewhere;
     "process_group" always the latter; "peer_memory" raises where it cannot be had; "collectives"
     makes exactly the calls that PyTorch's FSDP makes, one all-gather and one reduce-scatter a unit
-    and dtype, for tools that watch or count them.
+    and dtype, for tools that watch or count them. None changes nothing.
     """
     global _default_comm
     try:
-        chosen = CommChoice(choice)
+        chosen = _default_comm if choice is None else CommChoice(choice)
     except ValueError as error:
         names = ", ".join(repr(member.value) for member in CommChoice)
         raise ShardingError(f"set_default_comm({choice!r}): expected one of {names}.") from error
@@ -56,15 +56,36 @@ def set_default_comm(choice: str | CommChoice) -> CommChoice:
     return before
 
 
+def unit_config(
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    reshard_after_forward: bool | int | None = None,
+) -> UnitConfig:
+    """Translate a face's options. Raises ShardingError for one that is no policy of ours."""
+    for name, value, expected in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        if not isinstance(value, expected):
+            raise ShardingError(
+                f"{name}={value!r}: expected a fullshard.{expected.__name__}, such as "
+                f"{expected()!r}."
+            )
+    return UnitConfig(
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        reshard_after_forward=reshard_after_forward,
+        comm=_default_comm,
+    )
+
+
 def make_units(
     module: Any,
     kind: type[FSDPModule],
     default: DataParallelMeshInfo,
+    config: UnitConfig,
     *,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
     ignored_params: set[nn.Parameter] | None,
-    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
 ) -> Any:
     """Make one unit a mesh of what a module, or several, has and no earlier call took.
@@ -72,19 +93,17 @@ def make_units(
     kind: what the modules become. default: the mesh of parameters for which ``shard_placement_fn``
     names none. Raises before anything is changed.
     """
-    _check_policies(mp_policy, offload_policy)
     given = module if isinstance(module, (list, tuple)) else [module]
     check_modules(given, kind.applied_by)
     roots = root_modules(given)
     device = unit_device(default.mesh)
-    config = UnitConfig(mp_policy=mp_policy, offload_policy=offload_policy, comm=_default_comm)
     covered = covered_modules(roots, is_composable)
     parameters = CoveredParameters(covered, ignored_params or set())
     paths = qualified_names(roots, parameters.slots.values())
     names = dict(zip(parameters.slots, paths, strict=True))
     check_parameters(names, device)
     groups = _group_by_mesh(names, default, shard_placement_fn)
-    prepared = [_prepare(info, forms, reshard_after_forward, config) for info, forms in groups]
+    prepared = [_prepare(info, forms, config) for info, forms in groups]
 
     _move_to_device(covered, parameters, device, config)
     units = []
@@ -113,6 +132,11 @@ def _group_by_mesh(
 ) -> list[tuple[DataParallelMeshInfo, dict[nn.Parameter, ParamForm]]]:
     """Say what each parameter becomes, parameters of one mesh together, in order of appearance."""
     groups: dict[int, tuple[DataParallelMeshInfo, dict[nn.Parameter, ParamForm]]] = {}
+    if placement_fn is not None and default.shard_mesh_dim is None:
+        raise ShardingError(
+            f"Per-param mesh via shard_placement_fn is not supported with {type(default).__name__}: "
+            "nothing is sharded over it."
+        )
     for parameter, name in names.items():
         info, placement = default, None
         result = placement_fn(parameter) if placement_fn is not None else None
@@ -141,11 +165,10 @@ def _check_one_mesh(
 def _prepare(
     info: DataParallelMeshInfo,
     forms: dict[nn.Parameter, ParamForm],
-    reshard_after_forward: bool | int | None,
     config: UnitConfig,
 ) -> tuple[UnitMesh, dict[nn.Parameter, ParamForm], UnitConfig]:
     place = unit_mesh(info)
-    option = check_reshard_after_forward(reshard_after_forward, place.plan.shard_size)
+    option = check_reshard_after_forward(config.reshard_after_forward, place.plan.shard_size)
     if option is None or isinstance(option, bool):
         return place, forms, dataclasses.replace(config, reshard_after_forward=option)
     if info.is_spmd_mesh:
@@ -153,25 +176,11 @@ def _prepare(
             f"reshard_after_forward={option} as int is not yet supported with SPMD mesh "
             "(dp_mesh_dims). Pass True or False."
         )
-    mesh = place.mesh
-    smaller = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, option))
     return (
-        place._replace(post_forward=smaller),
+        place._replace(post_forward=smaller_mesh(place.mesh, option)),
         forms,
         dataclasses.replace(config, reshard_after_forward=option),
     )
-
-
-def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
-    for name, value, expected in (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("offload_policy", offload_policy, OffloadPolicy),
-    ):
-        if not isinstance(value, expected):
-            raise ShardingError(
-                f"{name}={value!r}: expected a fullshard.{expected.__name__}, such as "
-                f"{expected()!r}."
-            )
 
 
 def _move_to_device(

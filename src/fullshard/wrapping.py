@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.hooks import state_of
-from fullshard.engine.params import ManagedParameter, Slot, owner_of
+from fullshard.engine.params import ManagedParameter, Slot, has_extension, owner_of
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 
 
@@ -108,7 +108,8 @@ def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> No
                 f"fully_shard doesn't support scalar parameters: {name}. Change "
                 f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1."
             )
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+        has_extension(local, name)
         if not local.is_contiguous():
             raise UnsupportedError(
                 f"FSDP does not support non-contiguous parameters yet: {name}, shape "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
@@ -128,6 +129,27 @@ def test_unsynchronised_gradients_survive_an_evaluation(api: Api) -> None:
     mean_square(model(my_part(batch))).backward()
     with torch.no_grad():
         model(batch)
+    model.set_requires_gradient_sync(requires_gradient_sync=True)
+    mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
+@on_ranks(2)
+def test_exception_in_forward_keeps_what_was_accumulated(api: Api) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.isnan().any():
+                raise ValueError("this micro-batch is bad")
+            return x
+
+    model, batch = nn.Sequential(nn.Linear(16, 16), Fails(), nn.Linear(16, 4)), make_batch(16)
+    expected = {n: 2 * g for n, g in gradients_alone(model, batch).items()}
+    api.fully_shard(model[2])
+    api.fully_shard(model)
+    model.set_requires_gradient_sync(requires_gradient_sync=False)
+    mean_square(model(my_part(batch))).backward()
+    with pytest.raises(ValueError, match="micro-batch is bad"):
+        model(torch.full((2, 16), math.nan))
     model.set_requires_gradient_sync(requires_gradient_sync=True)
     mean_square(model(my_part(batch))).backward()
     assert_gradients_are_parts_of(model, expected)

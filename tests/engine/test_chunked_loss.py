@@ -180,3 +180,44 @@ def test_head_has_no_gradient_until_it_is_synchronised(api: Api) -> None:
         _loss(model.head(chunk)).backward()
         assert (model.head.weight.grad is not None) == is_last
     assert local(model.head.weight.grad).shape[0] == 40 // world_size()
+
+
+# A group of which the root's forward runs one module, and the loss the other
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("evaluates", [False, True])
+@on_ranks(4)
+def test_head_called_alone_keeps_what_earlier_microbatches_accumulated(
+    api: Api, shape: tuple[int, ...], evaluates: bool
+) -> None:
+    mesh = mesh_of(*shape) if len(shape) == 2 else mesh_of(world_size())
+    model, alone = _sharded(api, "with the norm", mesh=mesh)
+    for step in range(2):
+        parts = make_batch(16, seed=step).chunk(3)
+        for index, part in enumerate(parts):
+            model.set_requires_gradient_sync(index == len(parts) - 1)
+            hidden = model(part, hidden=True)
+            detached = hidden.detach().requires_grad_()
+            _loss(model.head(detached)).backward()
+            hidden.backward(detached.grad)
+            if evaluates and index == 0:
+                with torch.no_grad():
+                    model.head(detached)
+            _loss(alone(part)).backward()
+        assert_gradients_are_parts_of(model, full_gradients(alone))
+        model.zero_grad()
+        alone.zero_grad()
+
+
+@on_ranks(2)
+def test_backward_of_the_head_alone_sets_its_gradient(api: Api) -> None:
+    model, alone = _sharded(api, "with the norm")
+    hidden = alone(make_batch(16), hidden=True).detach()
+    model(my_part(make_batch(16)), hidden=True)
+    _loss(alone.head(hidden)).backward()
+    _loss(model.head(my_part(hidden).requires_grad_())).backward()
+    expected = full_gradients(alone)
+    torch.testing.assert_close(
+        model.head.weight.grad.full_tensor(), expected["head.weight"], rtol=1e-5, atol=1e-6
+    )

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD
 
+import fullshard
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
 from tests.models import Transformer, UnevenMLP, make_problem, mlp
@@ -199,6 +200,28 @@ def test_one_of_several_modules_sharded_together_is_not_copied(api: Api) -> None
     with pytest.raises(AssertionError, match="sharded together with modules outside it"):
         copy.deepcopy(model[1])
     _assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_modules_sharded_together_are_copied_with_the_plain_module_around_them(api: Api) -> None:
+    model = mlp(4)
+    api.fully_shard([model[1], model[2]])
+    other = copy.deepcopy(model)
+    other[1].unshard()
+    assert not any(isinstance(parameter, DTensor) for parameter in other[2].parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in model[2].parameters())
+
+
+@on_ranks(2)
+def test_describing_a_model_does_not_keep_it_from_being_copied(api: Api) -> None:
+    model, batch = mlp(), make_batch(16)
+    alone = copy.deepcopy(model)
+    _shard(api, model)
+    fullshard.describe(model)
+    other = copy.deepcopy(model)
+    _train(other, batch)
+    _train(alone, batch)
+    _assert_same(other, alone)
 
 
 @on_ranks(2)

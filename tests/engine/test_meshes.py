@@ -336,9 +336,8 @@ def test_plain_tensor_in_place_of_a_tensor_parallel_parameter_is_refused(api: Ap
     mesh, model = _named_mesh(*TENSOR_PARALLEL), _make_model()
     plain = full_parameters(model)
     _shard(api, _parallelize(model, mesh["tp"]), mesh=mesh["dp"])
-    model.load_state_dict(plain, assign=True)
     with pytest.raises(RuntimeError, match=r"weight.* plain tensor.*DTensor") as caught:
-        model(make_batch(DIM))
+        model.load_state_dict(plain, assign=True)
     assert isinstance(caught.value, api.errors.StateError)
 
 

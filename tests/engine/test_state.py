@@ -418,3 +418,33 @@ def test_local_shard_is_a_plain_tensor_of_its_own_size(api: Api) -> None:
         assert type(shard.data) is Tensor
         assert shard.is_contiguous()
         assert shard.device.type == "cpu"
+
+
+@pytest.mark.parametrize("change", ["to_empty", "assign", "double"])
+@on_ranks(2)
+def test_shards_stay_where_they_are_once_they_are_replaced(api: Api, change: str) -> None:
+    if change == "to_empty":
+        with torch.device("meta"):
+            model = mlp()
+        _shard_all(api, model)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+    else:
+        model = mlp()
+        _shard_all(api, model)
+        if change == "assign":
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+        else:
+            model.double()
+    before = [parameter.to_local().data_ptr() for parameter in model.parameters()]
+    inputs = make_batch(16).to(next(model.parameters()).dtype)
+    mean_square(model(inputs)).backward()
+    assert [parameter.to_local().data_ptr() for parameter in model.parameters()] == before
+
+
+def _shard_all(api: Api, model: nn.Sequential) -> None:
+    for layer in model:
+        api.fully_shard(layer)
+    api.fully_shard(model)

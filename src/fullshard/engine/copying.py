@@ -18,21 +18,28 @@ from fullshard.errors import MisuseError
 def copy_sharded(
     module: nn.Module, copy_plain: Callable[[nn.Module], nn.Module], memo: dict[int, Any]
 ) -> nn.Module:
-    """Copy a module and everything sharded in it. Every rank has to call it.
+    """Copy a module, what was sharded together with it, and all below. Every rank has to call it.
 
     copy_plain: deep-copies a module that carries no state of ours, filling ``memo``.
 
     Raises MisuseError once the model has run, or if a copy would be torn from what stays behind.
     """
-    states = {state: None for each in module.modules() if (state := state_of(each)) is not None}
-    _check(module, states)
+    modules = _sharded_together(module)
+    if not memo and len(modules) > len(list(module.modules())):  # nothing around it is copied too
+        raise MisuseError(
+            f"{type(module).__name__} was sharded together with modules outside it, so it cannot "
+            "be deep-copied alone. Copy a module that contains them all."
+        )
+    states = {state: None for each in modules if (state := state_of(each)) is not None}
+    _check(module, modules, states)
     classes: dict[nn.Module, Any] = {each: type(each) for state in states for each in state.modules}
     for state in states:
         state.detach()
     for each, sharded in classes.items():
         each.__class__ = sharded.__mro__[sharded._orig_cls_mro_index]
     try:
-        copied = copy_plain(module)
+        for each in dict.fromkeys([module, *classes]):  # those copied already are in the memo
+            copy_plain(each)
     finally:
         for state in states:
             state.attach()
@@ -40,33 +47,45 @@ def copy_sharded(
             each.__class__ = sharded
     new: dict[ModuleState, ModuleState] = {}
     for state in states:
-        modules = [memo[id(each)] for each in state.modules]
-        new[state] = ModuleState(modules, [_copy_unit(unit, memo) for unit in state.all_units])
-        for each, one in zip(state.modules, modules, strict=True):
+        copies = [memo[id(each)] for each in state.modules]
+        new[state] = ModuleState(copies, [_copy_unit(unit, memo) for unit in state.all_units])
+        for each, one in zip(state.modules, copies, strict=True):
             one.__class__ = classes[each]
+        state.copy_methods(new[state], memo)
     for state, other in new.items():
         other.forward_prefetch = [new.get(s, s) for s in state.forward_prefetch]
         other.backward_prefetch = [new.get(s, s) for s in state.backward_prefetch]
+    copied: nn.Module = memo[id(module)]
     return copied
 
 
-def _check(module: nn.Module, states: dict[ModuleState, None]) -> None:
+def _sharded_together(module: nn.Module) -> dict[nn.Module, None]:
+    """Return the modules below one, and below those that share a state with any of them."""
+    found: dict[nn.Module, None] = {}
+    todo = [module]
+    while todo:
+        for each in todo.pop().modules():
+            if each not in found:
+                found[each] = None
+                state = state_of(each)
+                todo.extend(state.modules if state is not None else [])
+    return found
+
+
+def _check(
+    module: nn.Module, modules: dict[nn.Module, None], states: dict[ModuleState, None]
+) -> None:
     name = type(module).__name__
-    inside = set(module.modules())
     for state in states:
-        if state.known_iteration is not None:
+        iteration = state.known_iteration
+        if iteration is not None and iteration.has_run:
             raise MisuseError(
                 f"FSDP does not support deepcopy of {name} after its first forward. Copy the model "
                 "before it runs, or load its state_dict into a second sharded model."
             )
-        if any(each not in inside for each in state.modules):
-            raise MisuseError(
-                f"{name} was sharded together with modules outside it, so it cannot be "
-                "deep-copied alone. Copy the module that contains them all."
-            )
     units = [unit for state in states for unit in state.units]
     managed = {param for unit in units for param in unit.params}
-    for parameter in module.parameters():
+    for parameter in [own for each in modules for own in each.parameters(recurse=False)]:
         owner = owner_of(parameter)
         if owner is not None and owner not in managed:
             raise MisuseError(
@@ -87,6 +106,8 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
         assert sharded is not None
         params.append(param.copy(sharded, slots))
     other = Unit(params, unit.mesh, unit.device, unit.config)
-    if type(other.comm) is not type(unit.comm):
+    if other.comm is not unit.comm:
         other.use_comm(unit.comm)
+    if unit.reduce_group is not None:
+        other.reduce_over(unit.reduce_group)
     return other

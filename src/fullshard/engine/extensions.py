@@ -23,7 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.params import ManagedParameter
-from fullshard.errors import MisuseError, StateError
+from fullshard.errors import MisuseError
 from fullshard.plan.layout import ALIGNMENT_NBYTES
 from fullshard.policies import MixedPrecisionPolicy
 
@@ -66,7 +66,7 @@ class _Extended:
         if local.dim() and local.size(dim) != rows:
             short = [tuple(t.shape) for t in inputs if t.shape == local.shape]
             if short:
-                raise StateError(
+                raise MisuseError(
                     f"{self.param.name} is divided unevenly: fsdp_pre_all_gather has to pad dim "
                     f"{dim} of what it returns to {rows}, but returned {short}."
                 )

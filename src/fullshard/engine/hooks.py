@@ -10,15 +10,17 @@
     6  backward of 2         gradients are complete: reshard and reduce
     7  engine callback       once a backward pass: units that had no 6 (inputs without gradient,
                              unused in part), then everything under way is finished
-    8  state-dict hooks      before saving or loading: parameters are shown sharded
+    8  state-dict hooks      before saving or loading: parameters are shown sharded; after loading:
+                             shards that were replaced are brought back to the unit's memory
 
 Special cases. Activation recomputation runs 1 and 3 again inside backward, between 4 and 6: the
 parameters stay unsharded until 6. A module that runs several times has one 6 for each, and reduces
 each time. Modules sharded together share a state: 3 completes with the last of them, or, if one
-never ran, with the forward root. After an exception, whatever was left is reset by the next
-forward of the root.
+never ran, with the forward root, which may be the group itself. After an exception, whatever was left is reset by the next
+forward of the root; gradients that earlier micro-batches accumulated are kept if it came in forward.
 """
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -63,6 +65,7 @@ class ModuleState:
         self._states: list[ModuleState] = [self]  # of a root: all below it
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
+        self._methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._hooks: list[RemovableHandle] = []
         self.attach()
 
@@ -77,6 +80,7 @@ class ModuleState:
                 module.register_forward_hook(self.after_forward),
                 module.register_state_dict_pre_hook(self._before_state_dict),
                 module.register_load_state_dict_pre_hook(self._before_state_dict),
+                module.register_load_state_dict_post_hook(self._after_load),
             ]
 
     def detach(self) -> None:
@@ -149,11 +153,11 @@ class ModuleState:
             state._root = weakref.ref(self)
         return self._own_iteration
 
-    def reset(self) -> None:
-        """Forget an iteration that did not end."""
+    def reset(self, *, keeps_gradients: bool = False) -> None:
+        """Forget an iteration that did not end, and the gradients of earlier ones unless told."""
         if self._own_iteration is None:
             return
-        self._own_iteration.reset()
+        self._own_iteration.reset(keeps_gradients=keeps_gradients)
         for state in self._states:
             state.training_state = TrainingState.IDLE
             state._to_run.clear()
@@ -169,8 +173,8 @@ class ModuleState:
             self.shared.begin_units(self.units, prefetches=False)
             return cast_inputs(self.policy, args, kwargs)
         iteration = self.shared
-        if self.is_root and _is_left_over(self, iteration):
-            self.reset()
+        if self.is_root and _is_left_over(iteration):
+            self.reset(keeps_gradients=not iteration.has_stale_backward)
         is_first = self.training_state is not TrainingState.FORWARD
         if not self._to_run:
             self._to_run = {id(module) for module in self.modules}
@@ -194,6 +198,25 @@ class ModuleState:
         args, kwargs = self.before_forward(module, args, kwargs)
         return self.after_forward(module, args, method(module, *args, **kwargs))
 
+    def wrap_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        """Run ``method(module, ...)`` as a forward whenever ``module.name`` is called."""
+        reference = weakref.ref(module)  # what the module keeps must not keep the module
+        self._methods.append((reference, name, method))
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            this = reference()
+            assert this is not None
+            return self.run_as_forward(this, method, args, kwargs)
+
+        setattr(module, name, run)
+
+    def copy_methods(self, other: "ModuleState", memo: dict[int, Any]) -> None:
+        """Wrap the same methods of a copy."""
+        for reference, name, method in self._methods:
+            if (module := reference()) is not None:
+                other.wrap_method(memo[id(module)], name, method)
+
     # 2
 
     def _mark_inputs(
@@ -215,11 +238,13 @@ class ModuleState:
         if self.training_state is TrainingState.PRE_BACKWARD:
             return cast_outputs(policy, output)
         self._to_run.discard(id(module))
-        if self._to_run:
+        iteration = self.shared
+        is_root = iteration.is_forward_root(self)
+        if self._to_run and not is_root:
             return cast_outputs(policy, output)  # others of the group are still to come
         output = self._complete_forward(output)
-        iteration = self.shared
-        if iteration.is_forward_root(self):
+        self._to_run.clear()  # part of a group may be called alone, for the loss
+        if is_root:
             for state in self.everyone:
                 if state._to_run:  # part of its group did not run
                     state._to_run.clear()
@@ -295,6 +320,15 @@ class ModuleState:
         for unit in self.units:
             unit.reshard()
 
+    def _after_load(self, *_: Any) -> None:
+        self.follow_changes()
+
+    def follow_changes(self) -> None:
+        """Adopt shards that were replaced at once, so that optimizers may keep their addresses."""
+        for unit in self.units:
+            if not any(param.local.is_meta for param in unit.params):
+                unit.follow_changes()
+
 
 class _Identity(torch.autograd.Function):
     """Passes tensors on. Its backward stands for a moment in that of a state's modules."""
@@ -314,7 +348,7 @@ class AfterBackward(_Identity):
     """On inputs: its backward runs once the gradients of all of them are complete."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.state._after_backward()
         if torch.is_grad_enabled():  # create_graph=True: this backward has a backward of its own
             grads = tuple(g if g is None else _mark_before_backward(ctx.state, g) for g in grads)
@@ -362,7 +396,7 @@ def _named_states(root: nn.Module) -> dict[str, ModuleState]:
     }
 
 
-def _is_left_over(state: ModuleState, iteration: Iteration) -> bool:
+def _is_left_over(iteration: Iteration) -> bool:
     """Whether an exception ended the last iteration: the root starts again before it was over."""
     return not is_in_backward() and (iteration.is_in_forward or iteration.has_stale_backward)
 

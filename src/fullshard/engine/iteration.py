@@ -38,6 +38,7 @@ class Iteration:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self.is_last_backward = True
+        self.has_run = False
         self._number = {id(unit): number for number, unit in enumerate(self.units)}
         self._recorder = Recorder()
         self._positions: dict[int, list[int]] = collections.defaultdict(list)
@@ -73,6 +74,7 @@ class Iteration:
         return self._in_backward and not is_in_backward()
 
     def begin_forward(self, root: Any) -> None:
+        self.has_run = True
         self._forward_root = weakref.ref(root)
         self._expects_backward = torch.is_grad_enabled()
         self._recorder.start_pass()
@@ -183,8 +185,8 @@ class Iteration:
         for comm in self._comms:
             comm.fence(label)
 
-    def reset(self) -> None:
-        """Forget an iteration that an exception ended, its gradients included."""
+    def reset(self, *, keeps_gradients: bool) -> None:
+        """Forget an iteration that an exception ended, and what backwards before it accumulated."""
         for in_flight in self._in_flight:
             in_flight.discard()
         for comm in self._comms:
@@ -195,7 +197,7 @@ class Iteration:
         self._forward_root = None
         self._in_backward = False
         for unit in self.units:
-            unit.reset()
+            unit.reset(keeps_gradients=keeps_gradients)
 
     def _finish_reductions(self, *, keep: int, then: InFlight | None = None) -> None:
         """Finish all but the last ``keep`` reductions, in the order they were started."""

@@ -121,14 +121,7 @@ class ManagedParameter:
     @property
     def is_extended(self) -> bool:
         """Whether the shard says itself what travels (``fsdp_pre_all_gather``), or has to."""
-        local = self.local
-        has = [hasattr(local, name) for name in (_PRE_ALL_GATHER, _POST_ALL_GATHER)]
-        if any(has) and not all(has):
-            raise MisuseError(
-                f"{self.name}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined "
-                f"if using all-gather extensions, but {type(local).__name__} has only one."
-            )
-        return has[0] or type(local) is not torch.Tensor
+        return has_extension(self.local, self.name) or type(self.local) is not torch.Tensor
 
     def check_extension(self) -> None:
         """Refuse a tensor subclass that does not say how it is gathered."""
@@ -279,6 +272,17 @@ class ManagedParameter:
         parameter = nn.Parameter(self.wrap_shard(local), requires_grad=requires_grad)
         setattr(parameter, _OWNER, weakref.ref(self))
         return parameter
+
+
+def has_extension(local: torch.Tensor, name: str) -> bool:
+    """Whether a tensor says itself what travels. Raises MisuseError if it says half of it."""
+    has = [hasattr(local, method) for method in (_PRE_ALL_GATHER, _POST_ALL_GATHER)]
+    if any(has) and not all(has):
+        raise MisuseError(
+            f"{name}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+            f"all-gather extensions, but {type(local).__name__} has only one."
+        )
+    return has[0]
 
 
 def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:

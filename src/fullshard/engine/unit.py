@@ -173,6 +173,10 @@ class Unit:
         self.wait_unshard()
         self.reshard()
         self.buffers = None
+        changed = {id(param) for param in plain} ^ {id(param) for param in self._plain}
+        for param in self.params:
+            if id(param) in changed:
+                param.unsharded = None  # made of other memory, and in another way
         self._plain = plain
         self._extended = ExtendedParameters(
             [param for param in self.params if param not in plain],
@@ -287,18 +291,21 @@ class Unit:
             param.show_sharded()
         self._enter(ShardedState.SHARDED)
 
-    def reset(self) -> None:
-        """Return to SHARDED from anywhere, without gradients (after an exception)."""
+    def reset(self, *, keeps_gradients: bool) -> None:
+        """Return to SHARDED from anywhere (after an exception)."""
         if self.state is ShardedState.GATHERING:
             self._finish_gather()
             self._enter(ShardedState.UNSHARDED)
         self.reshard()
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        if keeps_gradients:
+            return
         self._accumulates = False
         self.gradients.drop_partial()
         for param in self.params:
             param.accumulated_grad = None
-            if param.unsharded is not None:
-                param.unsharded.grad = None
 
     @property
     def is_unsharded(self) -> bool:
