@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fullshard
-from fullshard.engine.hooks import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
+from fullshard.engine.nodes import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
 from fullshard.interop import is_composable, state_view
 from fullshard.meshes import default_mesh, mesh_info
 from fullshard.wrapping import CoveredParameters, covered_modules

@@ -329,7 +329,7 @@ def _record_groups() -> Iterator[dict[str, set[str]]]:
         yield names
 
 
-def _groups_of_astep(model: nn.Module) -> dict[str, set[str]]:
+def _groups_of_a_step(model: nn.Module) -> dict[str, set[str]]:
     with _record_groups() as names:
         mean_square(model(my_part(make_batch(16)))).backward()
     model.zero_grad()
@@ -340,16 +340,16 @@ def _groups_of_astep(model: nn.Module) -> dict[str, set[str]]:
 @on_ranks(2)
 def test_separate_group_is_one_for_all_units_and_for_reductions_alone(api: Api) -> None:
     model, alone = sharded_mlp(api)
-    (shared,) = _groups_of_astep(model)["reduce_scatter"]
+    (shared,) = _groups_of_a_step(model)["reduce_scatter"]
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         model.set_separate_reduce_scatter_group()
     assert new_group.call_count == 1
-    groups = _groups_of_astep(model)
+    groups = _groups_of_a_step(model)
     (own,) = groups["reduce_scatter"]
     assert groups["all_gather"] == {shared} != {own}
     assert_train_alike(alone, model)
     model.set_separate_reduce_scatter_group(enable=False)
-    assert _groups_of_astep(model) == {"all_gather": {shared}, "reduce_scatter": {shared}}
+    assert _groups_of_a_step(model) == {"all_gather": {shared}, "reduce_scatter": {shared}}
     assert_train_alike(alone, model)
 
 
@@ -368,9 +368,9 @@ def test_separate_group_changes_no_count(api: Api) -> None:
 def test_separate_group_can_be_for_one_unit_alone(api: Api) -> None:
     model, alone = sharded_mlp(api)
     model.set_separate_reduce_scatter_group(recurse=False)  # it owns no parameters
-    assert len(_groups_of_astep(model)["reduce_scatter"]) == 1
+    assert len(_groups_of_a_step(model)["reduce_scatter"]) == 1
     model[1].set_separate_reduce_scatter_group(recurse=False)
-    assert len(_groups_of_astep(model)["reduce_scatter"]) == 2
+    assert len(_groups_of_a_step(model)["reduce_scatter"]) == 2
     assert_train_alike(alone, model)
 
 
@@ -391,7 +391,7 @@ def test_separate_group_on_two_axes_has_the_ranks_of_the_shard_axis(api: Api) ->
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         model.set_separate_reduce_scatter_group()
     assert [call.args[0] for call in new_group.mock_calls] == [[0, 1] if rank() < 2 else [2, 3]]
-    groups = _groups_of_astep(model)
+    groups = _groups_of_a_step(model)
     assert len(groups["reduce_scatter"] | groups["all_gather"] | groups["all_reduce"]) == 3
     assert_train_alike(alone, model)
 

@@ -67,7 +67,7 @@ def _noted(api: Api) -> tuple[nn.Sequential, list[str]]:
     return api.fully_shard(model), log
 
 
-def _order_of_astep(model: nn.Module, log: list[str]) -> tuple[str, str]:
+def _order_of_a_step(model: nn.Module, log: list[str]) -> tuple[str, str]:
     """Return what was noted in forward and in backward."""
     log.clear()
     loss = mean_square(model(my_part(make_batch(16))))
@@ -81,7 +81,7 @@ def _order_of_astep(model: nn.Module, log: list[str]) -> tuple[str, str]:
 def test_previous_unit_is_gathered_while_a_unit_computes_backward(api: Api) -> None:
     model, log = _noted(api)
     for _ in range(3):
-        _, backward = _order_of_astep(model, log)
+        _, backward = _order_of_a_step(model, log)
         assert backward == "g3 g2 b3 g1 b2 g0 b1 b0"
 
 
@@ -89,9 +89,9 @@ def test_previous_unit_is_gathered_while_a_unit_computes_backward(api: Api) -> N
 @on_ranks(2)
 def test_next_unit_is_gathered_while_a_unit_computes_once_the_order_is_known(api: Api) -> None:
     model, log = _noted(api)
-    assert _order_of_astep(model, log)[0] == "g0 f0 g1 f1 g2 f2 g3 f3"
+    assert _order_of_a_step(model, log)[0] == "g0 f0 g1 f1 g2 f2 g3 f3"
     for _ in range(2):
-        assert _order_of_astep(model, log)[0] == "g0 g1 f0 g2 f1 g3 f2 f3"
+        assert _order_of_a_step(model, log)[0] == "g0 g1 f0 g2 f1 g3 f2 f3"
 
 
 @on_ranks(2)
@@ -102,7 +102,7 @@ def test_units_named_for_forward_prefetch_are_gathered_before_the_one_that_names
     for index in range(3):
         model[index].set_modules_to_forward_prefetch(list(model[index + 1 : index + 3]))
     for _ in range(2):
-        assert _order_of_astep(model, log)[0] == "g0 g1 g2 f0 g3 f1 f2 f3"
+        assert _order_of_a_step(model, log)[0] == "g0 g1 g2 f0 g3 f1 f2 f3"
 
 
 @on_ranks(2)
@@ -114,7 +114,7 @@ def test_units_named_for_backward_prefetch_are_gathered_before_the_one_that_name
         earlier = list(reversed(model[:index]))[:2]
         model[index].set_modules_to_backward_prefetch(earlier)
     for _ in range(2):
-        assert _order_of_astep(model, log)[1] == "g3 g2 g1 b3 g0 b2 b1 b0"
+        assert _order_of_a_step(model, log)[1] == "g3 g2 g1 b3 g0 b2 b1 b0"
 
 
 @on_ranks(2)
@@ -125,7 +125,7 @@ def test_last_prefetch_named_is_the_one_in_effect(api: Api) -> None:
         model[index].set_modules_to_forward_prefetch([model[index + 1]])
     model[3].set_modules_to_backward_prefetch([model[0]])
     model[3].set_modules_to_backward_prefetch([])
-    forward, backward = _order_of_astep(model, log)
+    forward, backward = _order_of_a_step(model, log)
     assert forward == "g0 g1 f0 g2 f1 g3 f2 f3"
     assert backward == "g3 g2 b3 g1 b2 g0 b1 b0"
 

@@ -93,7 +93,7 @@ def test_all_reduce_hook_may_add_the_axis_of_replicas(api: Api) -> None:
 
 
 @on_ranks(4)
-def test_all_reduce_hook_waits_for_the_allcustom_reduce(api: Api) -> None:
+def test_all_reduce_hook_waits_for_the_all_reduce(api: Api) -> None:
     model, alone = sharded_mlp(api, mesh=mesh_of(2, 2))
     calls: list[int] = []
     model[1].set_all_reduce_hook(lambda sums: calls.append(sums.numel()))

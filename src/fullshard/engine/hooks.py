@@ -16,8 +16,9 @@
 Special cases. Activation recomputation runs 1 and 3 again inside backward, between 4 and 6: the
 parameters stay unsharded until 6. A module that runs several times has one 6 for each, and reduces
 each time. Modules sharded together share a state: 3 completes with the last of them, or, if one
-never ran, with the forward root, which may be the group itself. After an exception, whatever was left is reset by the next
-forward of the root; gradients that earlier micro-batches accumulated are kept if it came in forward.
+never ran, with the forward root, which may be the group itself. Inside a transform a node stands
+for 4. After an exception, whatever was left is reset by the next forward of the root; gradients
+that earlier micro-batches accumulated are kept if it came in forward.
 """
 
 import functools
@@ -31,6 +32,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.iteration import Iteration, is_in_backward
+from fullshard.engine.nodes import AfterBackward, mark_before_backward
 from fullshard.engine.params import ManagedParameter
 from fullshard.engine.precision import (
     cast_inputs,
@@ -257,17 +259,17 @@ class ModuleState:
         self.shared.end_units(self.units, is_differentiable=bool(outputs))
         self.training_state = TrainingState.IDLE
         if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled():
-            return map_tensors(lambda tensor: _mark_before_backward(self, tensor), output)
+            return map_tensors(lambda tensor: mark_before_backward(self, tensor), output)
         for tensor in outputs:
             if tensor._is_view():
                 _warn_of_view(self.modules)
-            tensor.register_hook(self._before_backward)
+            tensor.register_hook(self.before_backward)
         return output
 
     # 4
 
     @torch.compiler.disable
-    def _before_backward(self, grad: torch.Tensor) -> torch.Tensor:
+    def before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         iteration = self.shared
         iteration.begin_backward(self.end_backward)
         if self.training_state is TrainingState.PRE_BACKWARD:
@@ -288,7 +290,7 @@ class ModuleState:
     # 6
 
     @torch.compiler.disable
-    def _after_backward(self) -> None:
+    def after_backward(self) -> None:
         self.training_state = TrainingState.POST_BACKWARD
         for unit in reversed(self.units):
             self.shared.after_backward(unit)
@@ -328,58 +330,6 @@ class ModuleState:
         for unit in self.units:
             if not any(param.local.is_meta for param in unit.params):
                 unit.follow_changes()
-
-
-class _Identity(torch.autograd.Function):
-    """Passes tensors on. Its backward stands for a moment in that of a state's modules."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(state: ModuleState, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tensors
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.state = inputs[0]
-
-
-class AfterBackward(_Identity):
-    """On inputs: its backward runs once the gradients of all of them are complete."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.state._after_backward()
-        if torch.is_grad_enabled():  # create_graph=True: this backward has a backward of its own
-            grads = tuple(g if g is None else _mark_before_backward(ctx.state, g) for g in grads)
-        return (None, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tangent.view_as(tangent) for tangent in tangents)
-
-
-class BeforeBackward(_Identity):
-    """On outputs inside transforms, where a tensor hook would serve the innermost one alone."""
-
-    @staticmethod
-    def forward(state: ModuleState, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, ctx.state._before_backward(grad)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tangent is None else _mark_before_backward(ctx.state, tangent)
-
-
-def _mark_before_backward(state: ModuleState, tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.dtype.is_floating_point:
-        return tensor
-    marked: torch.Tensor = BeforeBackward.apply(state, tensor)  # type: ignore[no-untyped-call]
-    return marked
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
