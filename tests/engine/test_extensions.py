@@ -606,3 +606,11 @@ def test_copy_of_extended_parameters_trains_apart_from_the_original(api: Api) ->
     assert_trains_on_rounded_weights(other, copy.deepcopy(alone), int8_on_ranks, 2)
     assert_trains_on_rounded_weights(model, alone, int8_on_ranks, 2)
     dist.barrier()
+
+
+@pytest.mark.ours("not part of the API")
+@on_ranks(2)
+def test_description_names_what_is_gathered_by_its_own_methods(api: Api) -> None:
+    model = shard(api, make_model(), Int8)
+    text = str(api.describe(model))
+    assert "gathered by their own methods: 0.weight" in text, text

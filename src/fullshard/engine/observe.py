@@ -13,7 +13,10 @@ from fullshard.plan.layout import Route
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitDescription:
-    """One unit as it is: sizes in bytes, on this rank."""
+    """One unit as it is: sizes in bytes, on this rank.
+
+    extended: parameters that say themselves what is gathered of them; sizes do not count them.
+    """
 
     name: str
     mesh: str
@@ -24,6 +27,7 @@ class UnitDescription:
     packed: tuple[str, ...]
     frozen: tuple[str, ...]
     tied: tuple[str, ...]
+    extended: tuple[str, ...]
     in_place: bool
     offload: bool
     shard_nbytes: int
@@ -38,6 +42,7 @@ class UnitDescription:
         extras = [
             f"{len(self.frozen)} frozen" if self.frozen else "",
             f"tied: {', '.join(self.tied)}" if self.tied else "",
+            f"gathered by their own methods: {', '.join(self.extended)}" if self.extended else "",
             "offloaded to CPU" if self.offload else "",
         ]
         lines = [
@@ -108,6 +113,7 @@ def _describe(unit: Unit) -> UnitDescription:
         packed=tuple(p.spec.name for p in params if p.route is not Route.DIRECT),
         frozen=tuple(p.name for p in unit.params if not p.requires_grad),
         tied=tuple(" = ".join(p.names) for p in unit.params if len(p.slots) > 1),
+        extended=tuple(p.name for p in unit.params if p.is_extended),
         in_place=unit.buffers is not None and unit.buffers.in_place,
         offload=unit.config.offload_to_cpu,
         shard_nbytes=layout.shard_nbytes,
