@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.iteration import Iteration, is_in_backward
-from fullshard.engine.nodes import AfterBackward, mark_before_backward
+from fullshard.engine.nodes import mark_after_backward, mark_before_backward
 from fullshard.engine.params import ManagedParameter
 from fullshard.engine.precision import (
     cast_inputs,
@@ -229,8 +229,7 @@ class ModuleState:
         inputs = differentiable_tensors((args, kwargs))
         if not inputs:
             return args, kwargs
-        marked = AfterBackward.apply(self, *inputs)  # type: ignore[no-untyped-call]
-        return replace_differentiable((args, kwargs), marked)
+        return replace_differentiable((args, kwargs), mark_after_backward(self, inputs))
 
     # 3
 
