@@ -12,6 +12,7 @@ from fullshard.comm.collectives import (
     SymmMemAllGather,
     SymmMemReduceScatter,
 )
+from fullshard.engine.flat_params import FlatParameter
 from fullshard.engine.grad_norm import clip_grad_norm_
 from fullshard.engine.observe import describe
 from fullshard.errors import (
@@ -26,6 +27,8 @@ from fullshard.errors import (
     StateError,
     UnsupportedError,
 )
+from fullshard.fsdp1.module import FullyShardedDataParallel
+from fullshard.fsdp1.options import CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.fsdp2 import fully_shard
 from fullshard.fsdp_module import (
     FSDPModule,
@@ -34,6 +37,7 @@ from fullshard.fsdp_module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fullshard.grad_scaler import ShardedGradScaler
 from fullshard.install import install, uninstall
 from fullshard.meshes import (
     DataParallelMeshDims,
@@ -42,9 +46,27 @@ from fullshard.meshes import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from fullshard.replicate import replicate
 from fullshard.sharding import set_default_comm
+from fullshard.state.options import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fullshard.versions import check_torch_version
 
 __version__ = "0.1.0"
@@ -53,6 +75,8 @@ check_torch_version(torch.__version__)
 
 __all__ = [
     "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "CommError",
     "DDPMeshInfo",
@@ -61,13 +85,22 @@ __all__ = [
     "DefaultReduceScatter",
     "FSDPMeshInfo",
     "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullshardError",
+    "FullyShardedDataParallel",
     "HSDPMeshInfo",
     "LayoutError",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MeshError",
     "MisuseError",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PeerLostError",
     "PeerTimeoutError",
     "ProcessGroupAllocAllGather",
@@ -75,7 +108,14 @@ __all__ = [
     "ReduceScatter",
     "ReplicateModule",
     "ShardPlacementResult",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingError",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "StateError",
     "SymmMemAllGather",
     "SymmMemReduceScatter",

@@ -1,12 +1,12 @@
-"""`install()`: PyTorch's FSDP2 names resolve to fullshard, in libraries that know nothing of it.
+"""`install()`: PyTorch's FSDP names resolve to fullshard, in libraries that know nothing of it.
 
 The modules of ``torch.distributed.fsdp`` stay; names in them are set to ours, and so are names that
 other modules have imported from them already, torch's own among them (distributed checkpoint,
-pipelining, compile), so that their ``isinstance`` checks recognise our classes. What fullshard does
-not replace (``FullyShardedDataParallel``) keeps running on PyTorch's engine.
+pipelining, compile), so that their ``isinstance`` checks recognise our classes.
 """
 
 import contextlib
+import gc
 import importlib
 import multiprocessing.spawn
 import pkgutil
@@ -15,16 +15,22 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from fullshard import fsdp2, fsdp_module, interop, meshes, policies
+from fullshard import fsdp2, fsdp_module, grad_scaler, interop, meshes, policies
 from fullshard.comm import collectives
+from fullshard.engine.flat_params import FlatParameter
 from fullshard.errors import StateError
+from fullshard.fsdp1 import auto_wrap
+from fullshard.fsdp1 import options as fsdp1_options
+from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp_module import FSDPModule, ReplicateModule
 from fullshard.replicate import replicate
 from fullshard.sharding import set_default_comm
+from fullshard.state import options as state_options
 
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 _ENGINE = "torch.distributed.fsdp._fully_shard"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
+_FSDP1 = "torch.distributed.fsdp"
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
@@ -73,6 +79,59 @@ _REPLACED: dict[str, dict[str, Any]] = {
     },
     f"{_ENGINE}._fsdp_init": {"_get_mesh_info": meshes.mesh_info},
     f"{_ENGINE}._fsdp_state": {"_get_module_fsdp_state": interop.state_view},
+    f"{_FSDP1}.fully_sharded_data_parallel": {
+        "FullyShardedDataParallel": FullyShardedDataParallel,
+        "OptimStateKeyType": state_options.OptimStateKeyType,
+    },
+    f"{_FSDP1}.api": {
+        "BackwardPrefetch": policies.BackwardPrefetch,
+        **{
+            name: getattr(fsdp1_options, name)
+            for name in ("CPUOffload", "MixedPrecision", "ShardingStrategy")
+        },
+        **{
+            name: getattr(state_options, name)
+            for kind in ("", "Optim")
+            for name in (
+                f"{kind}StateDictConfig",
+                *(f"{part}{kind}StateDictConfig" for part in ("Full", "Local", "Sharded")),
+            )
+        },
+        "StateDictSettings": state_options.StateDictSettings,
+        "StateDictType": state_options.StateDictType,
+    },
+    f"{_FSDP1}.wrap": {
+        name: getattr(auto_wrap, name)
+        for name in (
+            "CustomPolicy",
+            "ModuleWrapPolicy",
+            "always_wrap_policy",
+            "enable_wrap",
+            "lambda_auto_wrap_policy",
+            "size_based_auto_wrap_policy",
+            "transformer_auto_wrap_policy",
+            "wrap",
+            "_ConfigAutoWrap",
+            "_Policy",
+            "_module_wrap_policy",
+            "_or_policy",
+            "_recursive_wrap",
+            "_wrap",
+            "_wrap_module_cls_individually",
+        )
+    },
+    f"{_FSDP1}._wrap_utils": {
+        name: getattr(auto_wrap, name) for name in ("_construct_wrap_fn", "_post_order_apply")
+    },
+    f"{_FSDP1}.sharded_grad_scaler": {"ShardedGradScaler": grad_scaler.ShardedGradScaler},
+    f"{_FSDP1}._flat_param": {"FlatParameter": FlatParameter},
+    f"{_FSDP1}._init_utils": {
+        "HYBRID_SHARDING_STRATEGIES": fsdp1_options.HYBRID_SHARDING_STRATEGIES,
+        "NO_RESHARD_AFTER_FORWARD_STRATEGIES": fsdp1_options.NO_RESHARD_AFTER_FORWARD_STRATEGIES,
+    },
+    f"{_FSDP1}._common_utils": {
+        "_get_module_fsdp_state_if_fully_sharded_module": interop.wrapped_state,
+    },
     _REPLICATE: {
         "replicate": replicate,
         "ReplicateModule": ReplicateModule,
@@ -102,11 +161,12 @@ _undo: list[tuple[types.ModuleType, str, Any]] = []
 
 
 def install() -> None:
-    """Make ``torch.distributed.fsdp``'s FSDP2 names resolve to fullshard, until `uninstall`.
+    """Make names of ``torch.distributed.fsdp`` resolve to fullshard, until `uninstall`.
 
     Call it before the program shards anything, best before it imports the libraries that do. What
-    `multiprocessing` starts from then on installs as well. Calling it again does nothing. Raises StateError if PyTorch's ``fully_shard`` was applied to a
-    module in this process already: two engines would then hold parts of one program.
+    `multiprocessing` starts from then on installs as well. Calling it again does nothing. Raises
+    StateError if PyTorch's FSDP was applied to a module in this process already: two engines would
+    then hold parts of one program.
     """
     if _undo:
         return
@@ -158,9 +218,12 @@ def _is_engine(module_name: str) -> bool:
 def _refuse_if_in_use() -> None:
     classes = sys.modules[f"{_ENGINE}._fully_shard"].get_cls_to_fsdp_cls()
     classes = [*classes, *getattr(sys.modules[_REPLICATE], "cls_to_replicate_cls", ())]
+    wrapper = sys.modules[f"{_FSDP1}.fully_sharded_data_parallel"].FullyShardedDataParallel
+    wrapped = [each for each in gc.get_referrers(wrapper) if type(each) is wrapper]
+    classes += {type(each.module) for each in wrapped}
     if classes:
         names = ", ".join(sorted(cls.__name__ for cls in classes))
         raise StateError(
-            f"PyTorch's fully_shard or replicate was applied in this process already (to {names}), so "
-            "fullshard cannot take its place. Call fullshard.install() before anything is sharded."
+            f"PyTorch's FSDP was applied in this process already (to {names}), so fullshard cannot "
+            "take its place. Call fullshard.install() before anything is sharded."
         )

@@ -17,6 +17,7 @@ from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.params import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
+from fullshard.plan.units import WRAPPED_MODULE
 from fullshard.policies import MixedPrecisionPolicy, TrainingState
 
 
@@ -182,6 +183,43 @@ class FSDPState(_View):
         self._shown.reset()
 
 
+class FlatHandle(_View):
+    """A flat unit, of the wrapper it belongs to."""
+
+    _shown: Unit
+
+    def __init__(self, unit: Unit, wrapper: nn.Module) -> None:
+        super().__init__(unit)
+        self._wrapper = wrapper
+
+    @property
+    def flat_param(self) -> nn.Parameter:
+        parameter: nn.Parameter = self._wrapper._flat_param  # type: ignore[assignment]
+        return parameter
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        return self._shown.mesh.shard_group is not None
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        return self._shown.params[0].holder.sharded.dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        """Keep the shards in this dtype, to which Accelerate casts them before it says so."""
+        unit = self._shown
+        for holder in {id(param.holder): param.holder for param in unit.params}.values():
+            holder.sharded.data = holder.sharded.data.to(dtype)
+        unit.adopt()
+
+
+def wrapped_state(module: nn.Module) -> nn.Module | None:
+    """Return the state of a module that wraps another one, which is itself; None for any other."""
+    wraps = state_of(module) is not None and WRAPPED_MODULE in module._modules
+    return module if wraps else None
+
+
 def view_of(state: ModuleState) -> FSDPState:
     """Show a state under PyTorch's names."""
     return FSDPState(state)
@@ -205,8 +243,8 @@ def mark_sharded(modules: Iterable[nn.Module], api: str) -> None:
         registry[api] = RegistryItem()
 
 
-def mark_managed(modules: Iterable[nn.Module]) -> None:
+def mark_managed(modules: Iterable[nn.Module], *, keeps_parameters: bool = True) -> None:
     """Tell ``torch.compile`` not to guard on these modules' parameters, which change places."""
     for module in modules:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
-        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = keeps_parameters  # type: ignore[assignment]

@@ -88,6 +88,37 @@ class ShardedState(enum.Enum):
     SHARDED_POST_FORWARD = enum.auto()  # resharded over the smaller group until backward
 
 
+class ParamStyle(enum.Enum):
+    """What users see in place of a unit's parameters while they are sharded."""
+
+    DTENSOR = enum.auto()  # each one as a DTensor, sharded along one of its dims
+    PIECES = enum.auto()  # each one as a 1-D piece of a flat buffer
+    FLAT = enum.auto()  # one flat parameter for all of them
+
+
+class BackwardPrefetch(enum.Enum):
+    """When the next unit's parameters are gathered during backward.
+
+    PRE: before the current unit's gradients are computed, for the most overlap. POST: after, which
+    saves the memory of one unit.
+    """
+
+    BACKWARD_PRE = enum.auto()
+    BACKWARD_POST = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommHook:
+    """A function that takes the place of a unit's reduction, and the state it is called with.
+
+    ``function(state, grads, shard)`` fills ``shard`` from the flat gradients of this rank; where
+    nothing is sharded, ``function(state, grads)`` reduces them in place.
+    """
+
+    state: object
+    function: Callable[..., None]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitConfig:
     """Everything the engine is told about one unit.
@@ -95,7 +126,12 @@ class UnitConfig:
     reshard_after_forward: True reshards over the whole shard axis, False keeps the parameters
         unsharded until backward is over, an int reshards over groups of that many ranks, None
         means True except for the root.
+    style: how sharded parameters appear, which also decides the layout: flat but for DTENSOR.
     all_reduce_hook: called with each sum (1-D, divided already) before gradients are set.
+    comm_hook: reduces instead of the unit. Flat styles only.
+    keep_low_precision_grads: leave gradients in the reduce dtype. Flat styles only.
+    cast_root_inputs: cast_forward_inputs of the unit that turns out to be the root, if not None.
+    buffer_dtype: floating-point buffers of the unit's modules, cast once, at the first use.
     reduce_scatter_max_input_buffers: how many reductions may hold their input at once.
     """
 
@@ -110,6 +146,13 @@ class UnitConfig:
     reduce_scatter_unused_params: bool = False
     gradient_divide_factor: float | None = None
     reduce_scatter_max_input_buffers: int = 1
+    style: ParamStyle = ParamStyle.DTENSOR
+    forward_prefetch: bool = True
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    cast_root_inputs: bool | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    comm_hook: CommHook | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None
 

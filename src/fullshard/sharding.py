@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.engine.hooks import ModuleState
-from fullshard.engine.params import ManagedParameter, ParamForm
+from fullshard.engine.params import DTensorParameter, ParamForm
 from fullshard.engine.unit import Unit, UnitMesh
 from fullshard.errors import ShardingError, UnsupportedError
 from fullshard.fsdp_module import FSDPModule, sharded_class
@@ -109,7 +109,7 @@ def make_units(
     units = []
     for place, forms, own_config in prepared:
         managed = [
-            ManagedParameter(parameter, parameters.slots[parameter], form, place.plan)
+            DTensorParameter(parameter, parameters.slots[parameter], form, place.plan)
             for parameter, form in forms.items()
         ]
         units.append((managed, place, device, own_config))
@@ -177,7 +177,7 @@ def _prepare(
             "(dp_mesh_dims). Pass True or False."
         )
     return (
-        place._replace(post_forward=smaller_mesh(place.mesh, option)),
+        place._replace(post_forward=smaller_mesh(info.mesh, option)),
         forms,
         dataclasses.replace(config, reshard_after_forward=option),
     )

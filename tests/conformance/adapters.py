@@ -13,13 +13,28 @@ import torch
 from torch import nn
 
 import fullshard
+from fullshard.engine.flat_params import FLAT_PARAM  # noqa: F401
 from fullshard.engine.nodes import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
 from fullshard.interop import is_composable, state_view
 from fullshard.meshes import default_mesh, mesh_info
+from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.wrapping import CoveredParameters, covered_modules
 
 # Tests count collectives, so ranks must make PyTorch's. "auto" runs the same tests on peer memory.
 fullshard.set_default_comm(os.environ.get("CONFORMANCE_COMM", "collectives"))
+
+FSDP_WRAPPED_MODULE = WRAPPED_MODULE
+FSDP_PREFIX = f"{WRAPPED_MODULE}."
+NO_RESHARD_AFTER_FORWARD_STRATEGIES = (
+    fullshard.ShardingStrategy.SHARD_GRAD_OP,
+    fullshard.ShardingStrategy._HYBRID_SHARD_ZERO2,
+)
+clean_tensor_name = clean_name
+
+
+def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> nn.Module | None:
+    return module if isinstance(module, fullshard.FullyShardedDataParallel) else None
+
 
 _get_module_fsdp_state = state_view
 _get_mesh_info = mesh_info

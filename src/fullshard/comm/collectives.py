@@ -23,6 +23,7 @@ from fullshard.comm.process_group import (
     PendingReduction,
     ProcessGroupComm,
     all_gather,
+    nothing,
     reduce_scatter,
 )
 from fullshard.plan.layout import BucketLayout, DirectRule
@@ -214,6 +215,8 @@ class CollectivesComm(ProcessGroupComm):
         assert first == 0
         if bucket.unsharded_numel == 0:
             return Done()
+        if bucket.is_flat:
+            return self._gather_flat(flat, unsharded, label)
         region = self.gather.allocate(
             (self.size * bucket.packed_numel,), dtype=unsharded.dtype, device=unsharded.device
         )
@@ -230,6 +233,15 @@ class CollectivesComm(ProcessGroupComm):
             self.group,
             label,
         )
+
+    def _gather_flat(self, flat: torch.Tensor, unsharded: torch.Tensor, label: str) -> Work:
+        part = unsharded.narrow(0, self.rank * flat.numel(), flat.numel())
+        part.copy_(flat, non_blocking=True)
+        with naming_lost_ranks(self.group, label):
+            work = self.gather(
+                output_tensor=unsharded, input_tensor=part, group=self.group, async_op=True
+            )
+        return Pending([work] if work is not None else [], nothing, (), self.group, label)
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         return reduce_dtype  # summed as it travels

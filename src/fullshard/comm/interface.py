@@ -8,6 +8,7 @@ needs; dropping it after `wait` releases them.
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -60,7 +61,8 @@ class ShardBuffer:
     flat: the shard buffer as one tensor, or None where the shards do not lie in one piece.
     gathered: the direct parameters, unsharded, readable without any copy; empty if there are none
         or if they cannot be read in place.
-    packed_region: the packed shards of all ranks, rank by rank, if they are readable in place.
+    packed_region: the packed shards of all ranks, rank by rank, if they are readable in place; of
+        a flat bucket all of it.
     """
 
     bucket: BucketLayout
@@ -119,7 +121,8 @@ class Comm(abc.ABC):
 
         grads: one full gradient per parameter of the bucket, in order; None counts as zeros. They
             are no longer needed once this returns.
-        out: 1-D, ``bucket.shard_numel`` elements of `accumulate_dtype`. Padding is undefined.
+        out: 1-D, ``bucket.shard_numel`` elements of `accumulate_dtype`. Padding is undefined, but
+            zero in a flat bucket.
         """
 
     @abc.abstractmethod
@@ -164,11 +167,12 @@ def shard_views(bucket: BucketLayout, flat: torch.Tensor, rank: int) -> list[tor
     base = flat.storage_offset()
     views = []
     for param in bucket.params:
-        start = (base + param.shard_offset) * itemsize
-        stop = start + param.shard_numel(rank) * itemsize
+        offset, shape = bucket.shard_range(param, rank)
+        start = (base + offset) * itemsize
+        stop = start + math.prod(shape) * itemsize
         view = torch.empty(0, dtype=flat.dtype, device=flat.device)
         view.set_(storage[start:stop])
-        views.append(view.view(param.shard_shape(rank)))
+        views.append(view.view(shape))
     return views
 
 
@@ -265,8 +269,11 @@ def copy_in_gradients(
     """Copy gradients, divided by ``divisor``, into a rank-major region; None becomes zeros.
 
     region: each rank's shard buffer after the other, or only what is packed of it. It may have
-    more columns than that.
+    more columns than that, but for a flat bucket, whose padding is set to zero.
     """
+    if bucket.is_flat:
+        _copy_in_flat(bucket, grads, region, divisor)
+        return
     start = len(bucket.direct) if packed_only else 0
     first = bucket.packed_offset if packed_only else 0
     matrix = region.view(bucket.shard_size, -1)
@@ -297,6 +304,25 @@ def copy_in_gradients(
         torch._foreach_div_(targets, divisor)
     if missing:
         torch._foreach_zero_(missing)
+
+
+def _copy_in_flat(
+    bucket: BucketLayout,
+    grads: Sequence[torch.Tensor | None],
+    region: torch.Tensor,
+    divisor: float,
+) -> None:
+    columns = region.split_with_sizes(bucket.columns)
+    pieces, padding = columns[::2], columns[1::2]
+    found = [(piece, grad) for piece, grad in zip(pieces, grads, strict=True) if grad is not None]
+    if found:
+        torch._foreach_copy_([piece for piece, _ in found], [grad.reshape(-1) for _, grad in found])
+        if divisor != 1.0:
+            torch._foreach_div_([piece for piece, _ in found], divisor)
+    missing = [piece for piece, grad in zip(pieces, grads, strict=True) if grad is None]
+    blank = [part for part in (*missing, *padding) if part.numel()]
+    if blank:
+        torch._foreach_zero_(blank)
 
 
 def add_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: float) -> None:

@@ -90,13 +90,21 @@ class PeerMemoryComm(Comm):
         packed_base = bucket.direct_numel + self.rank * bucket.packed_numel
         for param in bucket.params:
             shape = param.shard_shape(self.rank)
-            if param.route is Route.DIRECT:
+            if param.route is Route.FLAT:
+                gathered.append(view(param.unsharded_offset, param.spec.shape))
+                start, shape = bucket.shard_range(param, self.rank)
+                offset = self.rank * bucket.shard_numel + start
+            elif param.route is Route.DIRECT:
                 gathered.append(view(param.unsharded_offset, param.spec.shape))
                 first_row = param.rows(self.rank).start
                 offset = param.unsharded_offset + first_row * param.inner_numel
             else:
                 offset = packed_base + param.shard_offset - bucket.packed_offset
             shards.append(view(offset, shape))
+        if bucket.is_flat:
+            flat = view(self.rank * bucket.shard_numel, (bucket.shard_numel,))
+            whole = view(0, (bucket.unsharded_numel,))
+            return ShardBuffer(bucket, shards, flat, gathered, packed_region=whole)
         region = view(bucket.direct_numel, (self.size * bucket.packed_numel,))
         return ShardBuffer(bucket, shards, gathered=gathered, packed_region=region)
 
@@ -105,6 +113,10 @@ class PeerMemoryComm(Comm):
     ) -> Work:
         bucket = shards.bucket
         assert shards.packed_region is not None
+        if bucket.is_flat:
+            if first == 0:
+                unsharded.copy_(shards.packed_region)
+            return Done()
         if first == 0 and shards.gathered:
             targets = [
                 unsharded.narrow(0, p.unsharded_offset, p.spec.numel).view(p.spec.shape)

@@ -84,7 +84,8 @@ class ProcessGroupComm(Comm):
         self.device = device
         self._scratch = Scratch.of(device)
         announce()
-        self.backend = dist.get_backend(group)
+        known = isinstance(group, dist.ProcessGroup)
+        self.backend = dist.get_backend(group) if known else type(group).__name__  # a stand-in
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
         self.name = f"process group ({self.backend})"
         self.rule = DirectRule(even=True, min_nbytes=1 << 16 if self.is_nccl else 1 << 18)
@@ -113,6 +114,10 @@ class ProcessGroupComm(Comm):
         if bucket.unsharded_numel == 0:
             return Done()
         source = flat.to(unsharded.device, unsharded.dtype, non_blocking=True)
+        if bucket.is_flat:
+            with naming_lost_ranks(self.group, label):
+                work = self._all_gather(unsharded, source)
+            return Pending([work], nothing, (source,), self.group, label)
         works: list[Any] = []
         with naming_lost_ranks(self.group, label), self._coalesced(works):
             for param in bucket.direct:
@@ -172,6 +177,12 @@ class ProcessGroupComm(Comm):
     ) -> Reduction:
         tensors: list[torch.Tensor] = []
         works: list[Any] = []
+        if bucket.is_flat:
+            region = torch.empty(bucket.unsharded_numel, dtype=out.dtype, device=out.device)
+            copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
+            works.append(self._reduce_scatter(out, region))
+            tensors.append(region)
+            return self._native_reduction(works, tensors, grads, out, how)
         with self._coalesced(works):
             for param, grad in zip(bucket.params, grads, strict=True):
                 if param.route is not Route.DIRECT:
@@ -185,6 +196,16 @@ class ProcessGroupComm(Comm):
                 target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
                 works.append(self._reduce_scatter(target, region))
                 tensors.append(region)
+        return self._native_reduction(works, tensors, grads, out, how)
+
+    def _native_reduction(
+        self,
+        works: list[Any],
+        tensors: list[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        how: Sum,
+    ) -> Reduction:
         # Whether another rank had a gradient is not asked: the answer would stall the host.
         present = tuple(grad is not None for grad in grads)
 
@@ -215,6 +236,8 @@ class ProcessGroupComm(Comm):
             tensors.append(source)
             return received
 
+        if bucket.is_flat:
+            return self._reduce_scatter_flat(bucket, grads, out, how)
         for param, grad in zip(bucket.params, grads, strict=True):
             if param.route is Route.DIRECT:
                 source = _wire_gradient(param, grad, how.wire_dtype, out.device, how.scaling.before)
@@ -240,6 +263,28 @@ class ProcessGroupComm(Comm):
         return PendingReduction(
             Pending(works, finish, tuple(tensors), self.group, how.label),
             lambda: tuple(flags_seen),
+        )
+
+    def _reduce_scatter_flat(
+        self,
+        bucket: BucketLayout,
+        grads: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        how: Sum,
+    ) -> Reduction:
+        region = self._scratch.take(bucket.unsharded_numel, how.wire_dtype)
+        received = self._scratch.take(bucket.unsharded_numel, how.wire_dtype)
+        copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
+        work = dist.all_to_all_single(received, region, group=self.group, async_op=True)
+
+        def finish() -> None:
+            _sum_rows(received.view(self.size, -1), out, divisor=how.scaling.after)
+            self._scratch.give(region)
+            self._scratch.give(received)
+
+        return PendingReduction(
+            Pending([work], finish, (region, received), self.group, how.label),
+            lambda: tuple(grad is not None for grad in grads),
         )
 
     def _pack(

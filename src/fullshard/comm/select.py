@@ -30,7 +30,7 @@ def select_comm(group: dist.ProcessGroup | None, device: torch.device, choice: C
     """
     if group is None or group.size() == 1:
         return LocalComm()
-    if choice is CommChoice.PROCESS_GROUP:
+    if choice is CommChoice.PROCESS_GROUP or not isinstance(group, dist.ProcessGroup):
         return ProcessGroupComm(group, device)
     if choice is CommChoice.COLLECTIVES:
         return CollectivesComm(group, device)

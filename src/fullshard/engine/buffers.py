@@ -80,6 +80,11 @@ class UnitBuffers:
         self._post_forward: ProcessGroupComm | None = None
         self._bind(allow_in_place=True)
 
+    @property
+    def flat_shards(self) -> list[torch.Tensor]:
+        """This rank's shards of each bucket in one piece; flat buckets have that."""
+        return [buffer.flat for buffer in self._buckets if buffer.flat is not None]
+
     def shard(self, index: int) -> torch.Tensor:
         """This rank's shard of a parameter, in its local shape."""
         return self._shards[index]
@@ -114,6 +119,23 @@ class UnitBuffers:
                 self._comm.all_gather(buffer, unsharded.flat, first=unsharded.first, label=label)
                 for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True)
             ]
+
+    def gather_whole(self, label: str) -> dict[int, torch.Tensor]:
+        """Gather every parameter into memory of its own, in the dtype of the shards.
+
+        If this rank has all, its shards themselves.
+        """
+        if self.layout.shard_size == 1:
+            return dict(self._shards)
+        whole = {}
+        for buffer in self._buckets:
+            bucket = buffer.bucket
+            flat = torch.empty(
+                bucket.unsharded_numel, dtype=bucket.dtype, device=self._runtime.device
+            )
+            self._comm.all_gather(buffer, flat, label=label).wait()
+            whole.update(whole_views(bucket, flat))
+        return whole
 
     def free_unsharded(self) -> None:
         for unsharded in self._unsharded:
@@ -175,9 +197,18 @@ class UnitBuffers:
             )
 
 
+def whole_views(bucket: BucketLayout, flat: torch.Tensor) -> dict[int, torch.Tensor]:
+    """View an unsharded buffer as the parameters of the bucket, by index."""
+    return {
+        param.index: flat.narrow(0, param.unsharded_offset, param.spec.numel).view(param.spec.shape)
+        for param in bucket.params
+    }
+
+
 class GradientShards:
     """One bucket's reduced gradients, as one tensor and as views of it.
 
+    whole: hand it out as one.
     wrapped: the views as they are handed out, each made by its function of ``wraps``.
 
     The memory is reused for the next step once nobody but this object refers to it, so a gradient
@@ -191,6 +222,7 @@ class GradientShards:
         device: torch.device,
         wraps: Sequence[Callable[[torch.Tensor], torch.Tensor]],
         *,
+        whole: bool,
         pin_memory: bool,
     ) -> None:
         self.flat = torch.empty(
@@ -199,7 +231,7 @@ class GradientShards:
             device=device,
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )
-        self.views = shard_views(bucket, self.flat, rank)
+        self.views = [self.flat] if whole else shard_views(bucket, self.flat, rank)
         self.wrapped = [wrap(view) for wrap, view in zip(wraps, self.views, strict=True)]
         self._own_uses = self._uses()
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.engine.params import ManagedParameter
+from fullshard.engine.params import DTensorParameter
 from fullshard.errors import MisuseError
 from fullshard.plan.layout import ALIGNMENT_NBYTES
 from fullshard.policies import MixedPrecisionPolicy
@@ -32,14 +32,18 @@ from fullshard.policies import MixedPrecisionPolicy
 class _Extended:
     """One such parameter: what it sends, and the memory of what it is made of."""
 
-    param: ManagedParameter
+    param: DTensorParameter
     inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
     metadata: Any = None
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
     inner: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def ask(
-        self, mesh: DeviceMesh, device: torch.device, policy: MixedPrecisionPolicy, size: int
+        self,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        size: int,
     ) -> None:
         """Let the shard say what it sends."""
         param = self.param
@@ -116,7 +120,11 @@ class ExtendedParameters:
     """The parameters of a unit that say themselves what travels."""
 
     def __init__(
-        self, params: Sequence[ManagedParameter], mesh: DeviceMesh, size: int, device: torch.device
+        self,
+        params: Sequence[DTensorParameter],
+        mesh: DeviceMesh | None,
+        size: int,
+        device: torch.device,
     ) -> None:
         self._items = [_Extended(param) for param in params]
         self._mesh, self._size, self._device = mesh, size, device

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from fullshard.engine.params import owner_of
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -26,16 +28,24 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    grads = [p.grad for p in parameters if p.grad is not None]
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for grad in grads:
-        local = grad._local_tensor if isinstance(grad, DTensor) else grad
-        by_groups.setdefault(_shard_groups(grad), []).append(local)
+    device = torch.device("cpu")
+    for parameter in parameters:
+        grad, piece_groups = parameter.grad, _piece_groups(parameter)
+        if grad is None and not piece_groups:
+            continue
+        device = parameter.device
+        # Other ranks may have a gradient for their piece where this one has none.
+        locals_ = by_groups.setdefault(
+            piece_groups if grad is None or piece_groups else _shard_groups(grad), []
+        )
+        if grad is not None:
+            locals_.append(grad._local_tensor if isinstance(grad, DTensor) else grad)
     if not by_groups:
         return torch.tensor(0.0)
     parts = []
     for groups, locals_ in by_groups.items():
-        part = _local_power(locals_, norm_type)
+        part = _local_power(locals_, norm_type, device)
         for group in groups:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             dist.all_reduce(part, op=op, group=group)
@@ -48,9 +58,17 @@ def clip_grad_norm_(
             "that is not finite, or pass error_if_nonfinite=False to go on."
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for locals_ in by_groups.values():
+    for locals_ in filter(None, by_groups.values()):
         torch._foreach_mul_(locals_, scale.to(locals_[0].device))
     return norm
+
+
+def _piece_groups(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the group over which a parameter is divided that is a piece of a flat buffer."""
+    if isinstance(parameter, DTensor):
+        return ()
+    owner = owner_of(parameter)  # type: ignore[arg-type]
+    return (owner.shard_group,) if owner is not None and owner.shard_group is not None else ()
 
 
 def _shard_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -64,10 +82,11 @@ def _shard_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def _local_power(locals_: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _local_power(
+    locals_: list[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
     """Return the sum of p-th powers, or the maximum for infinity, in float32 or wider."""
     filled = [tensor for tensor in locals_ if tensor.numel()]
-    device = locals_[0].device
     if not filled:
         return torch.zeros((), device=device)
     dtype = torch.promote_types(filled[0].dtype, torch.float32)

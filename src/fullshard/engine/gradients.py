@@ -15,9 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
+from fullshard.comm.hooked import reduce_by_hook
 from fullshard.comm.interface import Comm, Reduction, Scaling, Sum, shard_views
 from fullshard.engine.buffers import GradientShards
-from fullshard.engine.params import ManagedParameter
+from fullshard.engine.params import ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout, rows_layout
 from fullshard.plan.mesh import MeshPlan
@@ -31,12 +32,13 @@ _POOLED = 2  # gradient memory kept for reuse: the current and, with accumulatio
 class _BucketPlan:
     """The gradients of one bucket: which of the unit's parameters, and the memory kept for them.
 
+    holders: who gets them: each parameter, or one for all of them.
     partial: sums over the shard axis whose all-reduce was put off.
     """
 
     bucket: BucketLayout
     indices: list[int]
-    params: list[ManagedParameter]
+    holders: list[ShardHolder]
     pool: list[GradientShards] = dataclasses.field(default_factory=list)
     partial: torch.Tensor | None = None
 
@@ -95,15 +97,25 @@ class UnitGradients:
         self._runtime = runtime
         self._params: list[ManagedParameter] = []
         self._specs: list[ParamSpec] = []
+        self._flat_layout: UnitLayout | None = None
         self._plans: dict[tuple[bool, ...], list[_BucketPlan]] = {}
 
     def use_comm(self, shard_comm: Comm) -> None:
         """Reduce like this over the shard axis; layouts stay as they are."""
         self._shard_comm = shard_comm
 
-    def bind(self, params: Sequence[ManagedParameter], specs: Sequence[ParamSpec]) -> None:
-        """Say whose gradients these are. Forgets what was kept for others."""
+    def bind(
+        self,
+        params: Sequence[ManagedParameter],
+        specs: Sequence[ParamSpec],
+        flat_layout: UnitLayout | None = None,
+    ) -> None:
+        """Say whose gradients these are. Forgets what was kept for others.
+
+        flat_layout: of the parameters, which is that of their gradients then.
+        """
         self._params, self._specs = list(params), list(specs)
+        self._flat_layout = flat_layout
         self._plans.clear()
 
     def layout(self) -> UnitLayout:
@@ -136,16 +148,13 @@ class UnitGradients:
             self._runtime.wait(ready)
             for plan in self._plan():
                 shards, total = self._destination(plan, config)
-                reduction = self._shard_comm.reduce_scatter(
-                    plan.bucket,
-                    [grads[index] for index in plan.indices],
-                    total,
-                    Sum(
-                        _wire_dtype(plan.bucket, config, accumulated=accumulated),
-                        scaling,
-                        f"{self.label}: reduce-scatter",
-                    ),
-                )
+                full = [grads[index] for index in plan.indices]
+                if config.comm_hook is not None:
+                    reduction = reduce_by_hook(config.comm_hook, plan.bucket, full, total)
+                else:
+                    wire_dtype = _wire_dtype(plan.bucket, config, accumulated=accumulated)
+                    how = Sum(wire_dtype, scaling, f"{self.label}: reduce-scatter")
+                    reduction = self._shard_comm.reduce_scatter(plan.bucket, full, total, how)
                 in_flight.buckets.append(_BucketInFlight(plan, reduction, total, shards))
         if not self._runtime.has_streams:
             in_flight.grads.clear()
@@ -155,14 +164,24 @@ class UnitGradients:
         with self._runtime.on(Lane.REDUCE), torch.no_grad():
             for item in in_flight.buckets:
                 present = item.reduction.wait()
-                if in_flight.config.reduce_scatter_unused_params:
+                if item.plan.bucket.is_flat or in_flight.config.reduce_scatter_unused_params:
                     present = (True,) * len(present)
                 if not self._reduce_replicas(item, in_flight.config):
                     continue
                 _round(item.total, _reduce_dtype(item.plan.bucket, in_flight.config))
                 self._run_hook(item.total, in_flight.config)
-                self._deposit(item, present)
+                if in_flight.config.keep_low_precision_grads:
+                    self._deposit_low(item, in_flight.config)
+                else:
+                    self._deposit(item, present)
             in_flight.event = self._runtime.record()
+
+    def flat_gradients(self) -> list[torch.Tensor | None]:
+        """Return the memory of flat gradients, a bucket at a time; None where they lie elsewhere."""
+        return [
+            next((shards.flat for shards in plan.pool if _is_in_use(plan, shards)), None)
+            for plan in self._plan()
+        ]
 
     @property
     def overlaps(self) -> bool:
@@ -190,28 +209,48 @@ class UnitGradients:
         plans = self._plans.get(mask)
         if plans is None:
             trainable = [index for index, yes in enumerate(mask) if yes]
-            layout = rows_layout(
-                [self._specs[index] for index in trainable],
-                shard_size=self._mesh.shard_size,
-                rule=self._shard_comm.rule,
+            plans = self._plans[mask] = (
+                self._plan_rows(trainable)
+                if self._flat_layout is None
+                else self._plan_flat(self._flat_layout, trainable)
             )
-            plans = self._plans[mask] = [
-                _BucketPlan(bucket, indices, [self._params[index] for index in indices])
-                for bucket in layout.buckets
-                for indices in [[trainable[param.index] for param in bucket.params]]
-            ]
+        return plans
+
+    def _plan_rows(self, trainable: Sequence[int]) -> list[_BucketPlan]:
+        layout = rows_layout(
+            [self._specs[index] for index in trainable],
+            shard_size=self._mesh.shard_size,
+            rule=self._shard_comm.rule,
+        )
+        return [
+            _BucketPlan(bucket, indices, [self._params[index] for index in indices])
+            for bucket in layout.buckets
+            for indices in [[trainable[param.index] for param in bucket.params]]
+        ]
+
+    def _plan_flat(self, layout: UnitLayout, trainable: Sequence[int]) -> list[_BucketPlan]:
+        """Reduce a buffer whole if anything in it is trainable, so that pieces stay where they are."""
+        plans = []
+        for bucket in layout.buckets:
+            indices = [param.index for param in bucket.params]
+            if not set(indices).isdisjoint(trainable):
+                holders = dict.fromkeys(self._params[index].holder for index in indices)
+                plans.append(_BucketPlan(bucket, indices, list(holders)))
         return plans
 
     def _destination(
         self, plan: _BucketPlan, config: UnitConfig
     ) -> tuple[GradientShards | None, torch.Tensor]:
         """Choose where a sum goes: into the gradients' own memory if it is final as it comes."""
-        dtype = self._shard_comm.accumulate_dtype(_reduce_dtype(plan.bucket, config))
+        dtype = _reduce_dtype(plan.bucket, config)
+        if config.comm_hook is None:
+            dtype = self._shard_comm.accumulate_dtype(dtype)
         final = (
             dtype == plan.bucket.dtype
-            and plan.params[0].local.device == self._runtime.device
+            and plan.holders[0].local.device == self._runtime.device
             and (config.all_reduce_grads or self._mesh.replicate_size == 1)
-            and all(param.sharded.grad is None for param in plan.params)
+            and not config.keep_low_precision_grads
+            and all(holder.sharded.grad is None for holder in plan.holders)
         )
         if final:
             shards = self._gradient_shards(plan, self._runtime.device)
@@ -220,7 +259,7 @@ class UnitGradients:
 
     def _reduce_replicas(self, item: _BucketInFlight, config: UnitConfig) -> bool:
         """Sum over the replicate axis. Returns False if that is put off."""
-        if self._mesh.replicate_size == 1:
+        if self._mesh.replicate_size == 1 or config.comm_hook is not None:
             return True
         plan, total = item.plan, item.total
         if plan.partial is not None:
@@ -254,33 +293,49 @@ class UnitGradients:
     def _deposit(self, item: _BucketInFlight, present: Sequence[bool]) -> None:
         """Set or add to the sharded parameters' gradients."""
         plan, shards = item.plan, item.shards
-        if shards is None and all(param.sharded.grad is None for param in plan.params):
-            shards = self._gradient_shards(plan, plan.params[0].local.device)
+        if shards is None and all(holder.sharded.grad is None for holder in plan.holders):
+            shards = self._gradient_shards(plan, plan.holders[0].local.device)
             shards.flat.copy_(item.total, non_blocking=True)
-        views = (
-            shards.views
-            if shards is not None
-            else shard_views(plan.bucket, item.total, self._mesh.shard_rank)
-        )
-        for position, param in enumerate(plan.params):
-            if not present[position]:
+        views = shards.views if shards is not None else self._views(plan, item.total)
+        for position, holder in enumerate(plan.holders):
+            if not present[position] or not _takes_gradient(plan, holder):
                 continue
-            if param.sharded.grad is not None:
-                local = param.sharded.grad._local_tensor  # type: ignore[attr-defined]
+            local = holder.local_grad
+            if local is not None:
                 local.add_(views[position].to(local.device))
             elif shards is not None:
-                param.sharded.grad = shards.wrapped[position]
+                holder.sharded.grad = shards.wrapped[position]
             else:
-                local = views[position].to(param.local.device, param.sharded.dtype, copy=True)
-                param.sharded.grad = param.wrap_shard(local)
-            for hook in param.post_accumulate_hooks:
-                self._runtime.finish(self._runtime.record() if param.local.is_cpu else None)
-                hook(param.sharded)
+                local = views[position].to(holder.local.device, holder.sharded.dtype, copy=True)
+                holder.sharded.grad = holder.wrap_shard(local)
+            for hook in holder.post_accumulate_hooks:
+                self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
+                hook(holder.sharded)
         if item.shards is None:
             self._runtime.scratch.give(item.total)
         if shards is not None:
             plan.pool.append(shards)
             del plan.pool[:-_POOLED]
+
+    def _deposit_low(self, item: _BucketInFlight, config: UnitConfig) -> None:
+        """Set or add to the gradients, in the reduce dtype."""
+        dtype = _reduce_dtype(item.plan.bucket, config)
+        views = self._views(item.plan, item.total)
+        for holder, view in zip(item.plan.holders, views, strict=True):
+            if not _takes_gradient(item.plan, holder):
+                continue
+            if holder.local_grad is not None:
+                holder.local_grad.add_(view)
+                continue
+            holder.sharded.grad = torch.empty_like(holder.sharded)  # of a dtype autograd accepts
+            holder.sharded.grad.data = view.to(holder.local.device, dtype, copy=True)
+        self._runtime.scratch.give(item.total)
+
+    def _views(self, plan: _BucketPlan, total: torch.Tensor) -> list[torch.Tensor]:
+        """View a sum as what each holder gets of it."""
+        if _is_whole(plan):
+            return [total]
+        return shard_views(plan.bucket, total, self._mesh.shard_rank)
 
     def _gradient_shards(self, plan: _BucketPlan, device: torch.device) -> GradientShards:
         for position, shards in enumerate(plan.pool):
@@ -291,7 +346,8 @@ class UnitGradients:
                 plan.bucket,
                 self._mesh.shard_rank,
                 device,
-                [param.wrap_shard for param in plan.params],
+                [holder.wrap_shard for holder in plan.holders],
+                whole=_is_whole(plan),
                 pin_memory=device != self._runtime.device,
             )
 
@@ -313,6 +369,24 @@ class UnitGradients:
         while factor % before == 0 and factor / before > before:
             before *= 2
         return Scaling(before, factor / before)
+
+
+def _is_in_use(plan: _BucketPlan, shards: GradientShards) -> bool:
+    """Whether the gradients that the holders have now are these."""
+    return all(
+        holder.sharded.grad is wrapped or not holder.sharded.numel()
+        for holder, wrapped in zip(plan.holders, shards.wrapped, strict=True)
+    )
+
+
+def _is_whole(plan: _BucketPlan) -> bool:
+    """Whether one holder gets the whole bucket."""
+    return plan.bucket.is_flat and not isinstance(plan.holders[0], ManagedParameter)
+
+
+def _takes_gradient(plan: _BucketPlan, holder: ShardHolder) -> bool:
+    """Whether there is anything to give: a rank may own nothing of a flat bucket's parameter."""
+    return not plan.bucket.is_flat or (holder.sharded.requires_grad and holder.sharded.numel() > 0)
 
 
 def _round(total: torch.Tensor, dtype: torch.dtype) -> None:

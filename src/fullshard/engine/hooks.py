@@ -43,8 +43,8 @@ from fullshard.engine.precision import (
 )
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
-from fullshard.plan.units import contains, lowest_common_unit
-from fullshard.policies import MixedPrecisionPolicy, TrainingState
+from fullshard.plan.units import clean_name, contains, lowest_common_unit
+from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
 
 _STATE = "_fullshard_state"
 
@@ -56,9 +56,17 @@ class ModuleState:
         no parameters: nested units may have taken them all.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], units: Sequence[Unit]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], units: Sequence[Unit], *, hooks: bool = True
+    ) -> None:
+        """hooks: False where the module's own methods do what 1, 3 and 8 stand for."""
         self.all_units = list(units)
+        self._has_hooks = hooks
         self.training_state = TrainingState.IDLE
+        self._reduced: UnitConfig | None = None  # what applies when not in full precision
+        self.ignored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # below the modules, not ours
+        self.buffer_dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]]
+        self.buffer_dtypes = weakref.WeakKeyDictionary()  # of buffers that were cast
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
         self.iteration: weakref.ref[Iteration] | None = None
@@ -75,6 +83,8 @@ class ModuleState:
         """Put the state and its hooks on the modules."""
         for module in self.modules:
             module.__dict__[_STATE] = self
+            if not self._has_hooks:
+                continue
             self._hooks += [
                 module.register_forward_pre_hook(
                     self.before_forward, prepend=True, with_kwargs=True
@@ -139,13 +149,15 @@ class ModuleState:
                 )
         self._states = list(dict.fromkeys(named.values()))
         for state in self._states:
-            name = ", ".join(name for name, other in named.items() if other is state)
+            name = ", ".join(clean_name(name) for name, other in named.items() if other is state)
             for unit in state.all_units:
                 unit.set_name(name)
         _name_parameters(root, self._states)
         _move_ties(root, named)
         for unit in self.all_units:
-            unit.is_root = True
+            unit.become_root()
+        for state in self._states:
+            state._cast_buffers()
         units = [unit for state in self._states for unit in state.units]
         for unit in units:
             unit.adopt()
@@ -154,6 +166,52 @@ class ModuleState:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)
         return self._own_iteration
+
+    def _cast_buffers(self) -> None:
+        """Cast the modules' floating-point buffers, if the policy asks for it."""
+        dtype = self.all_units[0].config.buffer_dtype
+        if dtype is None:
+            return
+        for module in self.own_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                    self.buffer_dtypes.setdefault(module, {})[name] = buffer.dtype
+                    module._buffers[name] = buffer.to(dtype)
+
+    def use_precision(self, *, full: bool) -> None:
+        """Compute in the dtypes of the shards for now, or as the policy says. Between iterations."""
+        (unit,) = self.all_units
+        if self._reduced is None:
+            self._reduced = unit.config
+        if full == (unit.config is not self._reduced):
+            return
+        _ = self.shared
+        if not full:
+            unit.config = self._reduced
+        else:
+            self._reduced = unit.config
+            unit.configure(mp_policy=MixedPrecisionPolicy(), buffer_dtype=None)
+            for module, dtypes in self.buffer_dtypes.items():
+                for name, dtype in dtypes.items():
+                    module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
+        self._cast_buffers()
+        if unit.params:
+            unit.adopt()
+
+    def own_modules(self) -> list[nn.Module]:
+        """Return the modules, and those below them that have no state of their own."""
+        found: dict[nn.Module, None] = {}
+
+        def visit(module: nn.Module) -> None:
+            if module not in found and module not in self.ignored:
+                found[module] = None
+                for child in module.children():
+                    if state_of(child) is None:
+                        visit(child)
+
+        for module in self.modules:
+            visit(module)
+        return list(found)
 
     def reset(self, *, keeps_gradients: bool = False) -> None:
         """Forget an iteration that did not end, and the gradients of earlier ones unless told."""
@@ -362,12 +420,15 @@ def _warn_of_view(modules: Sequence[nn.Module]) -> None:
 
 
 def _name_parameters(root: nn.Module, states: Sequence[ModuleState]) -> None:
-    managed = {id(p.sharded): p for state in states for unit in state.units for p in unit.params}
-    for param in managed.values():
-        param.names.clear()
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        if id(parameter) in managed:
-            managed[id(parameter)].names.append(name)
+    paths: dict[int, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(clean_name(path))
+    for param in [param for state in states for unit in state.units for param in unit.params]:
+        param.names = [
+            f"{path}.{slot.name}" if path else slot.name
+            for slot in param.slots
+            for path in paths.get(id(slot.module()), ())
+        ]
 
 
 def _move_ties(root: nn.Module, named: dict[str, ModuleState]) -> None:

@@ -29,7 +29,7 @@ from fullshard.engine.gradients import InFlight
 from fullshard.engine.runtime import Lane, outside_transforms
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.plan.schedule import Recorder
-from fullshard.policies import ShardedState
+from fullshard.policies import BackwardPrefetch, ShardedState
 
 
 class Iteration:
@@ -44,6 +44,7 @@ class Iteration:
         self._positions: dict[int, list[int]] = collections.defaultdict(list)
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._forward_root: weakref.ref[Any] | None = None
+        self._after: dict[int, Unit] = {}  # what to gather once a unit's backward is over
         self._in_backward = False
         self._expects_backward = False
         self._fenced_since_backward = True
@@ -98,6 +99,7 @@ class Iteration:
             if is_in_backward():
                 continue  # a recomputation: backward has its own order
             following = self._recorder.next_unit(self._number[id(unit)])
+            prefetches &= unit.config.forward_prefetch
             if prefetches and following is not None and self.units[following].comm.overlaps:
                 self.units[following].unshard()
 
@@ -138,8 +140,13 @@ class Iteration:
         if not positions:
             return  # differentiated more often than it ran
         previous = self._recorder.before(positions.pop())
-        if previous is not None and self.units[previous].comm.overlaps:
+        if previous is None or not self.units[previous].comm.overlaps:
+            return
+        when = unit.config.backward_prefetch
+        if when is BackwardPrefetch.BACKWARD_PRE:
             self.start_backward_unshard(self.units[previous])
+        elif when is BackwardPrefetch.BACKWARD_POST:
+            self._after[id(unit)] = self.units[previous]
 
     def start_backward_unshard(self, unit: Unit) -> None:
         if unit.config.unshard_in_backward:
@@ -153,10 +160,10 @@ class Iteration:
             unit.reshard()
         if not config.reduce_grads:
             unit.accumulate(grads)
-            return
-        in_flight = unit.reduce(grads)
-        if in_flight is not None:
+        elif (in_flight := unit.reduce(grads)) is not None:
             self._finish_reductions(keep=0 if unit.runtime.has_streams else 1, then=in_flight)
+        if (following := self._after.pop(id(unit), None)) is not None:
+            self.start_backward_unshard(following)
 
     @outside_transforms
     def end_backward(self, finished: Sequence[Unit]) -> None:
@@ -194,6 +201,7 @@ class Iteration:
         self._in_flight.clear()
         self._recorder.forget()
         self._positions.clear()
+        self._after.clear()
         self._forward_root = None
         self._in_backward = False
         for unit in self.units:

@@ -1,19 +1,22 @@
 """One parameter in its two forms, and where it is registered.
 
-[Note: Two forms] A managed parameter is two ``nn.Parameter`` objects. The *sharded* one is a
-DTensor whose local tensor is this rank's shard; it is what users, optimizers and state dicts see.
-The *unsharded* one has the original shape and the compute dtype and takes its place on the modules
-from unshard to reshard; autograd accumulates into its ``.grad``. It is a plain tensor, or, if the
-parameter was a DTensor before it was sharded (tensor parallel), a DTensor over the memory of this
-rank's part. Both live as long as the unit, so hooks and optimizer references stay valid.
+[Note: Two forms] A managed parameter is two ``nn.Parameter`` objects. The *sharded* one is what
+users, optimizers and state dicts see: a DTensor whose local tensor is this rank's shard, or a piece
+of a flat buffer (see `flat_params`). The *unsharded* one has the original shape and the compute
+dtype and takes its place on the modules from unshard to reshard; autograd accumulates into its
+``.grad``. It is a plain tensor, or, if the parameter was a DTensor before it was sharded (tensor
+parallel), a DTensor over the memory of this rank's part. Both live as long as the unit, so hooks
+and optimizer references stay valid.
 """
 
+import abc
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,175 +57,119 @@ class Slot:
         else:
             setattr(module, self.name, parameter)
 
+    def remove(self) -> None:
+        """Register nothing."""
+        self._parameters.pop(self.name, None)
+
+    def put_aside(self, tensor: torch.Tensor) -> None:
+        """Make a tensor the module's attribute without registering it as a parameter."""
+        module = self.module()
+        if module is None:
+            return
+        if self._by_setattr:
+            setattr(module, self.name, tensor)
+        self._parameters.pop(self.name, None)
+        module.__dict__[self.name] = tensor
+
+    def take_back(self, parameter: nn.Parameter) -> None:
+        """Register a parameter where a tensor was put aside."""
+        module = self.module()
+        if module is not None:
+            module.__dict__.pop(self.name, None)
+        self.register(parameter)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParamForm:
     """What a parameter becomes.
 
-    spec: the sharded parameter as a DTensor.
+    spec: the sharded parameter as a DTensor; None if it is a piece of a flat buffer.
     shard_dim: the dim along which this rank's tensor is cut over the shard axis.
     unsharded: the DTensor that it is while unsharded; None for a plain tensor.
     reduced_axes: axes of ``unsharded``'s mesh that are data parallel: gradients may be partial sums
         over them, which the unit's own reduction completes.
     """
 
-    spec: DTensorSpec
-    shard_dim: int
+    spec: DTensorSpec | None = None
+    shard_dim: int = 0
     unsharded: DTensorSpec | None = None
     reduced_axes: frozenset[int] = frozenset()
 
 
-class ManagedParameter:
+class ManagedParameter(abc.ABC):
     """A parameter that a unit shards. See [Note: Two forms].
 
     shape: what is sharded over the shard axis: the parameter, or this rank's part of a DTensor.
+    sharded: the sharded form. Its ``grad`` is the reduced gradient, unless ``holder`` has it.
     """
 
-    def __init__(
-        self, original: nn.Parameter, slots: list[Slot], form: ParamForm, mesh: MeshPlan
-    ) -> None:
+    sharded: nn.Parameter
+
+    def __init__(self, original: nn.Parameter, slots: list[Slot], form: ParamForm) -> None:
         self.slots = slots
         self.form = form
         self.names = [slot.name for slot in slots]  # fully qualified once the root is known
         self.unsharded: nn.Parameter | None = None
         self.accumulated_grad: torch.Tensor | None = None  # of backwards that did not reduce
-        self._post_forward: nn.Parameter | None = None
-        self._mesh = mesh
-        self._spec = form.spec
-        full = original.detach()
-        if isinstance(full, DTensor):
-            full = full._local_tensor
-        self.shape = tuple(full.shape)
-        self.sharded = self._as_parameter(full, original.requires_grad)
-        setattr(original, _OWNER, weakref.ref(self))
+        self.shard_group: dist.ProcessGroup | None = None  # over which it is sharded
+        local = original._local_tensor if isinstance(original, DTensor) else original
+        self.shape = tuple(local.shape)
 
     def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "ManagedParameter":
         """Return the same for a copy of the sharded parameter, registered elsewhere."""
-        other = object.__new__(ManagedParameter)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.slots, other.names, other.sharded = slots, list(self.names), sharded
-        other.unsharded = other.accumulated_grad = other._post_forward = None
-        setattr(sharded, _OWNER, weakref.ref(other))
+        other.unsharded = other.accumulated_grad = None
+        mark_owner(sharded, other)
         return other
+
+    # What it is
 
     @property
     def name(self) -> str:
         return self.names[0] if self.names else self.slots[0].name
 
     @property
+    @abc.abstractmethod
     def local(self) -> torch.Tensor:
         """This rank's shard."""
-        return self.sharded._local_tensor  # type: ignore[attr-defined]
 
     @property
     def requires_grad(self) -> bool:
-        return self.sharded.requires_grad
+        return self.holder.sharded.requires_grad
+
+    @property
+    def holder(self) -> "ShardHolder":
+        """What the optimizer sees of it, and what its gradient is given to."""
+        return self
 
     @property
     def is_extended(self) -> bool:
         """Whether the shard says itself what travels (``fsdp_pre_all_gather``), or has to."""
-        return has_extension(self.local, self.name) or type(self.local) is not torch.Tensor
-
-    def check_extension(self) -> None:
-        """Refuse a tensor subclass that does not say how it is gathered."""
-        if not hasattr(self.local, _PRE_ALL_GATHER):
-            raise StateError(
-                f"{self.name} is a {type(self.local).__name__}, which cannot be gathered as it is. "
-                "Define fsdp_pre_all_gather and fsdp_post_all_gather on it, or pass the parameter "
-                "in ignored_params."
-            )
+        return False
 
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         """Describe the parameter as it is now (its dtype may be changed until the first use)."""
-        dtype = self.sharded.dtype
+        dtype = self.holder.sharded.dtype
         compute_dtype = policy.param_dtype if dtype.is_floating_point else None
         return ParamSpec(self.name, self.shape, dtype, compute_dtype or dtype, self.form.shard_dim)
 
-    def wrap_shard(self, local: torch.Tensor) -> DTensor:
-        """Make a local tensor a DTensor that is sharded as this parameter is."""
-        spec = self._spec
-        if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
-            spec = self._spec = _with_dtype(spec, local.dtype)
-        return DTensor(local, spec, requires_grad=False)
+    # Its gradient
 
-    def create_unsharded(self, tensor: torch.Tensor) -> None:
-        """Make the unsharded form over this memory, or move it there."""
-        with torch.inference_mode(False), torch.no_grad():
-            if self.unsharded is None or self.unsharded.dtype != tensor.dtype:
-                whole = tensor
-                if self.form.unsharded is not None:
-                    spec = _with_dtype(self.form.unsharded, tensor.dtype)
-                    whole = DTensor(tensor, spec, requires_grad=False)
-                self.unsharded = nn.Parameter(whole, requires_grad=self.requires_grad)
-            elif self.form.unsharded is not None:
-                self.unsharded._local_tensor = tensor  # type: ignore[attr-defined]
-            else:
-                self.unsharded.data = tensor
-
-    def show_sharded(self) -> None:
-        self._post_forward = None
-        for slot in self.slots:
-            slot.register(self.sharded)
-
-    def show_unsharded(self) -> None:
-        self._post_forward = None
-        unsharded = self.unsharded
-        assert unsharded is not None
-        if unsharded.requires_grad != self.sharded.requires_grad:
-            unsharded.requires_grad_(self.sharded.requires_grad)
-        for slot in self.slots:
-            slot.register(unsharded)
+    @abc.abstractmethod
+    def wrap_shard(self, local: torch.Tensor) -> torch.Tensor:
+        """Make a local tensor what the sharded form and its gradient are."""
 
     @property
-    def _forms(self) -> tuple[nn.Parameter | None, ...]:
-        return (self.sharded, self.unsharded, self._post_forward)
+    def local_grad(self) -> torch.Tensor | None:
+        """This rank's part of the reduced gradient."""
+        grad: Any = self.sharded.grad
+        return grad
 
     @property
-    def is_replaced(self) -> bool:
-        """Whether something else than its own forms is registered."""
-        current = self.slots[0].current
-        return all(current is not form for form in self._forms)
-
-    def show_post_forward(self, local: torch.Tensor, mesh: DeviceMesh) -> None:
-        """Register what is kept between forward and backward: a shard over a smaller group."""
-        meta = TensorMeta(self._spec.shape, self._spec.stride, local.dtype)
-        spec = DTensorSpec(mesh, (Replicate(), self._spec.placements[-1]), tensor_meta=meta)
-        self._post_forward = nn.Parameter(
-            DTensor(local, spec, requires_grad=False), requires_grad=self.requires_grad
-        )
-        for slot in self.slots:
-            slot.register(self._post_forward)
-
-    def follow_replacement(self) -> None:
-        """Take over a parameter that somebody registered in place of the sharded one."""
-        for slot in self.slots:
-            current = slot.current
-            if current is None or any(current is form for form in self._forms):
-                continue
-            if not isinstance(current, DTensor):
-                if self.form.unsharded is not None:
-                    raise StateError(
-                        f"{self.name} was replaced by a plain tensor, but it is a DTensor over "
-                        f"{self._spec.mesh}. Distribute the new one over that mesh."
-                    )
-                with torch.no_grad():
-                    current = self._as_parameter(current.detach(), current.requires_grad)
-            self.sharded = current
-            setattr(self.sharded, _OWNER, weakref.ref(self))
-            break
-        else:
-            return
-        self.show_sharded()
-
-    def move_shard(self, target: torch.Tensor) -> None:
-        """Make ``target`` the memory of this rank's shard, with the shard's value."""
-        local = self.local
-        if local is target:
-            return
-        with torch.no_grad():
-            if not local.is_meta:
-                target.copy_(local)
-            self.sharded._local_tensor = target  # type: ignore[attr-defined]
+    def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
+        return list((getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}).values())
 
     def take_gradient(self) -> torch.Tensor | None:
         """Take what autograd accumulated: this rank's whole tensor, to be reduced.
@@ -260,9 +207,184 @@ class ManagedParameter:
             )
         return grad
 
+    # Its forms
+
+    def create_unsharded(self, tensor: torch.Tensor) -> None:
+        """Make the unsharded form over this memory, or move it there."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self.unsharded is None or self.unsharded.dtype != tensor.dtype:
+                whole = tensor
+                if self.form.unsharded is not None:
+                    spec = _with_dtype(self.form.unsharded, tensor.dtype)
+                    whole = DTensor(tensor, spec, requires_grad=False)
+                self.unsharded = nn.Parameter(whole, requires_grad=self.requires_grad)
+            elif self.form.unsharded is not None:
+                self.unsharded._local_tensor = tensor  # type: ignore[attr-defined]
+            else:
+                self.unsharded.data = tensor
+
+    def show_sharded(self) -> None:
+        for slot in self.slots:
+            slot.register(self.sharded)
+
+    def show_unsharded(self) -> None:
+        unsharded = self.current_unsharded()
+        for slot in self.slots:
+            slot.register(unsharded)
+
+    def current_unsharded(self) -> nn.Parameter:
+        """Return the unsharded form, trainable if the sharded one is."""
+        unsharded = self.unsharded
+        assert unsharded is not None
+        if unsharded.requires_grad != self.requires_grad:
+            unsharded.requires_grad_(self.requires_grad)
+        return unsharded
+
     @property
-    def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
-        return list((getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}).values())
+    def forms(self) -> tuple[nn.Parameter | None, ...]:
+        return (self.sharded, self.unsharded)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether something else than its own forms is registered."""
+        current = self.slots[0].current
+        return all(current is not form for form in self.forms)
+
+    @abc.abstractmethod
+    def follow_replacement(self) -> None:
+        """Take over a parameter that somebody registered in place of the sharded one."""
+
+    @abc.abstractmethod
+    def is_at(self, memory: torch.Tensor) -> bool:
+        """Whether this rank's shard lies there."""
+
+    @abc.abstractmethod
+    def move_shard(self, target: torch.Tensor) -> None:
+        """Make ``target`` the memory of this rank's shard, with the shard's value."""
+
+
+class ShardHolder(Protocol):
+    """What an optimizer updates, and what a reduced gradient is given to."""
+
+    @property
+    def sharded(self) -> nn.Parameter: ...
+
+    @property
+    def local(self) -> torch.Tensor: ...
+
+    @property
+    def local_grad(self) -> torch.Tensor | None: ...
+
+    @property
+    def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]: ...
+
+    def wrap_shard(self, local: torch.Tensor) -> torch.Tensor: ...
+
+
+class DTensorParameter(ManagedParameter):
+    """One whose sharded form is a DTensor."""
+
+    def __init__(
+        self, original: nn.Parameter, slots: list[Slot], form: ParamForm, mesh: MeshPlan
+    ) -> None:
+        super().__init__(original, slots, form)
+        self._post_forward: nn.Parameter | None = None
+        self._mesh = mesh
+        assert form.spec is not None
+        self._spec = form.spec
+        full = original.detach()
+        if isinstance(full, DTensor):
+            full = full._local_tensor
+        self.sharded = self._as_parameter(full, original.requires_grad)
+        mark_owner(original, self)
+
+    def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "DTensorParameter":
+        other = super().copy(sharded, slots)
+        assert isinstance(other, DTensorParameter)
+        other._post_forward = None
+        return other
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.sharded._local_tensor  # type: ignore[attr-defined]
+
+    @property
+    def local_grad(self) -> torch.Tensor | None:
+        grad: Any = self.sharded.grad
+        return None if grad is None else grad._local_tensor
+
+    @property
+    def is_extended(self) -> bool:
+        return has_extension(self.local, self.name) or type(self.local) is not torch.Tensor
+
+    def check_extension(self) -> None:
+        """Refuse a tensor subclass that does not say how it is gathered."""
+        if not hasattr(self.local, _PRE_ALL_GATHER):
+            raise StateError(
+                f"{self.name} is a {type(self.local).__name__}, which cannot be gathered as it is. "
+                "Define fsdp_pre_all_gather and fsdp_post_all_gather on it, or pass the parameter "
+                "in ignored_params."
+            )
+
+    def wrap_shard(self, local: torch.Tensor) -> DTensor:
+        spec = self._spec
+        if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
+            spec = self._spec = _with_dtype(spec, local.dtype)
+        return DTensor(local, spec, requires_grad=False)
+
+    def show_sharded(self) -> None:
+        self._post_forward = None
+        super().show_sharded()
+
+    def show_unsharded(self) -> None:
+        self._post_forward = None
+        super().show_unsharded()
+
+    @property
+    def forms(self) -> tuple[nn.Parameter | None, ...]:
+        return (self.sharded, self.unsharded, self._post_forward)
+
+    def show_post_forward(self, local: torch.Tensor, mesh: DeviceMesh) -> None:
+        """Register what is kept between forward and backward: a shard over a smaller group."""
+        meta = TensorMeta(self._spec.shape, self._spec.stride, local.dtype)
+        spec = DTensorSpec(mesh, (Replicate(), self._spec.placements[-1]), tensor_meta=meta)
+        self._post_forward = nn.Parameter(
+            DTensor(local, spec, requires_grad=False), requires_grad=self.requires_grad
+        )
+        for slot in self.slots:
+            slot.register(self._post_forward)
+
+    def follow_replacement(self) -> None:
+        for slot in self.slots:
+            current = slot.current
+            if current is None or any(current is form for form in self.forms):
+                continue
+            if not isinstance(current, DTensor):
+                if self.form.unsharded is not None:
+                    raise StateError(
+                        f"{self.name} was replaced by a plain tensor, but it is a DTensor over "
+                        f"{self._spec.mesh}. Distribute the new one over that mesh."
+                    )
+                with torch.no_grad():
+                    current = self._as_parameter(current.detach(), current.requires_grad)
+            self.sharded = current
+            mark_owner(self.sharded, self)
+            break
+        else:
+            return
+        self.show_sharded()
+
+    def is_at(self, memory: torch.Tensor) -> bool:
+        return self.local is memory
+
+    def move_shard(self, target: torch.Tensor) -> None:
+        local = self.local
+        if local is target:
+            return
+        with torch.no_grad():
+            if not local.is_meta:
+                target.copy_(local)
+            self.sharded._local_tensor = target  # type: ignore[attr-defined]
 
     def _as_parameter(self, full: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         """Shard a whole tensor: a DTensor parameter with this rank's part of it."""
@@ -270,7 +392,7 @@ class ManagedParameter:
         # A copy, so that the whole tensor can be freed; the unit's buffer takes it over.
         local = part.new_zeros(part.shape).copy_(part)
         parameter = nn.Parameter(self.wrap_shard(local), requires_grad=requires_grad)
-        setattr(parameter, _OWNER, weakref.ref(self))
+        mark_owner(parameter, self)
         return parameter
 
 
@@ -283,6 +405,11 @@ def has_extension(local: torch.Tensor, name: str) -> bool:
             f"all-gather extensions, but {type(local).__name__} has only one."
         )
     return has[0]
+
+
+def mark_owner(parameter: nn.Parameter, manager: ManagedParameter) -> None:
+    """Note on a parameter who manages it."""
+    setattr(parameter, _OWNER, weakref.ref(manager))
 
 
 def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:

@@ -18,16 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm.interface import Comm, Done, Work
+from fullshard.comm.interface import Comm, Done, Work, shard_views
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
-from fullshard.engine.buffers import UnitBuffers
+from fullshard.engine.buffers import UnitBuffers, whole_views
 from fullshard.engine.extensions import ExtendedParameters
+from fullshard.engine.flat_params import FlatHolder
 from fullshard.engine.gradients import InFlight, UnitGradients
-from fullshard.engine.params import ManagedParameter
+from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Lane, Runtime, outside_transforms
 from fullshard.errors import StateError
-from fullshard.plan.layout import UnitLayout, rows_layout
+from fullshard.plan.layout import UnitLayout, retype, rows_layout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import ShardedState, UnitConfig
 
@@ -44,15 +45,17 @@ _TRANSITIONS = {
 class UnitMesh(NamedTuple):
     """A mesh with its place in numbers and its process groups (None for an axis of one)."""
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None  # None where the user gave process groups
     plan: MeshPlan
     shard_group: dist.ProcessGroup | None
     replicate_group: dist.ProcessGroup | None
     post_forward: DeviceMesh | None = None  # (replicate, shard) of reshard_after_forward=N
 
     @property
-    def shard_mesh(self) -> DeviceMesh:
+    def shard_mesh(self) -> DeviceMesh | None:
         """The shard axis alone."""
+        if self.mesh is None:
+            return None
         names = self.mesh.mesh_dim_names
         return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
 
@@ -70,7 +73,9 @@ class Unit:
         mesh: UnitMesh,
         device: torch.device,
         config: UnitConfig,
+        layout: UnitLayout | None = None,
     ) -> None:
+        """layout: a flat one, which stays for good; None makes one by rows."""
         self.mesh = mesh
         self.device = device
         self.config = config
@@ -85,6 +90,10 @@ class Unit:
         self.params: list[ManagedParameter] = []
         self.buffers: UnitBuffers | None = None
         self.is_held = False  # unsharded by the user, who may have written to it
+        self.is_whole = False  # shows whole parameters, apart from any state (see `whole`)
+        holders = (param.holder for param in params)
+        self.flat = next((each for each in holders if isinstance(each, FlatHolder)), None)
+        self._flat_layout = layout
         self._gathered_of: list[int] = []
         self._accumulates = False
         self._extended = ExtendedParameters([], mesh.mesh, 1, device)
@@ -102,6 +111,7 @@ class Unit:
         """Take these parameters, and allocate their memory unless some are still on meta."""
         self.params = list(params)
         for param in self.params:
+            param.shard_group = self.mesh.shard_group
             param.show_sharded()
         self.buffers = None
         if not any(param.local.is_meta for param in self.params):
@@ -125,6 +135,8 @@ class Unit:
     def layout(self) -> UnitLayout:
         """Where the plain parameters lie."""
         specs = [param.spec(self.config.mp_policy) for param in self._plain]
+        if self._flat_layout is not None:
+            return retype(self._flat_layout, specs)
         return rows_layout(specs, shard_size=self.mesh.plan.shard_size, rule=self.comm.rule)
 
     @outside_transforms
@@ -158,12 +170,25 @@ class Unit:
                     pin_memory=self.config.pin_memory,
                 )
             specs = [param.spec(self.config.mp_policy) for param in self.params]
-            self.gradients.bind(self.params, specs)
+            flat = None if self._flat_layout is None else layout
+            self.gradients.bind(self.params, specs, flat)
             self._create_unsharded()
-        for param in self.params:
-            self._check_device(param)
+        for holder in self._holders:
+            self._check_device(holder)
+        with torch.no_grad():
+            self._move_shards()
+
+    def _move_shards(self) -> None:
+        assert self.buffers is not None
+        if self.flat is not None:
+            (flat,) = self.buffers.flat_shards
+            self.flat.move(flat)
         for index, param in enumerate(self._plain):
             param.move_shard(self.buffers.shard(index))
+
+    @property
+    def _holders(self) -> list[ShardHolder]:
+        return list(dict.fromkeys(param.holder for param in self.params))
 
     def _split(self) -> None:
         """Tell plain parameters from extended ones, which users may make of them until first use."""
@@ -179,7 +204,7 @@ class Unit:
                 param.unsharded = None  # made of other memory, and in another way
         self._plain = plain
         self._extended = ExtendedParameters(
-            [param for param in self.params if param not in plain],
+            [p for p in self.params if p not in plain and isinstance(p, DTensorParameter)],
             self.mesh.shard_mesh,
             self.mesh.plan.shard_size,
             self.device,
@@ -281,6 +306,7 @@ class Unit:
             kept = self.buffers.keep_post_forward(comm)
             assert self.mesh.post_forward is not None
             for index, param in enumerate(self.params):
+                assert isinstance(param, DTensorParameter)
                 param.show_post_forward(kept[index], self.mesh.post_forward)
             self._enter(ShardedState.SHARDED_POST_FORWARD)
             return
@@ -316,6 +342,47 @@ class Unit:
         """Whether parameters stay unsharded from forward to backward."""
         option = self.config.reshard_after_forward
         return self.is_root if option is None else option is False
+
+    # Apart from any state
+
+    @torch.no_grad()
+    def gather_whole(self) -> list[torch.Tensor]:
+        """Gather every plain parameter, in the dtype of the shards. Every rank has to call it."""
+        if not self.params:
+            return []
+        assert self.buffers is not None
+        label = f"{self.label}: gathering whole parameters"
+        self.comm.fence(label)  # all have written
+        whole = self.buffers.gather_whole(label)
+        self.comm.fence(label)  # all have read
+        return [whole[index] for index in range(len(self._plain))]
+
+    @torch.no_grad()
+    def gather_whole_grads(self) -> list[torch.Tensor | None]:
+        """Gather every gradient of a flat unit; None for those that no rank has."""
+        grads: list[torch.Tensor | None] = [None] * len(self.params)
+        if not self.params:
+            return grads
+        assert self.buffers is not None
+        for bucket in self.buffers.layout.buckets:
+            members = [self.params[param.index] for param in bucket.params]
+            present = torch.tensor([param.sharded.grad is not None for param in members])
+            flat = torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=self.device)
+            for param, view in zip(
+                members, shard_views(bucket, flat, self.mesh.plan.shard_rank), strict=True
+            ):
+                if param.sharded.grad is not None:
+                    view.copy_(param.sharded.grad)
+            if (group := self.mesh.shard_group) is not None:
+                present = present.to(torch.uint8).to(self.device)
+                dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+                comm = ProcessGroupComm(group, self.device)
+                flat, work = comm.gather_bytes(flat, f"{self.label}: gathering whole gradients")
+                work.wait()
+            views = whole_views(bucket, flat)
+            for place, has in zip(bucket.params, present.tolist(), strict=True):
+                grads[place.index] = views[place.index] if has else None
+        return grads
 
     # Gradients
 
@@ -355,6 +422,15 @@ class Unit:
     def set_name(self, name: str) -> None:
         self.name = name
         self.gradients.label = name or "root"
+
+    def become_root(self) -> None:
+        """Be the unit that runs first and last."""
+        self.is_root = True
+        if self.config.cast_root_inputs is not None:
+            policy = dataclasses.replace(
+                self.config.mp_policy, cast_forward_inputs=self.config.cast_root_inputs
+            )
+            self.configure(mp_policy=policy)
 
     def configure(self, **changes: object) -> None:
         self.config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]
@@ -398,13 +474,15 @@ class Unit:
         buffers = self.buffers
         if buffers is None:
             return True
+        if self.flat is not None:
+            return not self.flat.is_at(buffers.flat_shards[0])
         return any(param.is_replaced for param in self.params) or any(
-            param.local is not buffers.shard(index) for index, param in enumerate(self._plain)
+            not param.is_at(buffers.shard(index)) for index, param in enumerate(self._plain)
         )
 
     def _shard_versions(self) -> list[int]:
         """Count the writes to each shard, through its DTensor or through its local tensor."""
-        return [param.sharded._version + param.local._version for param in self.params]
+        return [own.sharded._version + own.local._version for own in self._holders]
 
     def _post_forward_comm(self) -> ProcessGroupComm | None:
         mesh = self.mesh.post_forward
@@ -418,16 +496,17 @@ class Unit:
             self._post_forward = ProcessGroupComm(mesh.get_group(1), self.device)
         return self._post_forward
 
-    def _check_device(self, param: ManagedParameter) -> None:
+    def _check_device(self, holder: ShardHolder) -> None:
         expected = torch.device("cpu") if self.config.offload_to_cpu else self.device
-        if param.local.device.type != expected.type:
+        if holder.local.device.type != expected.type:
+            names = ", ".join(param.name for param in self.params if param.holder is holder)
             offloaded = (
                 "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
                 if self.config.offload_to_cpu
                 else ""
             )
             raise StateError(
-                f"{offloaded}{param.name} ({self.label}): the shard is on {param.local.device}, "
+                f"{offloaded}{names} ({self.label}): the shard is on {holder.local.device}, "
                 f"but the unit keeps its shards on {expected}. Load a state dict of that device, "
                 f"or call model.to_empty(device={expected.type!r}) and initialise."
             )

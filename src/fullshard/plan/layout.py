@@ -59,13 +59,17 @@ class DirectRule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What planning knows of a parameter. ``name`` is used in messages only."""
+    """What planning knows of a parameter. ``name`` is used in messages only.
+
+    shard_dim: for a layout by rows. trainable: for a flat one, which keeps frozen ones apart.
+    """
 
     name: str = dataclasses.field(compare=False)
     shape: Shape
     dtype: torch.dtype
     compute_dtype: torch.dtype
     shard_dim: int = 0
+    trainable: bool = dataclasses.field(default=True, compare=False)
 
     @property
     def numel(self) -> int:
@@ -147,7 +151,7 @@ class ParamLayout:
 
 @dataclasses.dataclass(frozen=True)
 class BucketLayout:
-    """Parameters of one storage and compute dtype, direct ones first.
+    """Parameters of one storage and compute dtype, direct ones first; all flat or none.
 
     shard_numel: elements of each rank's shard buffer, padding included.
     packed_offset: where the packed region begins in the shard buffer; it runs to the end.
@@ -168,14 +172,39 @@ class BucketLayout:
         return self.shard_numel - self.packed_offset
 
     @functools.cached_property
+    def is_flat(self) -> bool:
+        return bool(self.params) and self.params[0].route is Route.FLAT
+
+    @functools.cached_property
     def columns(self) -> tuple[int, ...]:
-        """Cut a rank's shard buffer: each parameter's chunk, then the padding after it."""
-        offsets = [param.shard_offset for param in self.params] + [self.shard_numel]
+        """Cut a rank's shard buffer: each parameter's chunk, then the padding after it.
+
+        If flat, the unsharded buffer: each parameter, then the padding after it.
+        """
+        if self.is_flat:
+            sizes = [(param.unsharded_offset, param.spec.numel) for param in self.params]
+            stop = self.unsharded_numel
+        else:
+            sizes = [(param.shard_offset, param.chunk_numel) for param in self.params]
+            stop = self.shard_numel
+        offsets = [offset for offset, _ in sizes] + [stop]
         return tuple(
-            numel
-            for param, following in zip(self.params, offsets[1:], strict=True)
-            for numel in (param.chunk_numel, following - param.shard_offset - param.chunk_numel)
+            part
+            for (offset, numel), following in zip(sizes, offsets[1:], strict=True)
+            for part in (numel, following - offset - numel)
         )
+
+    def shard_range(self, param: ParamLayout, rank: int) -> tuple[int, Shape]:
+        """Return where ``rank``'s shard of a parameter begins in its shard buffer, and its shape.
+
+        A flat shard is 1-D, unless one rank has all of it.
+        """
+        if not self.is_flat:
+            return param.shard_offset, param.shard_shape(rank)
+        if self.shard_size == 1:
+            return param.unsharded_offset, param.spec.shape
+        pieces = self.pieces(param, rank)
+        return (pieces[0].shard_start, (pieces[0].numel,)) if pieces else (0, (0,))
 
     @functools.cached_property
     def direct(self) -> tuple[ParamLayout, ...]:
@@ -262,8 +291,14 @@ def rows_layout(
     )
 
 
-def flat_layout(specs: Sequence[ParamSpec], *, shard_size: int) -> UnitLayout:
+def flat_layout(
+    specs: Sequence[ParamSpec], *, shard_size: int, is_aligned: bool = True
+) -> UnitLayout:
     """Concatenate the parameters and cut the result into equal 1-D shards.
+
+    Frozen ones are apart from trainable ones, so that there is no gradient memory for them.
+    is_aligned: False puts them end to end with the least padding, as PyTorch's ``FlatParameter``
+    has them, at the price of pieces that do not begin on 16 bytes.
 
     w (6, 4) and b (6,) in float32 on 4 ranks need 30 elements, padded to 32:
         shard 0 [ 0,  8): w rows 0-1     shard 2 [16, 24): w rows 4-5
@@ -271,9 +306,12 @@ def flat_layout(specs: Sequence[ParamSpec], *, shard_size: int) -> UnitLayout:
     """
     _check_shard_size(shard_size)
     buckets = []
-    for members in _by_dtypes(specs).values():
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+    for index, spec in enumerate(specs):
+        groups.setdefault((spec.dtype, spec.compute_dtype, spec.trainable), []).append(index)
+    for members in groups.values():
         first = specs[members[0]]
-        align = _alignment(first.dtype, first.compute_dtype)
+        align = _alignment(first.dtype, first.compute_dtype) if is_aligned else 1
         params, offset = [], 0
         for index in members:
             params.append(ParamLayout(index, specs[index], Route.FLAT, shard_size, 0, offset))
@@ -292,6 +330,31 @@ def flat_layout(specs: Sequence[ParamSpec], *, shard_size: int) -> UnitLayout:
             )
         )
     return UnitLayout(shard_size, tuple(buckets))
+
+
+def retype(layout: UnitLayout, specs: Sequence[ParamSpec]) -> UnitLayout:
+    """Return the same layout for other dtypes: every element stays where it is.
+
+    What a flat layout needs after ``model.half()``, since its shards are not moved between ranks.
+    """
+    buckets = []
+    for bucket in layout.buckets:
+        first = specs[bucket.params[0].index]
+        params = [dataclasses.replace(param, spec=specs[param.index]) for param in bucket.params]
+        if len({(param.spec.dtype, param.spec.compute_dtype) for param in params}) > 1:
+            raise LayoutError(
+                f"{', '.join(param.spec.name for param in params)} lie in one flat buffer, but are "
+                "of different dtypes now. Change the dtype of all of them."
+            )
+        buckets.append(
+            dataclasses.replace(
+                bucket,
+                dtype=first.dtype,
+                compute_dtype=first.compute_dtype,
+                params=tuple(params),
+            )
+        )
+    return UnitLayout(layout.shard_size, tuple(buckets))
 
 
 def regroup(bucket: BucketLayout, *, shard_size: int) -> BucketLayout:

@@ -1,6 +1,16 @@
-"""Which unit owns a parameter that several modules share."""
+"""Which unit owns a parameter that several modules share, and what modules are called."""
 
+import re
 from collections.abc import Iterable, Sequence
+
+# Attributes under which wrappers keep the module they wrap.
+WRAPPED_MODULE = "_fsdp_wrapped_module"
+_WRAPPERS = re.compile(rf"(^|\.)(?:{WRAPPED_MODULE}|_checkpoint_wrapped_module)(?=\.|$)")
+
+
+def clean_name(name: str) -> str:
+    """Return a qualified name without what wrappers add: "layers.0._fsdp_wrapped_module.weight"."""
+    return _WRAPPERS.sub("", name).removeprefix(".")
 
 
 def lowest_common_unit(users: Sequence[str], units: Iterable[str]) -> str:

@@ -1,0 +1,36 @@
+"""Reduction by a user's function (a communication hook), in place of the unit's own."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.comm.interface import Reduction, copy_in_gradients
+from fullshard.plan.layout import BucketLayout
+from fullshard.policies import CommHook
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reduced:
+    present: tuple[bool, ...]
+
+    def wait(self) -> tuple[bool, ...]:
+        return self.present
+
+
+def reduce_by_hook(
+    hook: CommHook, bucket: BucketLayout, grads: Sequence[torch.Tensor | None], out: torch.Tensor
+) -> Reduction:
+    """Let a hook reduce a flat bucket's gradients; ``out`` gets this rank's shard.
+
+    The hook sees undivided gradients in ``out``'s dtype and divides them itself.
+    """
+    present = tuple(grad is not None for grad in grads)
+    if bucket.shard_size == 1:
+        copy_in_gradients(bucket, grads, out)
+        hook.function(hook.state, out)
+        return _Reduced(present)
+    region = torch.empty(bucket.unsharded_numel, dtype=out.dtype, device=out.device)
+    copy_in_gradients(bucket, grads, region)
+    hook.function(hook.state, region, out)
+    return _Reduced(present)

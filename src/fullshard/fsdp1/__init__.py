@@ -1,0 +1,1 @@
+"""`FullyShardedDataParallel`: a wrapper whose parameters are sharded as one flat buffer."""

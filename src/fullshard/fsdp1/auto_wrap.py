@@ -1,0 +1,546 @@
+"""Which modules become units of their own.
+
+Two kinds of policy exist. A `_Policy` looks at the whole tree at once and returns the modules to
+wrap with the arguments of each. A callable, the older kind, is asked twice about each module:
+
+    policy(module=m, recurse=True, nonwrapped_numel=n)   going down: shall m's children be asked?
+    policy(module=m, recurse=False, nonwrapped_numel=n)  coming up: shall m be wrapped?
+
+where n counts the elements of m's parameters that are in no wrapped module: coming up, without
+those that wrapped children took. Either way children are wrapped before their parents, and the root
+is left to the caller.
+
+Names and signatures are those of ``torch.distributed.fsdp.wrap``, and of the functions that
+PyTorch's tests and activation checkpointing take from ``_wrap_utils``.
+"""
+
+# ruff: noqa: ARG001 -- every policy is called with the same arguments
+
+import abc
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fullshard.engine.precision import map_tensors
+from fullshard.errors import MisuseError, ShardingError, UnsupportedError
+from fullshard.fsdp1.options import MixedPrecision
+
+KwargsByModule = dict[nn.Module, dict[str, Any]]
+
+
+class _Policy(abc.ABC):
+    """A choice of modules, made by looking at the whole tree."""
+
+    @abc.abstractmethod
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> KwargsByModule:
+        """Return the modules to wrap, each with arguments of its own for the wrapper."""
+
+
+class CustomPolicy(_Policy):
+    """Wrap what a function says: False or {} no, True as the root, a dict with other arguments.
+
+        CustomPolicy(lambda m: {"sharding_strategy": NO_SHARD} if m is model.head else False)
+
+    Raises ShardingError, when it is run, for any other answer.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> KwargsByModule:
+        chosen = {}
+        for path, module in root_module.named_modules():
+            if module in ignored_modules:
+                continue
+            answer = self._lambda_fn(module)
+            if not isinstance(answer, (bool, dict)):
+                raise ShardingError(
+                    "The lambda_fn passed to CustomPolicy should return False, True or a dict of "
+                    f"arguments, but for {path or 'the root'} ({type(module).__name__}) it "
+                    f"returned {answer!r}."
+                )
+            if answer:
+                chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
+        return chosen
+
+
+class ModuleWrapPolicy(_Policy):
+    """Wrap every module of some classes, with the root's arguments. Also a callable policy."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self._module_classes = set(module_classes)
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> KwargsByModule:
+        classes = tuple(self._module_classes)
+        return {
+            module: dict(root_kwargs)
+            for module in root_module.modules()
+            if module not in ignored_modules and isinstance(module, classes)
+        }
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        return _wrap_module_cls_individually(module, tuple(self._module_classes), recurse)
+
+    def __repr__(self) -> str:
+        names = sorted(cls.__qualname__ for cls in self._module_classes)
+        return f"ModuleWrapPolicy({{{', '.join(names)}}})"
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wrap every module."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Wrap the modules for which ``lambda_fn`` is true. Use it through functools.partial."""
+    return True if recurse else lambda_fn(module)
+
+
+def _wrap_module_cls_individually(
+    module: nn.Module,
+    module_classes: Sequence[type[nn.Module]],
+    recurse: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
+    """Wrap every module of some classes."""
+    return recurse or isinstance(module, tuple(module_classes))
+
+
+def _module_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    module_classes: set[type[nn.Module]],
+) -> bool:
+    """Wrap every module of some classes. Use it through functools.partial."""
+    return _wrap_module_cls_individually(module, tuple(module_classes), recurse)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: set[type[nn.Module]],
+) -> bool:
+    """Wrap every transformer layer, so that tied embeddings stay together in the root's unit."""
+    return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Wrap a module as soon as it has ``min_num_params`` elements that no wrapped child took.
+
+    force_leaf_modules: classes whose children stay as they are. Default: FORCE_LEAF_MODULES.
+    exclude_wrap_modules: classes never wrapped themselves. Default: EXCLUDE_WRAP_MODULES.
+    """
+    if nonwrapped_numel < min_num_params:
+        return False
+    policy: Any = size_based_auto_wrap_policy
+    if recurse:
+        refused = policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    else:
+        refused = (
+            policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+        )
+    return not isinstance(module, tuple(refused))
+
+
+# Attributes of the function, so that users extend them: {*policy.FORCE_LEAF_MODULES, MyAttention}.
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+
+
+def _or_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    policies: Iterable[Callable[..., bool]],
+) -> bool:
+    """Do what any of the policies says."""
+    return any(
+        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        for policy in policies
+    )
+
+
+def auto_wrap(
+    root: nn.Module,
+    policy: _Policy | Callable[..., bool],
+    wrapper_cls: Callable[..., nn.Module],
+    *,
+    root_kwargs: dict[str, Any],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    use_orig_params: bool,
+    mixed_precision: MixedPrecision | None,
+) -> None:
+    """Replace the modules below ``root`` that the policy chooses by wrapped ones, children first.
+
+    root_kwargs: what the wrapper takes besides the module, the policy excepted. Not changed.
+    mixed_precision: modules of the classes that it ignores are wrapped whatever the policy says,
+        with ``mixed_precision=None``, and compute in float32 between inputs and outputs of any
+        floating-point dtype. A warning names those classes.
+
+    Raises ShardingError, before anything is changed, if something is wrapped already, or if a
+    `_Policy` puts frozen and trainable parameters into one unit without ``use_orig_params``.
+    """
+    _refuse_wrapped(root, wrapper_cls)
+    in_float32: tuple[type[nn.Module], ...] = ()
+    if mixed_precision is not None:
+        in_float32 = tuple(set(mixed_precision._module_classes_to_ignore))
+    # By method, not by class: PyTorch's own policies serve as well.
+    if hasattr(policy, "_run_policy"):
+        chosen = policy._run_policy(root, ignored_modules, root_kwargs)
+        chosen = _run_mixed_precision_override_policy(
+            root, in_float32, ignored_modules, root_kwargs, chosen
+        )
+        _validate_frozen_params(root, set(chosen), ignored_params, use_orig_params)
+        _compute_in_float32(root, in_float32)
+        _post_order_apply(root, _construct_wrap_fn(root, chosen, wrapper_cls))
+        return
+    if not callable(policy):
+        raise ShardingError(
+            f"auto_wrap_policy={policy!r}: expected ModuleWrapPolicy, CustomPolicy, or a callable "
+            "such as functools.partial(size_based_auto_wrap_policy, min_num_params=10_000)."
+        )
+    if mixed_precision is not None:
+        by_class = functools.partial(_wrap_module_cls_individually, module_classes=in_float32)
+        policy = functools.partial(_or_policy, policies=[policy, by_class])
+    _compute_in_float32(root, in_float32)
+    _recursive_wrap(
+        root,
+        policy,
+        wrapper_cls,
+        ignored_modules,
+        ignored_params,
+        only_wrap_children=True,
+        **root_kwargs,
+    )
+
+
+def _refuse_wrapped(root: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> None:
+    for path, module in root.named_modules():
+        if _is_wrapped_by(module, wrapper_cls):
+            raise ShardingError(
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{path or 'the root'} in\n{root}\nWrap either by hand or by a policy, not both."
+            )
+
+
+def _is_wrapped_by(module: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> bool:
+    """Return whether a module is wrapped already, which a wrapper that is a function cannot tell."""
+    return isinstance(wrapper_cls, type) and isinstance(module, wrapper_cls)
+
+
+def _run_mixed_precision_override_policy(
+    root_module: nn.Module,
+    module_classes: Iterable[type[nn.Module]],
+    ignored_modules: set[nn.Module],
+    root_kwargs: dict[str, Any],
+    target_module_to_kwargs: KwargsByModule,
+) -> KwargsByModule:
+    """Add the modules of some classes, and take mixed precision from all of them, in place."""
+    classes = tuple(module_classes)
+    for module in root_module.modules():
+        if module not in ignored_modules and isinstance(module, classes):
+            kwargs = target_module_to_kwargs.get(module, root_kwargs)
+            target_module_to_kwargs[module] = {**kwargs, "mixed_precision": None}
+    return target_module_to_kwargs
+
+
+def _compute_in_float32(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
+    """Make modules of some classes compute in float32, and let `_wrap` know; warn if there are any."""
+    found = [module for module in root.modules() if isinstance(module, classes)]
+    for module in found:
+        module._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]
+        around = _Float32Forward()
+        module.register_forward_pre_hook(around.cast_inputs)
+        module.register_forward_hook(around.cast_outputs)
+    if found:
+        names = sorted({type(module).__qualname__ for module in found})
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP, and the module "
+            f"contains {', '.join(names)}. These modules will be wrapped as separate FSDP units "
+            "without mixed precision. Set MixedPrecision(_module_classes_to_ignore=[]) to treat "
+            "them as all others.",
+            stacklevel=4,
+        )
+
+
+class _Float32Forward:
+    """Hooks that cast a module's positional inputs to float32 and its outputs back.
+
+    An object with methods, so that a copied or unpickled module has hooks of its own.
+    """
+
+    def __init__(self) -> None:
+        self._dtype: torch.dtype | None = None  # that of the last input cast, during forward
+
+    def cast_inputs(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._dtype = None
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point() or tensor.dtype == torch.float32:
+                return tensor
+            self._dtype = tensor.dtype
+            return tensor.float()
+
+        return map_tensors(cast, args)
+
+    def cast_outputs(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+        dtype, self._dtype = self._dtype, None
+        if dtype is None:
+            return outputs
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, outputs)
+
+
+def _validate_frozen_params(
+    root_module: nn.Module,
+    modules_to_wrap: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    use_orig_params: bool,
+) -> None:
+    """Look for units with both frozen and trainable parameters.
+
+    Their gradients are reduced in one buffer that has room for the frozen ones too, so this warns;
+    without ``use_orig_params`` both are views of one parameter, so it raises ShardingError. The
+    first such unit in post-order is named. PyTorch's tests compare the whole message.
+    """
+    visited: set[nn.Module] = set()
+    for path, _, module in _post_order(root_module):
+        if module not in modules_to_wrap:
+            continue
+        names: dict[bool, list[str]] = {True: [], False: []}
+        numel = {True: 0, False: 0}
+        for parameter, name in _own_parameters(module, path, visited).items():
+            if parameter not in ignored_params:
+                names[parameter.requires_grad].append(name)
+                numel[parameter.requires_grad] += parameter.numel()
+        if not (names[True] and names[False]):
+            continue
+        if use_orig_params:
+            reason = (
+                "We do not recommend wrapping such modules since the gradient memory usage will be "
+                f"higher than expected ({numel[True] + numel[False]} numel instead of "
+                f"{numel[True]} numel before sharding via reduce-scatter). "
+            )
+        else:
+            reason = "FSDP does not support wrapping such modules when use_orig_params=False. "
+        message = (
+            f"{path} has both parameters with requires_grad=True and False. {reason}"
+            "If possible, wrap the frozen parameters with FSDP separately.\n"
+            f"The following parameters have requires_grad=True:\n{names[True]}\n"
+            f"The following parameters have requires_grad=False:\n{names[False]}"
+        )
+        if not use_orig_params:
+            raise ShardingError(message)
+        warnings.warn(message, stacklevel=4)
+
+
+def _own_parameters(
+    module: nn.Module, path: str, visited: set[nn.Module]
+) -> dict[nn.Parameter, str]:
+    """Name the parameters of modules not visited yet, from the root on, and mark those modules."""
+    return {
+        parameter: f"{prefix}.{name}" if prefix else name
+        for prefix, inner in module.named_modules(visited, path)
+        for name, parameter in inner.named_parameters(recurse=False)
+    }
+
+
+def _post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module | None, nn.Module]]:
+    """Yield (path, parent, module), children before parents, in order, each module once."""
+    visited = {root}
+
+    def visit(
+        path: str, parent: nn.Module | None, module: nn.Module
+    ) -> Iterator[tuple[str, nn.Module | None, nn.Module]]:
+        for name, child in module.named_children():
+            if child not in visited:
+                visited.add(child)
+                yield from visit(f"{path}.{name}" if path else name, module, child)
+        yield path, parent, module
+
+    return visit("", None, root)
+
+
+def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Call ``fn`` on each module, children first, and put what it returns, if not None, in place.
+
+    Raises MisuseError if it returns something else than a module, or replaces the root.
+    """
+    for path, parent, module in _post_order(root_module):
+        new = fn(module)
+        if new is None:
+            continue
+        if parent is None:
+            raise MisuseError(
+                "Non-root modules should have their parent module set, but fn replaced the root, "
+                f"{type(module).__name__}, which has no parent: return None for it."
+            )
+        if not isinstance(new, nn.Module):
+            raise MisuseError(
+                f"fn should return None or an nn.Module but got {new!r} for {path} "
+                f"({type(module).__name__})."
+            )
+        setattr(parent, path.rpartition(".")[2], new)
+
+
+def _construct_wrap_fn(
+    root_module: nn.Module,
+    target_module_to_kwargs: KwargsByModule,
+    fsdp_fn: Callable[..., nn.Module],
+) -> Callable[[nn.Module], nn.Module | None]:
+    """Return a function for `_post_order_apply` that wraps the targets, the root excepted."""
+
+    def wrap_target(module: nn.Module) -> nn.Module | None:
+        if module is root_module or module not in target_module_to_kwargs:
+            return None
+        return fsdp_fn(module, **target_module_to_kwargs[module])
+
+    return wrap_target
+
+
+def _recursive_wrap(
+    module: nn.Module,
+    auto_wrap_policy: Callable[..., bool],
+    wrapper_cls: Callable[..., nn.Module],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    only_wrap_children: bool = False,
+    **kwargs: Any,
+) -> tuple[nn.Module, int]:
+    """Wrap below and, unless ``only_wrap_children``, at a module as a callable policy says.
+
+    Returns the module, wrapped or not, and how many elements of parameters are in wrapped modules.
+    Raises MisuseError if something is wrapped already, or on a policy or wrapper of None.
+    """
+    if auto_wrap_policy is None:
+        raise MisuseError("Must specify auto_wrap_policy: a callable that chooses modules.")
+    if wrapper_cls is None:
+        raise MisuseError("Must specify wrapper_cls: what is called on each module chosen.")
+    for path, inner in module.named_modules():
+        if inner not in ignored_modules and _is_wrapped_by(inner, wrapper_cls):
+            raise MisuseError(
+                f"Child module {path} of {type(module).__name__} is already wrapped by "
+                f"{wrapper_cls}: wrap either by hand or by a policy, not both."
+            )
+    numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
+    if not auto_wrap_policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return module, 0
+    wrapped_numel = 0
+    for name, child in module.named_children():
+        if child in ignored_modules:
+            continue
+        new, new_numel = _recursive_wrap(
+            child, auto_wrap_policy, wrapper_cls, ignored_modules, ignored_params, **kwargs
+        )
+        setattr(module, name, new)
+        wrapped_numel += new_numel
+    if only_wrap_children or not auto_wrap_policy(
+        module=module, recurse=False, nonwrapped_numel=numel - wrapped_numel
+    ):
+        return module, wrapped_numel
+    return _wrap(module, wrapper_cls, **kwargs), numel
+
+
+def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
+    """Wrap a module; its own ``_wrap_overrides``, a dict, win over ``kwargs``."""
+    if wrapper_cls is None:
+        raise MisuseError("Must specify wrapper_cls: what is called on the module.")
+    overrides: Any = getattr(module, "_wrap_overrides", {})
+    return wrapper_cls(module, **{**kwargs, **overrides})
+
+
+class _ConfigAutoWrap:
+    """The wrapper and its arguments between entering `enable_wrap` and leaving it."""
+
+    in_autowrap_context: ClassVar[bool] = False
+    wrapper_cls: ClassVar[Callable[..., nn.Module] | None] = None
+    kwargs: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._given = kwargs
+
+    @staticmethod
+    def enable_autowrap_context(kwargs: dict[str, Any]) -> None:
+        if _ConfigAutoWrap.in_autowrap_context:
+            raise UnsupportedError(
+                "You are already within an autowrap context: leave one enable_wrap before entering "
+                "another, or give wrap() the arguments that differ."
+            )
+        if "wrapper_cls" not in kwargs:
+            raise MisuseError("Expected to pass in wrapper_cls: what wrap() calls on a module.")
+        _ConfigAutoWrap.in_autowrap_context = True
+        _ConfigAutoWrap.wrapper_cls = kwargs["wrapper_cls"]
+        _ConfigAutoWrap.kwargs = {k: v for k, v in kwargs.items() if k != "wrapper_cls"}
+
+    @staticmethod
+    def disable_autowrap_context() -> None:
+        _ConfigAutoWrap.in_autowrap_context = False
+        _ConfigAutoWrap.wrapper_cls = None
+        _ConfigAutoWrap.kwargs = {}
+
+    def __enter__(self) -> None:
+        self.enable_autowrap_context(self._given)
+
+    def __exit__(self, *_: object) -> None:
+        self.disable_autowrap_context()
+
+
+@contextlib.contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Let `wrap` wrap, inside a with statement, with this wrapper and these arguments.
+
+        with enable_wrap(wrapper_cls=FSDP, mixed_precision=MixedPrecision(torch.bfloat16)):
+            model = Model()  # whose __init__ says self.up = wrap(nn.Linear(1024, 4096))
+
+    Raises UnsupportedError inside another one.
+    """
+    with _ConfigAutoWrap(wrapper_cls=wrapper_cls, **wrapper_kwargs):
+        yield
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wrap a module as the surrounding `enable_wrap` says; outside of one, return it as it is.
+
+    wrap_overrides: arguments for the wrapper that win over those of `enable_wrap`.
+    """
+    if not _ConfigAutoWrap.in_autowrap_context:
+        return module
+    if _ConfigAutoWrap.wrapper_cls is None:
+        raise MisuseError("Expected wrapper_cls to be set: pass it to enable_wrap.")
+    kwargs = {**_ConfigAutoWrap.kwargs, **wrap_overrides}
+    return _wrap(module, _ConfigAutoWrap.wrapper_cls, **kwargs)

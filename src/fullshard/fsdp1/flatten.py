@@ -1,0 +1,141 @@
+"""From modules to a flat unit."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.flat_params import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
+from fullshard.engine.params import ParamForm, Slot
+from fullshard.engine.unit import Unit, UnitMesh
+from fullshard.errors import ShardingError
+from fullshard.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
+from fullshard.plan.layout import ParamSpec, UnitLayout, flat_layout
+from fullshard.plan.units import clean_name
+from fullshard.policies import ParamStyle, UnitConfig
+from fullshard.wrapping import CoveredParameters, qualified_names
+
+
+def flat_unit(
+    module: nn.Module,
+    covered: Iterable[nn.Module],
+    mesh: UnitMesh,
+    device: torch.device,
+    config: UnitConfig,
+    ignored_params: set[nn.Parameter],
+) -> Unit:
+    """Flatten the parameters of the covered modules into one unit.
+
+    module: where a flat parameter is registered. Raises ShardingError before anything is changed.
+    """
+    parameters = CoveredParameters(covered, ignored_params)
+    paths = qualified_names([module], parameters.slots.values())
+    names = dict(zip(parameters.slots, paths, strict=True))
+    _check(names, parameters, config)
+    specs = [_spec(parameter, name, config) for parameter, name in names.items()]
+    is_aligned = config.style is not ParamStyle.FLAT  # whose size programs compute with
+    layout = flat_layout(specs, shard_size=mesh.plan.shard_size, is_aligned=is_aligned)
+    owned = _owned(layout, mesh.plan.shard_rank)
+    holder = None
+    if config.style is ParamStyle.FLAT and names:
+        first = next(iter(names))
+        local = first._local_tensor if isinstance(first, DTensor) else first
+        holder = FlatHolder(module, local.detach(), requires_grad=first.requires_grad)
+    managed = []
+    for index, (parameter, slots) in enumerate(parameters.slots.items()):
+        form = _form(parameter, names[parameter], mesh)
+        parameter._fsdp_flattened = True  # type: ignore[attr-defined]
+        managed.append(_managed(parameter, slots, form, owned[index], holder))
+    unit = Unit(managed, mesh, device, config, layout)
+    if unit.flat is not None:
+        unit.flat.sharded._fqns = names_below(module, unit)  # type: ignore[attr-defined]
+    return unit
+
+
+def names_below(module: nn.Module, unit: Unit) -> list[str]:
+    """Return the unit's parameters by their paths below a module, as libraries read them."""
+    paths = qualified_names([module], [param.slots for param in unit.params])
+    return [clean_name(path.partition(": ")[2]) for path in paths]
+
+
+def _form(parameter: nn.Parameter, name: str, mesh: UnitMesh) -> ParamForm:
+    """Say what a parameter is in sharded state dicts, and while it is unsharded."""
+    if mesh.mesh is None or mesh.shard_group is None:
+        return ParamForm(unsharded=parameter._spec if isinstance(parameter, DTensor) else None)
+    info = FSDPMeshInfo(mesh.mesh, 0) if mesh.mesh.ndim == 1 else HSDPMeshInfo(mesh.mesh, 1, 0)
+    return param_form(parameter, None, info, name)
+
+
+def _managed(
+    parameter: nn.Parameter,
+    slots: list[Slot],
+    form: ParamForm,
+    owned: OwnedPiece,
+    holder: FlatHolder | None,
+) -> PieceParameter:
+    if holder is None:
+        return PieceParameter(parameter, slots, form, owned)
+    return HiddenParameter(parameter, slots, form, owned, holder)
+
+
+def _spec(parameter: nn.Parameter, name: str, config: UnitConfig) -> ParamSpec:
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    dtype = parameter.dtype
+    low = config.mp_policy.param_dtype if dtype.is_floating_point else None
+    return ParamSpec(
+        name, tuple(local.shape), dtype, low or dtype, trainable=parameter.requires_grad
+    )
+
+
+def _owned(layout: UnitLayout, rank: int) -> dict[int, OwnedPiece]:
+    return {
+        param.index: OwnedPiece(
+            next(iter(bucket.pieces(param, rank)), None), bucket.shard_range(param, rank)[1]
+        )
+        for bucket in layout.buckets
+        for param in bucket.params
+    }
+
+
+def _check(
+    names: dict[nn.Parameter, str], parameters: CoveredParameters, config: UnitConfig
+) -> None:
+    for parameter, name in names.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ShardingError(
+                f"{name} is not initialised yet (lazy module). Run the module once, then wrap it."
+            )
+        if parameter.dim() == 0:
+            raise ShardingError(
+                "FSDP doesn't support scalar parameters. Change "
+                f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1."
+            )
+    for owner, slot in parameters.ties:
+        raise ShardingError(
+            f"{slot.name} of {type(slot.module()).__name__} is the parameter {owner.name} of a "
+            "nested FSDP instance, which would be gathered for that instance alone. Wrap the "
+            "modules that share it together, in one instance."
+        )
+    if config.style is ParamStyle.FLAT:
+        _check_uniform(list(names))
+
+
+def _check_uniform(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        first = parameters[0]
+        if not parameter.is_floating_point() and not parameter.is_complex():
+            raise ShardingError(
+                "Cannot flatten integer dtype tensors. Pass use_orig_params=True, or ignore them."
+            )
+        if parameter.dtype != first.dtype:
+            raise ShardingError(
+                f"Must flatten tensors with uniform dtype but got {first.dtype} and "
+                f"{parameter.dtype}. Pass use_orig_params=True."
+            )
+        if parameter.requires_grad != first.requires_grad:
+            raise ShardingError(
+                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
+                f"got {first.requires_grad} and {parameter.requires_grad}. Pass "
+                "use_orig_params=True."
+            )

@@ -1,0 +1,751 @@
+"""`FullyShardedDataParallel`: the wrapper class, on the engine that `fully_shard` runs on.
+
+Names, signatures, defaults and state-dict keys are those of ``torch.distributed.fsdp``. The wrapper
+holds a flat unit: where the unit's parameters are gathered and reduced, see `engine.hooks`.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.engine.flat_params import FlatParameter
+from fullshard.engine.grad_norm import clip_grad_norm_
+from fullshard.engine.hooks import ModuleState
+from fullshard.engine.precision import differentiable_tensors
+from fullshard.engine.unit import Unit
+from fullshard.engine.whole import WholeOptions, whole_parameters
+from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
+from fullshard.fsdp1.auto_wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
+from fullshard.fsdp1.flatten import flat_unit, names_below
+from fullshard.fsdp1.options import (
+    HYBRID_SHARDING_STRATEGIES,
+    NO_RESHARD_AFTER_FORWARD_STRATEGIES,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from fullshard.fsdp1.setup import (
+    ProcessGroups,
+    broadcast_states,
+    check_one_device,
+    compute_device,
+    find_ignored,
+    full_precision_in_eval,
+    materialise,
+    move,
+    place,
+)
+from fullshard.interop import FlatHandle, mark_managed
+from fullshard.plan.units import WRAPPED_MODULE, clean_name
+from fullshard.policies import (
+    BackwardPrefetch,
+    CommHook,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ParamStyle,
+    TrainingState,
+    UnitConfig,
+)
+from fullshard.sharding import set_default_comm
+from fullshard.state import flat_optim
+from fullshard.state.flat_model import after_loading, after_saving, before_loading, before_saving
+from fullshard.state.options import (
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    default_settings,
+)
+from fullshard.wrapping import covered_modules
+
+
+def _replaced_by(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Warn that a function is to be replaced by another one."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            warnings.warn(
+                f"``FullyShardedDataParallel.{function.__name__}`` is being deprecated and is "
+                f"replaced by ``FullyShardedDataParallel.{name}``.",
+                FutureWarning,
+                stacklevel=2,
+            )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard a module's parameters, gradients and optimizer state over data-parallel ranks.
+
+    What is inside ``module`` and in no nested instance becomes one unit, gathered before its
+    forward and backward and freed after. Build the optimizer afterwards.
+
+        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+    process_group: the ranks to shard over (default: all), or for a hybrid strategy a pair: to shard
+        over, and to replicate over.
+    sharding_strategy: see `ShardingStrategy`. Default: FULL_SHARD.
+    auto_wrap_policy: which modules inside become instances of their own.
+    backward_prefetch, forward_prefetch: whether and when the next unit is gathered early, where
+        communication runs beside compute.
+    mixed_precision, cpu_offload: dtypes, and whether shards live in host memory.
+    ignored_states, ignored_modules: parameters or modules that are left as they are.
+    param_init_fn: called on each module with parameters on the meta device; default: ``to_empty``
+        and the module's ``reset_parameters()``.
+    device_id: where to compute. Default: this process's accelerator, else the CPU.
+    sync_module_states: start from the values of the first rank.
+    limit_all_gathers: accepted for compatibility; memory is bounded in any case.
+    use_orig_params: True keeps every parameter as itself, showing this rank's piece of it while
+        sharded; False replaces them by one `FlatParameter`.
+    device_mesh: instead of process_group: 1-D, or (replicate, shard) for a hybrid strategy.
+
+    Raises ShardingError before parameters are changed. Source: PyTorch FSDP, arXiv 2304.11277.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroups = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., Any] | ModuleWrapPolicy | CustomPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                "FSDP will not all-gather parameters for containers that do not implement forward: "
+                f"{module}",
+                stacklevel=2,
+            )
+        self._ignored = ignored = find_ignored(module, ignored_modules, ignored_states)
+        device = compute_device(device_id, device_mesh)
+        self._placement = place(
+            process_group,
+            sharding_strategy,
+            device_mesh,
+            wraps_children=auto_wrap_policy is not None,
+        )
+        if auto_wrap_policy is not None:
+            groups: ProcessGroups = process_group
+            if sharding_strategy in HYBRID_SHARDING_STRATEGIES and device_mesh is None:
+                assert self._placement.replicate_group is not None
+                groups = (self._placement.shard_group, self._placement.replicate_group)
+            auto_wrap(
+                module,
+                auto_wrap_policy,
+                FullyShardedDataParallel,
+                root_kwargs={
+                    "process_group": groups,
+                    "sharding_strategy": sharding_strategy,
+                    "cpu_offload": cpu_offload,
+                    "backward_prefetch": backward_prefetch,
+                    "mixed_precision": mixed_precision,
+                    "param_init_fn": param_init_fn,
+                    "device_id": device_id,
+                    "sync_module_states": sync_module_states,
+                    "forward_prefetch": forward_prefetch,
+                    "limit_all_gathers": limit_all_gathers,
+                    "use_orig_params": use_orig_params,
+                    "ignored_states": ignored.params,
+                    "device_mesh": device_mesh,
+                },
+                ignored_modules=ignored.modules,
+                ignored_params=ignored.params,
+                use_orig_params=use_orig_params,
+                mixed_precision=mixed_precision,
+            )
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.compute_device = device
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self._use_orig_params = use_orig_params
+        self._device_mesh = device_mesh
+        self.limit_all_gathers = limit_all_gathers
+        self._computes_fully_in_eval = full_precision_in_eval()
+        self._fsdp_wrapped_module = module
+        covered = covered_modules([module], lambda each: each not in ignored.modules)
+        check_one_device(covered, ignored, device_id)
+        materialise(covered, device, param_init_fn)
+        move(covered, ignored, device, offload=self.cpu_offload.offload_params)
+        if sync_module_states:
+            mesh = self._placement.mesh
+            groups_in_turn = (mesh.shard_group, mesh.replicate_group)
+            broadcast_states(covered, ignored, [g for g in groups_in_turn if g is not None])
+        config = _unit_config(self)
+        unit = flat_unit(self.module, covered, self._placement.mesh, device, config, ignored.params)
+        self._state = ModuleState([self], [unit], hooks=False)
+        self._state.ignored.update(ignored.modules)
+        mark_managed(covered, keeps_parameters=use_orig_params)
+        self._state_dict_settings = default_settings(StateDictType.FULL_STATE_DICT)
+        self._register_state_dict_hooks()
+
+    # What it is
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without a wrapper for activation checkpointing around it."""
+        wrapped: Any = self._fsdp_wrapped_module
+        if isinstance(wrapped, ActivationWrapper):
+            return wrapped._checkpoint_wrapped_module
+        return wrapped
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that parameters are sharded over, or replicated over if nothing is sharded."""
+        return self._placement.shard_group
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        return self._placement.strategy
+
+    @property
+    def rank(self) -> int:
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.process_group.size()
+
+    @property
+    def training_state(self) -> TrainingState:
+        return self._state.training_state
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This rank's shard as one flat parameter: the one that is trained, or a view of it all."""
+        unit = self._unit
+        if unit.flat is not None:
+            return [unit.flat.sharded]
+        if not unit.params:
+            return []
+        assert unit.buffers is not None
+        trainable = [bucket.params[0].spec.trainable for bucket in unit.layout.buckets]
+        views: list[nn.Parameter] = []
+        grads = iter(unit.gradients.flat_gradients())
+        for flat, has_grad in zip(unit.buffers.flat_shards, trainable, strict=True):
+            views.append(FlatParameter(flat, requires_grad=has_grad))
+            views[-1]._fqns = names_below(self.module, unit)  # type: ignore[attr-defined]
+            views[-1].grad = next(grads, None) if has_grad else None
+        return views
+
+    @property
+    def _unit(self) -> Unit:
+        return self._state.all_units[0]
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.params)
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        return next(iter(self.params), None)
+
+    @property
+    def _handle(self) -> FlatHandle | None:
+        return FlatHandle(self._unit, self) if self._has_params else None
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self._state.known_iteration is None else self._state.is_root
+
+    def check_is_root(self) -> bool:
+        """Whether this instance is in no other one. Makes it a root if nothing has run yet."""
+        _ = self._state.shared
+        return self._state.is_root
+
+    @staticmethod
+    def fsdp_modules(
+        module: nn.Module, root_only: bool = False
+    ) -> list["FullyShardedDataParallel"]:
+        """Return the instances in a module, itself included, or those in no other one."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [each for each in found if each.check_is_root()] if root_only else found
+
+    def __getattr__(self, name: str) -> Any:
+        """Look missing attributes up on the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED_MODULE:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: int) -> Any:
+        """Index the wrapped module, such as an ``nn.Sequential``."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters; by the names they had before wrapping, if they are themselves."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield (clean_name(name) if self._shows_parameters else name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield buffers, by the names they had before wrapping, if parameters are themselves."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (clean_name(name) if self._shows_parameters else name), buffer
+
+    @property
+    def _shows_parameters(self) -> bool:
+        return self._use_orig_params or self._unit.is_whole
+
+    # Running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its parameters gathered."""
+        if self._computes_fully_in_eval:
+            self._follow_mode()
+        if self._unit.is_whole:
+            return _without_backward(self._fsdp_wrapped_module(*args, **kwargs))
+        return self._state.run_as_forward(self, _run_wrapped, args, kwargs)
+
+    def _follow_mode(self) -> None:
+        """Compute in full precision if in evaluation, from the root down."""
+        if self._state.known_iteration is not None and not self._state.is_root:
+            return
+        for instance in self.fsdp_modules(self):
+            instance._state.use_precision(full=not instance.training)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Apply a function to every module inside, with whole parameters. Every rank has to."""
+        if self._unit.is_whole:
+            return super().apply(fn)
+        with _whole([self], WholeOptions()):
+            return super().apply(fn)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients unreduced, and add them to those of a backward outside of this.
+
+        Costs the memory of whole gradients. Raises RuntimeError on an instance that is not the root.
+        """
+        if not self.check_is_root():
+            raise StateError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
+                "root FSDP module."
+            )
+        units = [instance._unit for instance in self.fsdp_modules(self)]
+        before = [unit.config for unit in units]
+        for instance, unit in zip(self.fsdp_modules(self), units, strict=True):
+            if not unit.config.reduce_grads:
+                raise MisuseError("Already in no_sync(): one context is enough.")
+            unit.configure(
+                reduce_grads=False,
+                all_reduce_grads=False,
+                reshard_after_backward=instance.sharding_strategy
+                not in NO_RESHARD_AFTER_FORWARD_STRATEGIES,
+            )
+        try:
+            yield
+        finally:
+            for unit, config in zip(units, before, strict=True):
+                unit.config = config
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Show whole parameters, in the dtype of the shards, for a while. Every rank has to.
+
+        recurse: of all instances in ``module``; else of the outermost ones alone.
+        writeback: what is changed goes to the shards when this ends.
+        rank0_only: other ranks keep their pieces. offload_to_cpu: in host memory.
+        with_grads: gradients as well, which takes ``use_orig_params=True``.
+        """
+        if writeback and rank0_only:
+            raise UnsupportedError(
+                "writeback=True and rank0_only=True is not supported: ranks would differ. Pass "
+                "writeback=False."
+            )
+        if offload_to_cpu and not rank0_only:
+            warnings.warn(
+                "offload_to_cpu=True with rank0_only=False keeps one copy of the parameters for "
+                "every rank of a host in its memory. Pass rank0_only=True to keep one.",
+                stacklevel=3,
+            )
+        instances = FullyShardedDataParallel.fsdp_modules(module)
+        if with_grads and (offload_to_cpu or not all(i._use_orig_params for i in instances)):
+            raise UnsupportedError(
+                "with_grads=True takes use_orig_params=True and offload_to_cpu=False."
+            )
+        if not recurse and isinstance(module, FullyShardedDataParallel):
+            instances = [module]
+        elif not recurse:
+            instances = FullyShardedDataParallel.fsdp_modules(module, root_only=True)
+        with _whole(instances, WholeOptions(writeback, rank0_only, offload_to_cpu, with_grads)):
+            yield
+
+    # Gradients
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
+        """Scale gradients so that their norm over all ranks is at most ``max_norm``.
+
+        norm_type: 1, 2, any p, or infinity. Returns the norm before, the same on every rank. Raises
+        RuntimeError on an instance that is not the root.
+        """
+        if not self.check_is_root():
+            raise StateError("`clip_grad_norm_()` should only be called on the root FSDP instance")
+        parameters = list(self.parameters())
+        dtypes = [p.grad.dtype for p in parameters if p.grad is not None]
+        if not dtypes:
+            warnings.warn(
+                f"called FSDP.clip_grad_norm_() on rank {self.rank} with no gradients -- returning "
+                "the total norm in the default dtype torch.float32",
+                stacklevel=2,
+            )
+        norm = clip_grad_norm_(parameters, float(max_norm), float(norm_type))
+        return norm.to(
+            functools.reduce(torch.promote_types, dtypes, dtypes[0] if dtypes else torch.float32)
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Reduce gradients by ``hook(state, grads, shard)`` from now on.
+
+        grads: this rank's flat gradients, undivided; shard: to be filled with this rank's part of
+        the result. Where nothing is sharded, ``hook(state, grads)`` reduces them in place. Hooks
+        are those of ``torch.distributed.algorithms._comm_hooks``. Raises AssertionError on an
+        instance that is not the root, and for hybrid strategies.
+        """
+        if not self.check_is_root():
+            raise MisuseError("register_comm_hook can only be called on a root instance.")
+        if not callable(hook):
+            raise ShardingError(f"The communication hook must be callable but got {hook}")
+        for instance in self.fsdp_modules(self):
+            if instance.sharding_strategy in HYBRID_SHARDING_STRATEGIES:
+                raise MisuseError(
+                    "Communication hook is currently not supported for hybrid strategies, of which "
+                    f"{instance.sharding_strategy} is one."
+                )
+            if instance._unit.config.comm_hook is not None:
+                raise MisuseError("A communication hook is already registered")
+            instance._unit.configure(comm_hook=CommHook(state, hook))
+
+    # State dicts
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose what state dicts of all instances in a module hold. Returns the choice before.
+
+        Raises RuntimeError for an options object of another type, AssertionError if the instances
+        differ now.
+        """
+        warnings.warn(
+            "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. "
+            "torch.distributed.checkpoint.state_dict has get_state_dict() and set_state_dict(), "
+            "which serve every kind of sharding.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        settings = default_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        for instance in FullyShardedDataParallel.fsdp_modules(module):
+            instance._set_state_dict_settings(settings)
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Return what state dicts of the instances in a module hold, the same for all of them.
+
+        Raises AssertionError if they differ.
+        """
+        instances = FullyShardedDataParallel.fsdp_modules(module)
+        found = [instance._state_dict_settings for instance in instances]
+        for other in found[1:]:
+            if other != found[0]:
+                raise MisuseError(
+                    "All FSDP modules must have the same state dict settings. Got "
+                    f"{other} and {found[0]}. Call set_state_dict_type on the root."
+                )
+        return found[0] if found else default_settings(StateDictType.FULL_STATE_DICT)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Do as `set_state_dict_type` for a while."""
+        instances = FullyShardedDataParallel.fsdp_modules(module)
+        FullyShardedDataParallel.get_state_dict_type(module)  # raises if they differ
+        before = [instance._state_dict_settings for instance in instances]
+        FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for instance, settings in zip(instances, before, strict=True):
+                instance._state_dict_settings = settings
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return an optimizer's state dict by parameter names, as of the model before wrapping.
+
+        What it holds follows `state_dict_type`: whole tensors, or sharded ones. optim_state_dict:
+        what the optimizer's own ``state_dict()`` returned, if not what it returns now. group: all
+        ranks that take part (default: all there are). Every one of them has to call it.
+        """
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        config = settings.optim_state_dict_config
+        return flat_optim.save(
+            model,
+            optim,
+            optim.state_dict() if optim_state_dict is None else optim_state_dict,
+            shards=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
+            rank0_only=getattr(config, "rank0_only", False),
+            offload_to_cpu=config.offload_to_cpu,
+            group=group,
+        )
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return what ``optim.load_state_dict`` takes, from a state dict by parameter names.
+
+        It may hold whole tensors, sharded ones, or with ``rank0_only`` set by `state_dict_type`
+        whole ones on the first rank alone. is_named_optimizer: the optimizer's state dicts are by
+        name as well. load_directly: load it, too. Every rank has to call it.
+
+        Raises ShardingError for a dict that is not of this model's parameters.
+        """
+        config = FullyShardedDataParallel.get_state_dict_type(model).optim_state_dict_config
+        result = flat_optim.load(
+            model,
+            optim,
+            optim_state_dict,
+            rank0_only=getattr(config, "rank0_only", False),
+            is_named=is_named_optimizer,
+            group=group,
+        )
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    @_replaced_by("optim_state_dict")
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: flat_optim.OptimInput = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Use `optim_state_dict`. Returns whole tensors."""
+        return flat_optim.save(
+            model,
+            optim,
+            optim.state_dict(),
+            shards=False,
+            rank0_only=rank0_only,
+            offload_to_cpu=True,
+            group=group,
+            optim_input=optim_input,
+        )
+
+    @staticmethod
+    @_replaced_by("optim_state_dict")
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """Use `optim_state_dict`. Returns sharded tensors."""
+        return flat_optim.save(
+            model,
+            optim,
+            optim.state_dict(),
+            shards=True,
+            rank0_only=False,
+            offload_to_cpu=True,
+            group=group,
+        )
+
+    @staticmethod
+    @_replaced_by("optim_state_dict_to_load")
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: flat_optim.OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Use `optim_state_dict_to_load`. Every rank has the whole state dict."""
+        return flat_optim.load(
+            model,
+            optim,
+            full_optim_state_dict,
+            rank0_only=False,
+            is_named=False,
+            group=None,
+            optim_input=optim_input,
+        )
+
+    @staticmethod
+    @_replaced_by("optim_state_dict_to_load")
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Use `optim_state_dict_to_load`. Takes sharded tensors."""
+        return flat_optim.load(
+            model, optim, sharded_optim_state_dict, rank0_only=False, is_named=False, group=None
+        )
+
+    @staticmethod
+    @_replaced_by("optim_state_dict_to_load")
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: flat_optim.OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Use `optim_state_dict_to_load`. The first rank alone has the whole state dict."""
+        return flat_optim.load(
+            model,
+            optim,
+            full_optim_state_dict or {},
+            rank0_only=True,
+            is_named=False,
+            group=group,
+            optim_input=optim_input,
+        )
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: flat_optim.OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return the same with parameters called by name, or by position in the optimizer.
+
+        Between state dicts of a wrapped model and of one that is not. Raises ShardingError for a
+        dict with keys of both kinds.
+        """
+        if not isinstance(optim_state_key_type, OptimStateKeyType):
+            raise MisuseError(f"Expected an OptimStateKeyType, got {optim_state_key_type!r}.")
+        return flat_optim.rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
+
+    def _set_state_dict_settings(self, settings: StateDictSettings) -> None:
+        for config in (settings.state_dict_config, settings.optim_state_dict_config):
+            if hasattr(config, "_use_dtensor"):
+                config._use_dtensor = self._device_mesh is not None
+        self._state_dict_settings = settings
+
+    def _register_state_dict_hooks(self) -> None:
+        module: Any = self  # whose methods have no types
+        module.register_state_dict_pre_hook(_before_saving)
+        module._register_state_dict_hook(_after_saving)
+        module._register_load_state_dict_pre_hook(_before_loading, with_module=True)
+        module.register_load_state_dict_post_hook(after_loading)
+
+
+def _before_saving(instance: Any, *_: Any) -> None:
+    before_saving(instance, instance._state_dict_settings)
+
+
+def _after_saving(instance: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    after_saving(instance, state_dict, prefix, instance._state_dict_settings)
+
+
+def _before_loading(
+    instance: Any, state_dict: dict[str, Any], prefix: str, *arguments: Any
+) -> None:
+    before_loading(instance, state_dict, prefix, errors=arguments[-1])
+
+
+def _run_wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
+    return instance._fsdp_wrapped_module(*args, **kwargs)
+
+
+def _unit_config(instance: FullyShardedDataParallel) -> UnitConfig:
+    """Translate the constructor's options."""
+    precision, strategy = instance.mixed_precision, instance.sharding_strategy
+    offload = instance.cpu_offload.offload_params
+    return UnitConfig(
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            cast_forward_inputs=precision.cast_forward_inputs,
+        ),
+        cast_root_inputs=precision.cast_root_forward_inputs,
+        buffer_dtype=precision.buffer_dtype,
+        keep_low_precision_grads=precision.keep_low_precision_grads,
+        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+        reshard_after_forward=False if strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES else None,
+        comm=set_default_comm(None),
+        style=ParamStyle.PIECES if instance._use_orig_params else ParamStyle.FLAT,
+        forward_prefetch=instance.forward_prefetch,
+        backward_prefetch=instance.backward_prefetch,
+    )
+
+
+@contextlib.contextmanager
+def _whole(instances: list[FullyShardedDataParallel], options: WholeOptions) -> Iterator[None]:
+    for instance in instances:
+        if instance.training_state is not TrainingState.IDLE:
+            raise MisuseError("Cannot manually unshard parameters during forward/backward.")
+    with whole_parameters([instance._unit for instance in instances], options):
+        yield
+
+
+def _without_backward(output: Any) -> Any:
+    """Refuse a backward through whole parameters: nothing would reduce the gradients."""
+    for tensor in differentiable_tensors(output) if torch.is_grad_enabled() else ():
+        tensor.register_hook(_refuse_backward)
+    return output
+
+
+def _refuse_backward(_: torch.Tensor) -> None:
+    raise StateError(
+        "This forward ran inside summon_full_params, so its gradients would not be reduced. Run it "
+        "outside, or under torch.no_grad()."
+    )

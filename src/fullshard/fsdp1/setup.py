@@ -1,0 +1,366 @@
+"""What happens to a module before its parameters are flattened: which are ignored, which ranks
+share it, where it computes, and which values it starts from."""
+
+import os
+import socket
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.hooks import state_of
+from fullshard.engine.params import owner_of
+from fullshard.engine.unit import UnitMesh
+from fullshard.errors import MeshError, ShardingError, StateError
+from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
+from fullshard.plan.mesh import MeshPlan
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+
+class Ignored(NamedTuple):
+    """What is left as it is: neither sharded nor moved nor cast."""
+
+    modules: set[nn.Module]
+    params: set[nn.Parameter]
+
+
+class Placement(NamedTuple):
+    """Over which ranks a module is sharded and replicated, and the strategy that results."""
+
+    mesh: UnitMesh
+    strategy: ShardingStrategy
+    shard_group: dist.ProcessGroup  # or that of replicas, if nothing is sharded
+    replicate_group: dist.ProcessGroup | None  # with a hybrid strategy
+
+
+# Ignored
+
+
+def find_ignored(
+    root: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> Ignored:
+    """Collect what is to be ignored, by nested instances as well.
+
+    Raises ShardingError for a mixture of parameters and modules, TypeError for what is no iterable.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ShardingError(
+            "Cannot pass both ignored_modules and ignored_states at the same time: "
+            "ignored_states takes modules as well."
+        )
+    given_params: list[nn.Parameter] = []
+    given_modules: list[Any] = _listed(ignored_modules, "ignored_modules")
+    for each in _listed(ignored_states, "ignored_states"):
+        (given_params if isinstance(each, nn.Parameter) else given_modules).append(each)
+    strangers = {type(each) for each in given_modules if not isinstance(each, nn.Module)}
+    if ignored_states is None and strangers:
+        raise ShardingError(
+            "ignored_modules expects nn.Module list elements but got types "
+            f"{sorted(strangers, key=str)}"
+        )
+    if strangers or (given_params and given_modules):
+        raise ShardingError(
+            "ignored_states expects all nn.Parameter or all nn.Module list elements but got types "
+            f"{sorted({type(e) for e in (*given_params, *given_modules)}, key=str)}"
+        )
+    for module in given_modules:
+        if state_of(module) is not None:
+            raise ShardingError(
+                f"`ignored_modules` should not include FSDP modules, but {type(module).__name__} "
+                "is one. Ignore the module before it is wrapped."
+            )
+    if root in given_modules:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            f"result in all parameters being ignored: {root}",
+            stacklevel=4,
+        )
+    modules = {child for module in given_modules for child in module.modules()}
+    params = {p for m in modules for p in m.parameters(recurse=False)} | set(given_params)
+    for nested in root.modules():
+        inner = getattr(nested, "_ignored", None)
+        if state_of(nested) is not None and isinstance(inner, Ignored):
+            modules |= inner.modules
+            params |= inner.params
+    return Ignored(modules, {p for p in params if owner_of(p) is None})
+
+
+def _listed(values: Iterable[Any] | None, name: str) -> list[Any]:
+    if values is None:
+        return []
+    try:
+        return list(values)
+    except TypeError as error:
+        raise TypeError(f"`{name}` should be an iterable, but got {type(values)}.") from error
+
+
+# Ranks
+
+
+def place(
+    process_group: ProcessGroups,
+    strategy: ShardingStrategy | None,
+    mesh: DeviceMesh | None,
+    *,
+    wraps_children: bool,
+) -> Placement:
+    """Decide over which ranks to shard, from process groups or from a mesh.
+
+    Raises ShardingError for groups that do not fit the strategy.
+    """
+    strategy = strategy or ShardingStrategy.FULL_SHARD
+    if process_group is not None and mesh is not None:
+        raise ShardingError(
+            "Cannot pass both process_group and device_mesh at the same time. Please just pass only "
+            "one of them."
+        )
+    if strategy not in HYBRID_SHARDING_STRATEGIES:
+        group = mesh.get_group(mesh_dim=0) if mesh is not None else process_group
+        if isinstance(group, tuple):
+            raise ShardingError(
+                f"process_group is a pair, which takes a hybrid strategy, not {strategy}."
+            )
+        return _over_one_group(group or _default_group(), strategy, mesh)
+    if process_group is None and mesh is None and not wraps_children:
+        raise ShardingError(
+            f"Manual wrapping with {strategy} requires explicit specification of process group or "
+            "device_mesh, which nested instances have to share."
+        )
+    shard_group, replicate_group = _hybrid_groups(process_group, mesh)
+    plan = MeshPlan(
+        shard_group.size(), shard_group.rank(), replicate_group.size(), replicate_group.rank()
+    )
+    return Placement(
+        UnitMesh(mesh, plan, shard_group, replicate_group), strategy, shard_group, replicate_group
+    )
+
+
+def _over_one_group(
+    group: dist.ProcessGroup, strategy: ShardingStrategy, mesh: DeviceMesh | None
+) -> Placement:
+    if group.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
+            stacklevel=5,
+        )
+        strategy = ShardingStrategy.NO_SHARD
+    elif strategy is ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use "
+            "`DistributedDataParallel` or `replicate` instead.",
+            FutureWarning,
+            stacklevel=5,
+        )
+    if strategy is ShardingStrategy.NO_SHARD:
+        plan = MeshPlan(1, 0, group.size(), group.rank())
+        return Placement(UnitMesh(mesh, plan, None, group), strategy, group, None)
+    plan = MeshPlan(group.size(), group.rank())
+    return Placement(UnitMesh(mesh, plan, group, None), strategy, group, None)
+
+
+def _hybrid_groups(
+    process_group: ProcessGroups, mesh: DeviceMesh | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups to shard and to replicate over."""
+    if mesh is not None:
+        if mesh.ndim != 2:
+            raise ShardingError(
+                f"Expected device_mesh to have ndim=2 but got {mesh.ndim}: a hybrid strategy takes "
+                "(replicate, shard)."
+            )
+        return mesh.get_group(mesh_dim=1), mesh.get_group(mesh_dim=0)
+    if process_group is None:
+        return _groups_by_host(_default_group())
+    if isinstance(process_group, tuple) and len(process_group) == 2:
+        return process_group
+    raise ShardingError(
+        "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, "
+        f"dist.ProcessGroup] (to shard over, to replicate over) but got {type(process_group)}"
+    )
+
+
+def _default_group() -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ShardingError(
+            "Default process group has not been initialized: call "
+            "torch.distributed.init_process_group before wrapping modules, or pass a group."
+        )
+    group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+    return group
+
+
+_by_host: (
+    "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]]"
+)
+_by_host = weakref.WeakKeyDictionary()
+
+
+def _groups_by_host(
+    world: dist.ProcessGroup,
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make groups of the ranks of one host, and of the ranks with the same place on each host."""
+    if world not in _by_host:
+        hosts: list[str] = [""] * world.size()
+        dist.all_gather_object(hosts, socket.gethostname(), group=world)
+        ranks = [
+            [rank for rank, host in enumerate(hosts) if host == name]
+            for name in dict.fromkeys(hosts)
+        ]
+        sizes = {len(members) for members in ranks}
+        if len(sizes) > 1:
+            counts = {name: hosts.count(name) for name in dict.fromkeys(hosts)}
+            raise MeshError(
+                f"A hybrid strategy needs equally many ranks on every host, but there are {counts}. "
+                "Pass a device_mesh (replicate, shard), or a pair of process groups."
+            )
+        within, _ = dist.new_subgroups_by_enumeration(ranks)
+        across, _ = dist.new_subgroups_by_enumeration(
+            [list(members) for members in zip(*ranks, strict=True)]
+        )
+        _by_host[world] = within, across
+    return _by_host[world]
+
+
+# Devices and values
+
+
+def full_precision_in_eval() -> bool:
+    """Whether mixed precision is for training alone: PyTorch's switch for that."""
+    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+
+
+def compute_device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
+    """Return the device to compute on: the one given, the mesh's, or what this process has."""
+    accelerator = torch.accelerator.current_accelerator()
+    if device_id is None:
+        if accelerator is None or (mesh is not None and mesh.device_type == "cpu"):
+            return torch.device("cpu")
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    if isinstance(device_id, torch.device):
+        device = device_id
+    elif accelerator is not None:
+        device = torch.device(accelerator.type, device_id)
+    else:
+        raise ShardingError(
+            f"device_id={device_id}: this process has no accelerator. Pass torch.device('cpu'), or "
+            "leave it out."
+        )
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if str(device) == device.type:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+        warnings.warn(
+            f"FSDP got the argument `device_id` {device_id}, which does not have an explicit index. "
+            f"FSDP will use the current device {device}.",
+            stacklevel=4,
+        )
+    return device
+
+
+def materialise(
+    covered: Iterable[nn.Module],
+    device: torch.device,
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    """Give parameters on meta their memory and first values.
+
+    By ``param_init_fn(module)``, called on every module covered, or else by ``to_empty`` and the
+    module's ``reset_parameters()``. Raises ShardingError for what is no function.
+    """
+    modules = list(covered)
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ShardingError(
+            f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}"
+        )
+    if not any(_is_on_meta(module) for module in modules):
+        return
+    for module in modules:
+        if param_init_fn is not None:
+            param_init_fn(module)
+            continue
+        if not _is_on_meta(module):
+            continue
+        module.to_empty(device=device, recurse=False)
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            warnings.warn(
+                "Unable to call `reset_parameters()` for module on meta device: "
+                f"{type(module).__name__} has no such method.",
+                stacklevel=4,
+            )
+            raise StateError(
+                f"{type(module).__name__} has parameters or buffers on the meta device, but no "
+                "reset_parameters() to give them values. Define one, or pass param_init_fn=."
+            )
+        with torch.no_grad():
+            reset()
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    states = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in states)
+
+
+def check_one_device(covered: Iterable[nn.Module], ignored: Ignored, device_id: object) -> None:
+    """Refuse parameters on several devices, unless ``device_id`` says where they are to go."""
+    devices = {
+        p.device
+        for module in covered
+        for p in module.parameters(recurse=False)
+        if p not in ignored.params and not p.is_meta
+    }
+    if len(devices) > 1 and device_id is None:
+        raise StateError(
+            "FSDP only supports single device modules but got params on "
+            f"{sorted(map(str, devices))}. Pass device_id=."
+        )
+
+
+def move(
+    covered: Iterable[nn.Module], ignored: Ignored, device: torch.device, *, offload: bool
+) -> None:
+    """Move parameters and buffers to the compute device; parameters to be offloaded stay."""
+    for module in covered:
+        for parameter in module.parameters(recurse=False):
+            target = torch.device("cpu") if offload else device
+            if parameter in ignored.params or owner_of(parameter) is not None:
+                continue
+            if parameter.device != target:
+                with torch.no_grad():
+                    parameter.data = parameter.to(target)
+                    if parameter.grad is not None:
+                        parameter.grad.data = parameter.grad.to(target)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+@torch.no_grad()
+def broadcast_states(
+    covered: Iterable[nn.Module], ignored: Ignored, groups: Iterable[dist.ProcessGroup]
+) -> None:
+    """Give every rank the parameters and buffers of the group's first rank, group by group."""
+    for group in groups:
+        source = dist.get_global_rank(group, 0)
+        for tensor in _states(covered, ignored):
+            dist.broadcast(tensor, source, group=group)
+
+
+def _states(covered: Iterable[nn.Module], ignored: Ignored) -> Iterator[torch.Tensor]:
+    seen: set[int] = set()
+    for module in covered:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if id(tensor) in seen or tensor in ignored.params or owner_of(tensor) is not None:  # type: ignore[arg-type]
+                continue
+            seen.add(id(tensor))
+            local = tensor.detach()
+            yield local._local_tensor if isinstance(local, DTensor) else local

@@ -1,0 +1,1 @@
+"""State dicts of model and optimizer."""

@@ -1,0 +1,385 @@
+"""State dicts of modules whose parameters are pieces of a flat buffer.
+
+Keys are those of the module before it was wrapped; what wrappers add is taken off after saving and
+put back before loading. A value is
+
+    FULL      the whole tensor, gathered one unit at a time
+    SHARDED   this rank's rows of it (see `values`), exchanged for its pieces: never a whole copy
+    LOCAL     this rank's shard of the flat buffer, under ``_flat_param``
+
+Any of them can be loaded whatever the settings say, and by any number of ranks but for LOCAL.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fullshard.engine.flat_params import FLAT_PARAM, HiddenParameter, PieceParameter
+from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.unit import Unit
+from fullshard.errors import MisuseError, StateError
+from fullshard.plan.layout import BucketLayout
+from fullshard.plan.regrid import Division, bucket_division, row_division, whole_division
+from fullshard.plan.units import WRAPPED_MODULE, clean_name
+from fullshard.state.exchange import exchange
+from fullshard.state.options import FullStateDictConfig, StateDictSettings, StateDictType
+from fullshard.state.values import (
+    LocalPart,
+    flat_sharded_tensor,
+    local_part,
+    sharded_dtensor,
+    sharded_tensor,
+)
+
+_PREFIX = f"{WRAPPED_MODULE}."
+
+
+# Saving
+
+
+def before_saving(module: nn.Module, settings: StateDictSettings) -> None:
+    """Register every parameter under its own name, so that keys come in the usual order."""
+    unit = _unit(module)
+    kind = settings.state_dict_type
+    if kind is not StateDictType.FULL_STATE_DICT and unit.params and _is_replicated(unit):
+        name = "local" if kind is StateDictType.LOCAL_STATE_DICT else "sharded"
+        raise StateError(
+            f"``{name}_state_dict`` can only be used when parameters are flatten and sharded. "
+            "Nothing is sharded here: use FULL_STATE_DICT."
+        )
+    if not unit.is_whole:
+        unit.wait_unshard()
+        unit.reshard()
+        unit.follow_changes()
+        _show_pieces(unit)
+
+
+@torch.no_grad()
+def after_saving(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, settings: StateDictSettings
+) -> None:
+    """Take prefixes off, and put values in place of pieces."""
+    state, unit = _state(module), _unit(module)
+    if not unit.is_whole:
+        _hide_pieces(unit)
+    _rename(state_dict, f"{prefix}{_PREFIX}", prefix)
+    config, kind = settings.state_dict_config, settings.state_dict_type
+    drops = isinstance(config, FullStateDictConfig) and config.rank0_only and dist.get_rank() != 0
+    saved = _buffers(module, state, prefix, casts=kind is not StateDictType.LOCAL_STATE_DICT)
+    saved = {key: buffer for key, buffer in saved.items() if key in state_dict}  # persistent
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        for _, key in _keys(module, unit, prefix):
+            del state_dict[key]
+        saved |= _local_values(unit, prefix)
+    else:
+        values = _whole_values(unit) if kind is StateDictType.FULL_STATE_DICT else _row_values(unit)
+        saved |= {key: values[index] for index, key in _keys(module, unit, prefix)}
+    for key, value in saved.items():
+        state_dict[key] = value.cpu() if config.offload_to_cpu else value
+        if drops:
+            del state_dict[key]
+
+
+def _whole_values(unit: Unit) -> list[torch.Tensor]:
+    if unit.is_whole:
+        current = [param.slots[0].current for param in unit.params]
+        return [p.detach().clone() for p in current if p is not None]
+    whole = [tensor.clone() for tensor in unit.gather_whole()]
+    return [
+        tensor
+        if param.form.unsharded is None
+        else DTensor(tensor, param.form.unsharded, requires_grad=False)
+        for tensor, param in zip(whole, unit.params, strict=True)
+    ]
+
+
+def _row_values(unit: Unit) -> list[torch.Tensor | ShardedTensor]:
+    rows = rows_of_pieces(unit, range(len(unit.params)), [param.local for param in unit.params])
+    return [as_sharded(unit, index, tensor) for index, tensor in enumerate(rows)]
+
+
+def _local_values(unit: Unit, prefix: str) -> dict[str, torch.Tensor | ShardedTensor]:
+    values: dict[str, torch.Tensor | ShardedTensor] = {}
+    group = division_group(unit)
+    if not unit.params:
+        return values
+    assert unit.buffers is not None
+    assert group is not None
+    for position, (bucket, flat) in enumerate(
+        zip(unit.layout.buckets, unit.buffers.flat_shards, strict=True)
+    ):
+        sizes = _filled(bucket)
+        local = flat.detach()[: sizes[unit.mesh.plan.shard_rank]]
+        values[f"{prefix}{_flat_key(position)}"] = flat_sharded_tensor(local, sizes, group)
+    return values
+
+
+# Loading
+
+
+@torch.no_grad()
+def before_loading(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str]
+) -> None:
+    """Put prefixes back, and this rank's pieces in place of values."""
+    unit = _unit(module)
+    if not unit.is_whole:
+        unit.wait_unshard()
+        unit.reshard()
+        unit.follow_changes()
+        _show_pieces(unit)
+    names = [f"{prefix}{_flat_key(position)}" for position in range(len(unit.layout.buckets))]
+    flat = {name: state_dict.pop(name) for name in names if name in state_dict}
+    _rename(state_dict, prefix, f"{prefix}{_PREFIX}")
+    keys = _keys(module, unit, f"{prefix}{_PREFIX}")
+    if flat:
+        _load_flat(unit, [flat.get(name) for name in names])
+        state_dict.update({key: unit.params[index].local for index, key in keys})
+        return
+    if unit.is_whole:
+        return
+    given = {index: state_dict[key] for index, key in keys if key in state_dict}
+    pieces = {index: unit.params[index].local for index in given}  # what is there already
+    for index, value in list(given.items()):
+        param = unit.params[index]
+        shape, expected = tuple(value.size()), _whole_shape(param)
+        if shape != expected:
+            errors.append(
+                f"size mismatch for {param.name}: copying a param with shape {shape} from "
+                f"checkpoint, the shape in current model is {expected}."
+            )
+            del given[index]
+    pieces.update(
+        zip(given, pieces_of_values(unit, list(given), list(given.values())), strict=True)
+    )
+    for index, key in keys:
+        if index in pieces:
+            state_dict[key] = pieces[index]
+
+
+def after_loading(module: nn.Module, incompatible: Any) -> None:
+    """Hide pieces again, and name what is missing or unexpected as the user knows it."""
+    unit = _unit(module)
+    if not unit.is_whole:
+        _hide_pieces(unit)
+        unit.follow_changes()
+    for names in incompatible:
+        names[:] = [clean_name(name) for name in names]
+
+
+def _load_flat(unit: Unit, values: list[Any]) -> None:
+    assert unit.buffers is not None
+    for bucket, flat, value in zip(
+        unit.layout.buckets, unit.buffers.flat_shards, values, strict=True
+    ):
+        expected = _filled(bucket)[unit.mesh.plan.shard_rank]
+        if not isinstance(value, ShardedTensor):
+            raise MisuseError(
+                f"{unit.label}: Tensors in local_state_dict should be ShardedTensor, not "
+                f"{type(value).__name__}. Load a dict that was saved as LOCAL_STATE_DICT."
+            )
+        local = [shard.tensor.reshape(-1) for shard in value.local_shards()]
+        numel = sum(tensor.numel() for tensor in local)
+        if numel != expected:
+            raise MisuseError(
+                f"{unit.label}: the local state dict has {numel} elements for this rank, which "
+                f"owns {expected}. Load it on as many ranks as saved it, wrapped in the same way."
+            )
+        if local:
+            flat[:expected].copy_(torch.cat(local))
+
+
+# Between pieces and values
+
+
+def rows_of_pieces(
+    unit: Unit, indices: Sequence[int], pieces: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Exchange this rank's pieces of some parameters for its rows, in their shape.
+
+    indices: of the parameters; one may come several times. Every rank has to take part.
+    """
+    divisions, group = divisions_of(unit), division_group(unit)
+    shapes = [unit.params[index].shape for index in indices]
+    size = 1 if group is None else group.size()
+    rows = exchange(
+        [piece.detach().reshape(-1) for piece in pieces],
+        [divisions[index] for index in indices],
+        [row_division(shape, dim=0, num_ranks=size) for shape in shapes],
+        group,
+        device=unit.device,
+    )
+    return [
+        tensor.view(tensor.numel() // max(math.prod(shape[1:]), 1), *shape[1:])
+        for tensor, shape in zip(rows, shapes, strict=True)
+    ]
+
+
+def pieces_of_values(
+    unit: Unit, indices: Sequence[int], values: Sequence[Any]
+) -> list[torch.Tensor]:
+    """Exchange values of any kind for this rank's pieces. Every rank has to take part."""
+    divisions, group = divisions_of(unit), division_group(unit)
+    pieces: dict[int, torch.Tensor] = {}
+    parts: dict[int, LocalPart] = {}
+    for position, (index, value) in enumerate(zip(indices, values, strict=True)):
+        param = _piece_parameter(unit, index)
+        if param.form.unsharded is not None and isinstance(value, DTensor):
+            pieces[position] = param.owned.of(_own_part(value, param.form.unsharded))
+        elif isinstance(value, (ShardedTensor, DTensor)):
+            parts[position] = local_part(value, param.shape, group, unit.device)
+        else:
+            pieces[position] = param.owned.of(value.detach())
+    exchanged = exchange(
+        [part.local for part in parts.values()],
+        [part.division for part in parts.values()],
+        [divisions[indices[position]] for position in parts],
+        group if parts else None,
+        device=unit.device,
+    )
+    for position, tensor in zip(parts, exchanged, strict=True):
+        pieces[position] = tensor.view(_piece_parameter(unit, indices[position]).owned.shape)
+    return [pieces[position] for position in range(len(indices))]
+
+
+def _piece_parameter(unit: Unit, index: int) -> PieceParameter:
+    param = unit.params[index]
+    assert isinstance(param, PieceParameter)
+    return param
+
+
+def as_sharded(unit: Unit, index: int, rows: torch.Tensor) -> torch.Tensor | ShardedTensor:
+    """Make the value of a sharded state dict of this rank's rows of a parameter."""
+    param = unit.params[index]
+    if param.form.spec is not None:
+        return sharded_dtensor(rows, param.form.spec)
+    return sharded_tensor(rows, param.shape, division_group(unit))
+
+
+def division_group(unit: Unit) -> dist.ProcessGroup | None:
+    """Return the ranks among which values are divided, all of which have all if nothing is sharded."""
+    return unit.mesh.shard_group or unit.mesh.replicate_group
+
+
+def divisions_of(unit: Unit) -> dict[int, Division]:
+    """Return how each parameter is divided into pieces over `division_group`, by index."""
+    group = division_group(unit)
+    size = 1 if group is None else group.size()
+    if unit.mesh.shard_group is None:
+        return {
+            index: whole_division(math.prod(param.shape), num_ranks=size)
+            for index, param in enumerate(unit.params)
+        }
+    return {
+        param.index: bucket_division(bucket, param)
+        for bucket in unit.layout.buckets
+        for param in bucket.params
+    }
+
+
+def _own_part(value: DTensor, spec: DTensorSpec) -> torch.Tensor:
+    """Return this rank's part of a value over data-parallel and tensor-parallel axes."""
+    num_outer = value.device_mesh.ndim - spec.mesh.ndim
+    placements = [*[Replicate()] * num_outer, *spec.placements]
+    return value.redistribute(placements=placements)._local_tensor
+
+
+# Names
+
+
+def _keys(module: nn.Module, unit: Unit, prefix: str) -> list[tuple[int, str]]:
+    """Return each parameter's keys below a prefix: several if it is shared."""
+    paths = _paths(module)
+    return [
+        (index, f"{prefix}{path}{slot.name}")
+        for index, param in enumerate(unit.params)
+        for slot in param.slots
+        for path in paths.get(id(slot.module()), ())
+    ]
+
+
+def _paths(module: nn.Module) -> dict[int, list[str]]:
+    paths: dict[int, list[str]] = {}
+    for name, each in module.named_modules(remove_duplicate=False):
+        path = clean_name(name)
+        paths.setdefault(id(each), []).append(f"{path}." if path else "")
+    return paths
+
+
+def _buffers(
+    module: nn.Module, state: ModuleState, prefix: str, *, casts: bool
+) -> dict[str, torch.Tensor]:
+    """Return the buffers of modules that are in no nested instance, in the dtypes they had."""
+    paths = _paths(module)
+    found = {}
+    for own in state.own_modules():
+        for name, buffer in own._buffers.items():
+            dtype = state.buffer_dtypes.get(own, {}).get(name) if casts else None
+            if buffer is None:
+                continue
+            kept = buffer.detach() if dtype is None else buffer.detach().to(dtype, copy=True)
+            found.update({f"{prefix}{path}{name}": kept for path in paths[id(own)]})
+    return found
+
+
+def _rename(state_dict: dict[str, Any], old: str, new: str) -> None:
+    for key in [key for key in state_dict if key.startswith(old)]:
+        state_dict[f"{new}{key[len(old) :]}"] = state_dict.pop(key)
+
+
+def _flat_key(position: int) -> str:
+    return f"{FLAT_PARAM}_{position}" if position else FLAT_PARAM
+
+
+def _filled(bucket: BucketLayout) -> list[int]:
+    """Return how many elements of each shard come before the padding at the buffer's end."""
+    stop = max(param.unsharded_offset + param.spec.numel for param in bucket.params)
+    size = bucket.shard_numel
+    return [min(max(stop - rank * size, 0), size) for rank in range(bucket.shard_size)]
+
+
+def _whole_shape(param: Any) -> tuple[int, ...]:
+    whole = param.form.unsharded
+    return tuple(param.shape if whole is None else whole.shape)
+
+
+def _is_replicated(unit: Unit) -> bool:
+    """Whether several ranks have all of it, of which none has a shard."""
+    return unit.mesh.shard_group is None and unit.mesh.plan.replicate_size > 1
+
+
+def _show_pieces(unit: Unit) -> None:
+    if unit.flat is None:
+        return
+    unit.flat.slot.remove()
+    for param in unit.params:
+        assert isinstance(param, HiddenParameter)
+        param.show_piece()
+
+
+def _hide_pieces(unit: Unit) -> None:
+    if unit.flat is None:
+        return
+    for param in unit.params:
+        assert isinstance(param, HiddenParameter)
+        param.take_assigned()
+        param.show_sharded()
+    unit.flat.slot.register(unit.flat.sharded)
+
+
+def _state(module: nn.Module) -> ModuleState:
+    state = state_of(module)
+    assert state is not None
+    return state
+
+
+def _unit(module: nn.Module) -> Unit:
+    (unit,) = _state(module).all_units
+    return unit

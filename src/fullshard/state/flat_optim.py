@@ -1,0 +1,647 @@
+"""State dicts of optimizers that train pieces of flat buffers.
+
+An optimizer keeps its state by the parameter it trains: this rank's piece, or a flat parameter that
+stands for many. Its state dicts here are by name instead, and hold what the parameter's state would
+be if nothing were flattened. Both sides meet in one form, `_UnitState`: for every parameter of a
+unit, this rank's piece of each state tensor, and what is no tensor of the parameter's size.
+
+    saving    optimizer -> pieces -> whole tensors (FULL) or rows (SHARDED)
+    loading   values of any kind -> pieces -> optimizer
+
+What ranks have to agree on beforehand (which parameters have which state, of which dtype) travels
+as one object; tensors are exchanged one unit at a time, all of them in one collective.
+"""
+
+import copy
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.flat_params import HiddenParameter, PieceParameter
+from fullshard.engine.hooks import state_of
+from fullshard.engine.unit import Unit
+from fullshard.errors import MisuseError, ShardingError, StateError
+from fullshard.plan.regrid import Division, whole_division
+from fullshard.plan.units import clean_name
+from fullshard.state.exchange import exchange
+from fullshard.state.flat_model import (
+    as_sharded,
+    division_group,
+    divisions_of,
+    pieces_of_values,
+    rows_of_pieces,
+)
+from fullshard.state.options import OptimStateKeyType
+
+StateDict = dict[str, Any]
+ParamKey = int | str
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trained:
+    """What a parameter of an optimizer stands for.
+
+    names: of the parameters before wrapping, one or, for a flat one, many.
+    unit, indices: where they are, if they are flattened.
+    """
+
+    names: tuple[str, ...]
+    unit: Unit | None = None
+    indices: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class _UnitState:
+    """This rank's optimizer state of a unit's parameters, by index and name of the state."""
+
+    pieces: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    others: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+class _Known(dict[int, dict[str, torch.dtype | None]]):
+    """Which state each parameter has: its dtype, or None for what is no tensor of its size."""
+
+
+def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
+    """Say what every parameter that an optimizer of the model may train stands for."""
+    paths: dict[int, str] = {}
+    for path, module in model.named_modules():
+        paths[id(module)] = f"{clean}." if (clean := clean_name(path)) else ""
+    found: dict[nn.Parameter, Trained] = {}
+    for unit in flat_units(model):
+        names = [f"{paths[id(p.slots[0].module())]}{p.slots[0].name}" for p in unit.params]
+        if unit.flat is not None:
+            found[unit.flat.sharded] = Trained(tuple(names), unit, tuple(range(len(names))))
+            continue
+        for index, (param, name) in enumerate(zip(unit.params, names, strict=True)):
+            found[param.sharded] = Trained((name,), unit, (index,))
+    for name, parameter in model.named_parameters():
+        if parameter not in found:
+            found[parameter] = Trained((clean_name(name),))
+    return found
+
+
+def flat_units(model: nn.Module) -> list[Unit]:
+    """Return the units of a model that have flat parameters, in the order of its modules."""
+    states = dict.fromkeys(state for m in model.modules() if (state := state_of(m)) is not None)
+    return [u for s in states for u in s.units if isinstance(u.params[0], PieceParameter)]
+
+
+# Saving
+
+
+@torch.no_grad()
+def save(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    state_dict: StateDict,
+    *,
+    shards: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    group: dist.ProcessGroup | None,
+    optim_input: OptimInput = None,
+) -> StateDict:
+    """Return an optimizer's state dict by name, as of the model before wrapping.
+
+    state_dict: as the optimizer returns it. shards: hold rows instead of whole tensors. Every rank
+    has to call it; with ``rank0_only`` the others get an empty dict.
+    """
+    trained = trained_parameters(model)
+    by_key = _parameters_by_key(model, optim, state_dict, trained, optim_input)
+    states = {id(unit): _UnitState() for unit in flat_units(model)}
+    saved: dict[Any, Any] = {}
+    for key, parameter in by_key.items():
+        own = state_dict["state"].get(key)
+        if own is None:
+            continue
+        what = trained[parameter]
+        if what.unit is None:
+            saved[what.names[0]] = _to_cpu(own) if offload_to_cpu else dict(own)
+        else:
+            _take_apart(what, own, states[id(what.unit)])
+    keeps = shards or not rank0_only or dist.get_rank(group) == 0
+    names = _names_by_unit(trained)
+    known = _agree(flat_units(model), states, names, group)
+    for unit, (kinds, others) in zip(flat_units(model), known, strict=True):
+        values = _gather(unit, states[id(unit)], kinds, shards=shards, rank0_only=rank0_only)
+        for index, own in kinds.items() if keeps else ():
+            saved[names[id(unit)][index]] = {
+                name: others[index][name] if dtype is None else values[index, name]
+                for name, dtype in own.items()
+            }
+            if offload_to_cpu:
+                entry = saved[names[id(unit)][index]]
+                saved[names[id(unit)][index]] = _to_cpu(entry)
+    if not keeps:
+        return {}
+    order = [name for parameter in by_key.values() for name in trained[parameter].names]
+    order = list(dict.fromkeys([*(name for name in order if name in saved), *saved]))
+    result = {"state": {name: saved[name] for name in order}}
+    for key, value in state_dict["state"].items():
+        if key not in by_key:
+            warnings.warn(
+                f"The optimizer has a state {key!r} that belongs to no parameter of its groups. It "
+                "is copied as it is.",
+                stacklevel=4,
+            )
+            result["state"][key] = value
+    if "param_groups" in state_dict:
+        result["param_groups"] = [  # type: ignore[assignment]
+            {
+                **copy.deepcopy({k: v for k, v in param_group.items() if k != "params"}),
+                "params": [n for key in param_group["params"] for n in trained[by_key[key]].names],
+            }
+            for param_group in state_dict["param_groups"]
+        ]
+    return result
+
+
+def _take_apart(what: Trained, own: Mapping[str, Any], into: _UnitState) -> None:
+    """Divide the state of a parameter among the parameters that it stands for."""
+    unit = what.unit
+    assert unit is not None
+    places = {p.index: (b, p) for b in unit.layout.buckets for p in b.params}
+    for index in what.indices:
+        param = unit.params[index]
+        assert isinstance(param, PieceParameter)
+        pieces = into.pieces.setdefault(index, {})
+        others = into.others.setdefault(index, {})
+        for name, value in own.items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                others[name] = value
+                continue
+            piece = value
+            if isinstance(param, HiddenParameter):
+                bucket, place = places[index]
+                start, shape = bucket.shard_range(place, unit.mesh.plan.shard_rank)
+                if value.numel() == bucket.shard_numel:
+                    piece = value.reshape(-1)[start : start + math.prod(shape)]
+            if piece.numel() != math.prod(param.owned.shape):
+                raise StateError(
+                    f"{param.name}: the optimizer's state {name!r} has shape {tuple(value.shape)}, "
+                    f"which is not that of what it trains, {tuple(param.holder.sharded.shape)}, so "
+                    "it cannot be put together from all ranks."
+                )
+            pieces[name] = piece.reshape(-1)
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others of a unit's state.
+
+    dtypes: of state tensors, by parameter. owned: parameters of which it owns something.
+    """
+
+    dtypes: dict[int, dict[str, torch.dtype]]
+    others: dict[int, dict[str, Any]]
+    owned: set[int]
+
+
+def _agree(
+    units: Sequence[Unit],
+    states: Mapping[int, _UnitState],
+    names: Mapping[int, Mapping[int, str]],
+    group: dist.ProcessGroup | None,
+) -> list[tuple[_Known, dict[int, dict[str, Any]]]]:
+    """Merge what all ranks have: a rank that owns nothing of a parameter has no state of it.
+
+    Raises StateError on all ranks if one has no state of what it owns and others have.
+    """
+    everyones: list[list[_Report]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(
+        everyones, [_report(unit, states[id(unit)]) for unit in units], group=group
+    )
+    merged = []
+    problems = []
+    for position, unit in enumerate(units):
+        kinds: dict[int, dict[str, torch.dtype | None]] = {}
+        others: dict[int, dict[str, Any]] = {}
+        for index in range(len(unit.params)):
+            # Who owns nothing of a parameter may have stale state of it.
+            reports = sorted((r[position] for r in everyones), key=lambda r: index not in r.owned)
+            for report in reports:
+                for name, value in report.others.get(index, {}).items():
+                    kinds.setdefault(index, {}).setdefault(name, None)
+                    others.setdefault(index, {}).setdefault(name, value)
+                for name, dtype in report.dtypes.get(index, {}).items():
+                    kinds.setdefault(index, {}).setdefault(name, dtype)
+        for rank, reports in enumerate(everyones):
+            report = reports[position]
+            lacking = sorted(
+                (report.owned & kinds.keys()) - report.dtypes.keys() - report.others.keys()
+            )
+            if lacking:
+                missing = ", ".join(names[id(unit)][index] for index in lacking)
+                problems.append(f"rank {rank} has none of {missing}")
+        merged.append((_Known(kinds), others))
+    if problems:
+        raise StateError(
+            "FSDP currently requires each rank to have at least the optimizer states needed by rank "
+            "0's optimizer but some ranks are missing some of those states: "
+            f"{'; '.join(problems)}. Give the optimizers of all ranks the same parameters."
+        )
+    return merged
+
+
+def _report(unit: Unit, state: _UnitState) -> _Report:
+    dtypes = {i: {name: t.dtype for name, t in own.items()} for i, own in state.pieces.items()}
+    owned = {index for index, param in enumerate(unit.params) if param.sharded.numel()}
+    if unit.flat is not None:
+        owned = set(range(len(unit.params)))
+    return _Report(dtypes, state.others, owned)
+
+
+def _gather(
+    unit: Unit, state: _UnitState, kinds: _Known, *, shards: bool, rank0_only: bool
+) -> dict[tuple[int, str], Any]:
+    """Make the values of a unit's state tensors: rows of them, or the whole of them."""
+    wanted = [
+        (index, name, dtype)
+        for index, own in kinds.items()
+        for name, dtype in own.items()
+        if dtype is not None
+    ]
+    pieces = []
+    for index, name, dtype in wanted:
+        param = unit.params[index]
+        assert isinstance(param, PieceParameter)
+        piece = state.pieces.get(index, {}).get(name)
+        if piece is None:
+            piece = torch.zeros(math.prod(param.owned.shape), dtype=dtype, device=unit.device)
+        pieces.append(piece.to(unit.device))
+    indices = [index for index, _, _ in wanted]
+    if shards:
+        rows = rows_of_pieces(unit, indices, pieces)
+        return {
+            (index, name): as_sharded(unit, index, tensor)
+            for (index, name, _), tensor in zip(wanted, rows, strict=True)
+        }
+    divisions = divisions_of(unit)
+    group = division_group(unit)
+    whole = exchange(
+        pieces,
+        [divisions[index] for index in indices],
+        [_whole(unit, index, group, rank0_only=rank0_only) for index in indices],
+        group,
+        device=unit.device,
+    )
+    result: dict[tuple[int, str], Any] = {}
+    for (index, name, _), tensor in zip(wanted, whole, strict=True):
+        param = unit.params[index]
+        if tensor.numel() != math.prod(param.shape):
+            continue  # another rank keeps it
+        result[index, name] = tensor.view(param.shape)
+        if param.form.unsharded is not None:
+            spec = param.form.unsharded
+            result[index, name] = DTensor.from_local(
+                tensor.view(param.shape), spec.mesh, spec.placements
+            )
+    return result
+
+
+def _whole(
+    unit: Unit, index: int, group: dist.ProcessGroup | None, *, rank0_only: bool
+) -> Division:
+    numel = math.prod(unit.params[index].shape)
+    if group is None:
+        return whole_division(numel, num_ranks=1)
+    everyone = whole_division(numel, num_ranks=group.size())
+    if not rank0_only:
+        return everyone
+    ranks = dist.get_process_group_ranks(group)
+    return tuple(own if rank == 0 else () for rank, own in zip(ranks, everyone, strict=True))
+
+
+# Loading
+
+
+@torch.no_grad()
+def load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    state_dict: StateDict,
+    *,
+    rank0_only: bool,
+    is_named: bool,
+    group: dist.ProcessGroup | None,
+    optim_input: OptimInput = None,
+) -> StateDict:
+    """Return a state dict that the optimizer can load, from one by name with values of any kind.
+
+    rank0_only: the first rank alone has it. is_named: the optimizer's own state dicts are by name
+    too, and must hold state of every parameter. Every rank has to call it.
+    """
+    if rank0_only:
+        state_dict = _spread(state_dict, group)
+    if "state" not in state_dict:
+        raise ShardingError(
+            '`optim_state_dict` must have the keys "state" to be a valid optimizer state dict, but '
+            f"it has {sorted(state_dict)}."
+        )
+    trained = trained_parameters(model)
+    keys = _keys_of_parameters(model, optim, trained, optim_input, is_named=is_named)
+    source: dict[Any, Any] = state_dict["state"]
+    used: set[Any] = set()
+    loaded: dict[Any, Any] = {}
+    by_unit: dict[int, _UnitState] = {}
+    for unit in flat_units(model):
+        by_unit[id(unit)] = _cut(unit, _names_by_unit(trained)[id(unit)], source)
+    for parameter, what in trained.items():
+        names = [name for name in what.names if name in source]
+        used.update(names)
+        if not names:
+            continue
+        key = keys.get(parameter, what.names if len(what.names) > 1 else what.names[0])
+        if what.unit is None:
+            loaded[key] = copy.copy(source[names[0]])
+            continue
+        state = _put_together(what, by_unit[id(what.unit)])
+        if state:
+            loaded[key] = state
+        elif is_named and optim is not None and parameter in optim.state:
+            loaded[key] = copy.deepcopy(optim.state[parameter])
+    for name, value in source.items():
+        if name not in used:
+            loaded[name] = copy.copy(value)  # of the user's own
+    result: StateDict = {"state": loaded}
+    if "param_groups" in state_dict:
+        key_of = {n: keys[p] for p, what in trained.items() for n in what.names if p in keys}
+        result["param_groups"] = [
+            {
+                **copy.deepcopy({k: v for k, v in param_group.items() if k != "params"}),
+                "params": sorted({key_of[name] for name in param_group["params"]}),
+            }
+            for param_group in state_dict["param_groups"]
+        ]
+    return result
+
+
+def _cut(unit: Unit, names: Mapping[int, str], source: Mapping[str, Any]) -> _UnitState:
+    """Take this rank's pieces of the values of a unit's parameters."""
+    state = _UnitState()
+    wanted: list[tuple[int, str]] = []
+    values: list[Any] = []
+    for index, name in names.items():
+        if name not in source:
+            continue
+        param = unit.params[index]
+        state.pieces[index], state.others[index] = {}, {}
+        for key, value in source[name].items():
+            if not isinstance(value, (torch.Tensor, ShardedTensor)) or len(value.size()) == 0:
+                state.others[index][key] = value
+                continue
+            expected = param.shape if param.form.unsharded is None else param.form.unsharded.shape
+            if tuple(value.size()) != tuple(expected):
+                raise ShardingError(
+                    f"{name}: the state {key!r} has shape {tuple(value.size())}, but the parameter "
+                    f"has {tuple(expected)}. Load a state dict of this model."
+                )
+            wanted.append((index, key))
+            values.append(value)
+    pieces = pieces_of_values(unit, [index for index, _ in wanted], values)
+    for (index, key), piece in zip(wanted, pieces, strict=True):
+        state.pieces[index][key] = piece
+    return state
+
+
+def _put_together(what: Trained, state: _UnitState) -> dict[str, Any]:
+    """Make the state of what the optimizer trains from that of the parameters it stands for.
+
+    Empty if this rank owns nothing of them, as optimizers keep no state of empty parameters.
+    """
+    unit = what.unit
+    assert unit is not None
+    if unit.flat is None:
+        (index,) = what.indices
+        param = unit.params[index]
+        if param.local.numel() == 0:
+            return {}
+        return {**state.others[index], **state.pieces[index]}
+    (bucket,) = unit.layout.buckets
+    result: dict[str, Any] = {}
+    present = [index for index in what.indices if index in state.pieces]
+    for name in dict.fromkeys(n for index in present for n in state.others[index]):
+        found = [state.others.get(index, {}).get(name) for index in what.indices]
+        _check_same(found, what, name)
+        result[name] = found[0]
+    for name in dict.fromkeys(n for index in present for n in state.pieces[index]):
+        tensors = [state.pieces.get(index, {}).get(name) for index in what.indices]
+        if any(tensor is None for tensor in tensors):
+            lacking = [n for n, t in zip(what.names, tensors, strict=True) if t is None]
+            raise ShardingError(
+                f"{', '.join(lacking)}: no state {name!r}, but other parameters of the same flat "
+                "parameter have it. Load the state of all of them, or of none."
+            )
+        dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+        if len(dtypes) > 1:
+            raise ShardingError(
+                f"{', '.join(what.names)}: the states {name!r} are of different dtypes, {dtypes}, "
+                "but belong to one flat parameter."
+            )
+        flat = torch.zeros(bucket.shard_numel, dtype=dtypes.pop(), device=unit.device)
+        for place in bucket.params:
+            start, shape = bucket.shard_range(place, unit.mesh.plan.shard_rank)
+            piece = state.pieces[place.index][name]
+            flat[start : start + math.prod(shape)].copy_(piece.reshape(-1))
+        result[name] = flat
+    return result
+
+
+def _check_same(values: Sequence[Any], what: Trained, name: str) -> None:
+    first = values[0]
+    for value in values[1:]:
+        same = (
+            torch.equal(torch.as_tensor(value), torch.as_tensor(first))
+            if isinstance(first, torch.Tensor) and isinstance(value, torch.Tensor)
+            else value == first
+        )
+        if not same:
+            raise ShardingError(
+                "All unflattened parameters comprising a single flat parameter must have scalar "
+                f"state with the same value and dtype, but {name!r} of {', '.join(what.names)} are "
+                f"{values}. Pass use_orig_params=True to keep them apart."
+            )
+
+
+def _spread(state_dict: StateDict, group: dist.ProcessGroup | None) -> StateDict:
+    """Give every rank the state dict of the first one."""
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    is_source = dist.get_rank() == source
+    tensors: list[torch.Tensor] = []
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            tensors.append(value)
+            return _Described(value.shape, value.dtype)
+        return value
+
+    described = [_map_state(state_dict, describe) if is_source else None]
+    dist.broadcast_object_list(described, source, group=group)
+    remaining = iter(tensors)
+    device = _group_device(group)
+
+    def receive(value: Any) -> Any:
+        if not isinstance(value, _Described):
+            return value
+        tensor = (
+            next(remaining).to(device).contiguous()
+            if is_source
+            else torch.empty(value.shape, dtype=value.dtype, device=device)
+        )
+        dist.broadcast(tensor, source, group=group)
+        return tensor.cpu()
+
+    result: StateDict = _map_state(described[0], receive)
+    return result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Described:
+    """A tensor that is to follow."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _map_state(state_dict: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to every state value."""
+    state = {
+        name: {key: function(value) for key, value in own.items()}
+        if isinstance(own, dict)
+        else function(own)
+        for name, own in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _group_device(group: dist.ProcessGroup | None) -> torch.device:
+    if "nccl" in dist.get_backend(group):
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+# Names and keys
+
+
+def rekey(
+    state_dict: StateDict,
+    kind: OptimStateKeyType,
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    optim_input: OptimInput,
+) -> StateDict:
+    """Return a state dict by name, or by position in the optimizer, from one of either kind."""
+    types = {type(key) for key in state_dict["state"]}
+    if len(types & {str, int}) > 1:
+        raise ShardingError(f"Invalid parameter keys: {state_dict['state'].keys()}")
+    wanted = str if kind is OptimStateKeyType.PARAM_NAME else int
+    if types == {wanted}:
+        return state_dict
+    trained = trained_parameters(model)
+    names = {
+        key: trained[parameter].names[0]
+        for key, parameter in _numbered(model, optim, optim_input).items()
+    }
+    new: dict[Any, Any] = (
+        dict(names)
+        if kind is OptimStateKeyType.PARAM_NAME
+        else {name: key for key, name in names.items()}
+    )
+    return {
+        "state": {new[key]: own for key, own in state_dict["state"].items()},
+        "param_groups": [
+            {
+                **copy.deepcopy({k: v for k, v in param_group.items() if k != "params"}),
+                "params": sorted(new[key] for key in param_group["params"]),
+            }
+            for param_group in state_dict["param_groups"]
+        ],
+    }
+
+
+def _names_by_unit(trained: Mapping[nn.Parameter, Trained]) -> dict[int, dict[int, str]]:
+    names: dict[int, dict[int, str]] = {}
+    for what in trained.values():
+        if what.unit is not None:
+            names.setdefault(id(what.unit), {}).update(zip(what.indices, what.names, strict=True))
+    return names
+
+
+def _parameters_by_key(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    state_dict: StateDict,
+    trained: Mapping[nn.Parameter, Trained],
+    optim_input: OptimInput,
+) -> dict[ParamKey, nn.Parameter]:
+    is_named = any(isinstance(key, str) for key in list(state_dict["state"])[:1])
+    keys = _keys_of_parameters(model, optim, trained, optim_input, is_named=is_named)
+    return {key: parameter for parameter, key in keys.items()}
+
+
+def _keys_of_parameters(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    trained: Mapping[nn.Parameter, Trained],
+    optim_input: OptimInput,
+    *,
+    is_named: bool,
+) -> dict[nn.Parameter, ParamKey]:
+    """Return by which key the optimizer's own state dict knows each parameter."""
+    numbered = _numbered(model, optim, optim_input)
+    if not is_named:
+        return {parameter: key for key, parameter in numbered.items() if parameter in trained}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {p: names[p] for p in numbered.values() if p in trained}
+
+
+def _numbered(
+    model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: OptimInput
+) -> dict[ParamKey, nn.Parameter]:
+    """Return an optimizer's parameters by their position in its groups."""
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: pass the optimizer instead.",
+            FutureWarning,
+            stacklevel=6,
+        )
+        return dict(enumerate(_listed(optim_input)))
+    if optim is None:
+        return dict(enumerate(model.parameters()))
+    return dict(enumerate(p for param_group in optim.param_groups for p in param_group["params"]))
+
+
+def _listed(optim_input: Any) -> Iterator[nn.Parameter]:
+    try:
+        given = list(optim_input)
+    except TypeError as error:
+        raise TypeError(
+            f"Optimizer input should be an iterable of Tensors or dicts, but got {optim_input}"
+        ) from error
+    if not given:
+        raise ShardingError("Optimizer input should not be empty")
+    if all(isinstance(each, torch.Tensor) for each in given):
+        return iter(given)
+    if not all(isinstance(each, dict) for each in given):
+        raise TypeError("Optimizer input should be an iterable of Tensors or dicts")
+    if not all("params" in each for each in given):
+        raise MisuseError('A parameter group should map "params" to a list of parameters.')
+    return iter([parameter for param_group in given for parameter in param_group["params"]])
+
+
+def _to_cpu(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.cpu() if isinstance(value, (torch.Tensor, ShardedTensor)) else value
+        for name, value in own.items()
+    }
