@@ -108,11 +108,11 @@ def _wrap_ddp(model: GPT, work: Work) -> nn.Module:
     return DistributedDataParallel(inner, gradient_as_bucket_view=True)
 
 
-def _wrap_fsdp1(model: GPT, work: Work) -> nn.Module:
-    mixed = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def _wrap_fsdp1(model: GPT, work: Work, *, library: Any) -> nn.Module:
+    mixed = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     hybrid = len(work.mesh_shape) > 1
-    strategy = fsdp.ShardingStrategy
-    return fsdp.FullyShardedDataParallel(
+    strategy = library.ShardingStrategy
+    wrapped: nn.Module = library.FullyShardedDataParallel(
         model,
         device_mesh=_mesh(work),
         sharding_strategy=strategy.HYBRID_SHARD if hybrid else strategy.FULL_SHARD,
@@ -121,6 +121,7 @@ def _wrap_fsdp1(model: GPT, work: Work) -> nn.Module:
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
+    return wrapped
 
 
 def _wrap_fsdp2(model: GPT, work: Work) -> nn.Module:
@@ -166,9 +167,12 @@ def _set_requires_gradient_sync(model: Any, is_last: bool) -> AbstractContextMan
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "local": Implementation(_wrap_local, lambda _model, _is_last: nullcontext()),
     "ddp": Implementation(_wrap_ddp, _no_sync_until_last),
-    "fsdp1": Implementation(_wrap_fsdp1, _no_sync_until_last),
+    "fsdp1": Implementation(partial(_wrap_fsdp1, library=fsdp), _no_sync_until_last),
     "fsdp2": Implementation(_wrap_fsdp2, _set_requires_gradient_sync),
     "fullshard": Implementation(partial(_wrap_fullshard, comm="auto"), _set_requires_gradient_sync),
+    "fullshard-fsdp1": Implementation(
+        partial(_wrap_fsdp1, library=fullshard), _no_sync_until_last
+    ),
     "fullshard-pg": Implementation(
         partial(_wrap_fullshard, comm="process_group"), _set_requires_gradient_sync
     ),

@@ -25,9 +25,10 @@ FACES = {
     "install",
     "meshes",
     "grad_scaler",
+    "transfer",
 }
 MAY_IMPORT: dict[str, set[str]] = {
-    "__init__": FACES | BASE | {"comm", "engine", "state", "optim", "versions"},
+    "__init__": FACES | BASE | {"comm", "engine", "migrate", "state", "optim", "versions"},
     "__main__": {"tools"},
     "errors": set(),
     "policies": {"errors"},
@@ -47,8 +48,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fsdp2": BASE | {"fsdp_module", "interop", "meshes", "sharding"},
     "replicate": BASE | {"fsdp_module", "interop", "meshes", "sharding"},
     "fsdp1": BASE
-    | {"engine", "comm", "plan", "state", "wrapping", "interop", "meshes", "sharding"},
+    | {"engine", "comm", "plan", "state", "wrapping", "interop", "meshes", "sharding"}
+    | {"fsdp_module"},
     "grad_scaler": set(),
+    "transfer": BASE | {"fsdp1", "state"},
+    "migrate": BASE | {"fsdp1", "plan"},
     "install": BASE
     | {"comm", "engine", "fsdp1", "fsdp2", "fsdp_module", "grad_scaler", "interop", "meshes"}
     | {"replicate", "sharding", "state"},

@@ -1,30 +1,46 @@
-"""The README's example runs as it stands."""
+"""The README's examples run as they stand."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_readme_example_runs_on_two_ranks(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(example.splitlines()) <= 21
-    script = tmp_path / "example.py"
+@pytest.fixture(scope="module")
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_both_apis_have_a_short_example(examples: list[str]) -> None:
+    assert [len(example.splitlines()) <= 21 for example in examples] == [True, True]
+
+
+def test_the_example_of_fully_shard_runs_on_two_ranks(examples: list[str], tmp_path: Path) -> None:
+    printed = _run(examples[0], tmp_path)
+    assert re.search(r"rank 1: loss [12]\.\d{3}$", printed, re.MULTILINE)
+    assert "5 units" in printed
+    assert "shard 2" in printed
+
+
+def test_the_example_of_the_wrapper_runs_on_two_ranks(examples: list[str], tmp_path: Path) -> None:
+    printed = _run(examples[1], tmp_path)
+    assert re.search(r"rank 1: loss \d\.\d{3}", printed)
+
+
+def _run(example: str, folder: Path) -> str:
+    script = folder / "example.py"
     script.write_text(example)
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-    ]
+    launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = subprocess.run(
-        [*launcher, str(script)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", *launcher, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"rank 1: loss [12]\.\d{3}$", done.stdout, re.MULTILINE)
-    assert "5 units" in done.stdout
-    assert "shard 2" in done.stdout
+    return done.stdout

@@ -27,6 +27,16 @@ from fullshard.errors import (
     StateError,
     UnsupportedError,
 )
+from fullshard.fsdp1.auto_wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap,
+)
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.options import CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.fsdp2 import fully_shard
@@ -46,6 +56,7 @@ from fullshard.meshes import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
+from fullshard.migrate.report import MigrationReport, migrate_report
 from fullshard.policies import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -67,6 +78,7 @@ from fullshard.state.options import (
     StateDictSettings,
     StateDictType,
 )
+from fullshard.transfer import load_sharded_state, sharded_state
 from fullshard.versions import check_torch_version
 
 __version__ = "0.1.0"
@@ -79,6 +91,7 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "CommError",
+    "CustomPolicy",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "DefaultAllGather",
@@ -95,9 +108,11 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MeshError",
+    "MigrationReport",
     "MisuseError",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "ModuleWrapPolicy",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
@@ -121,13 +136,22 @@ __all__ = [
     "SymmMemReduceScatter",
     "UnshardHandle",
     "UnsupportedError",
+    "always_wrap_policy",
     "clip_grad_norm_",
     "describe",
+    "enable_wrap",
     "fully_shard",
     "install",
+    "lambda_auto_wrap_policy",
+    "load_sharded_state",
+    "migrate_report",
     "register_fsdp_forward_method",
     "replicate",
     "set_default_comm",
+    "sharded_state",
     "share_comm_ctx",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
     "uninstall",
+    "wrap",
 ]

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import fullshard
 from fullshard.engine.flat_params import FLAT_PARAM  # noqa: F401
 from fullshard.engine.nodes import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
-from fullshard.interop import is_composable, state_view
+from fullshard.fsdp1 import setup
+from fullshard.interop import FlatHandle, is_composable, state_view
 from fullshard.meshes import default_mesh, mesh_info
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
+from fullshard.policies import CommHook
+from fullshard.state.values import sharded_tensor
 from fullshard.wrapping import CoveredParameters, covered_modules
 
 # Tests count collectives, so ranks must make PyTorch's. "auto" runs the same tests on peer memory.
@@ -30,6 +35,70 @@ NO_RESHARD_AFTER_FORWARD_STRATEGIES = (
     fullshard.ShardingStrategy._HYBRID_SHARD_ZERO2,
 )
 clean_tensor_name = clean_name
+
+
+# The wrapper under names of its own, and what its flat parameter would be at the moment.
+
+FSDP = fullshard.FullyShardedDataParallel
+FSDP._state_dict_type = property(lambda self: self._state_dict_settings.state_dict_type)
+FSDP._inter_node_pg = property(lambda self: self._placement.replicate_group)
+FSDP._wait_unshard_streams_on_current_stream = lambda self: None  # no streams on a CPU
+_params = FSDP.params
+
+
+def _params_as_they_are(self: fullshard.FullyShardedDataParallel) -> list[nn.Parameter]:
+    """Return the flat parameters, unsharded while their unit is, with their shards."""
+    unit, sharded = self._unit, _params.fget(self)
+    shown = sharded
+    if unit.is_unsharded and unit.buffers is not None:
+        shown = [fullshard.FlatParameter(each.flat) for each in unit.buffers._unsharded]
+    for parameter, shard in zip(shown, sharded, strict=True):
+        parameter._local_shard = shard
+        if (low := unit.config.mp_policy.param_dtype) is not None:
+            parameter._mp_shard = torch.empty(0, dtype=low)  # lives during the all-gather alone
+    return shown
+
+
+FSDP.params = property(_params_as_they_are)
+
+
+def _comm_hook(self: fullshard.FullyShardedDataParallel) -> Callable[..., None] | None:
+    registered = self._unit.config.comm_hook
+    return None if registered is None else registered.function
+
+
+def _set_comm_hook(self: fullshard.FullyShardedDataParallel, hook: Callable[..., None]) -> None:
+    self._unit.configure(comm_hook=CommHook(None, hook))
+
+
+FSDP._comm_hook = property(_comm_hook, _set_comm_hook)
+FSDP._comm_hook_state = property(lambda self: self._unit.config.comm_hook.state)
+_FSDP_USE_UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"  # there is one way only
+_get_fsdp_states = FSDP.fsdp_modules
+
+
+def _create_chunk_sharded_tensor(
+    tensor: torch.Tensor, rank: int, world_size: int, num_devices: int, pg: dist.ProcessGroup
+) -> ShardedTensor:
+    rows = [*tensor.chunk(world_size), *[tensor.new_empty(0, *tensor.shape[1:])] * world_size]
+    return sharded_tensor(rows[rank].clone(), tuple(tensor.shape), pg)
+
+
+_groups_by_host = setup._groups_by_host
+
+
+def _init_intra_and_inter_node_groups(
+    global_process_group: dist.ProcessGroup, num_devices_per_node: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    return _groups_by_host(global_process_group)
+
+
+# Looked up when called, as tests replace it to pretend several hosts.
+setup._groups_by_host = lambda world: _init_intra_and_inter_node_groups(world, 1)
+
+
+def _get_fsdp_handles(module: nn.Module) -> list[FlatHandle]:
+    return [each._handle for each in FSDP.fsdp_modules(module) if each._handle is not None]
 
 
 def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> nn.Module | None:

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.fsdp import api as torch_api
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
-import fullshard as fullshard
+import fullshard
 
 NAMES = [*torch_api.__all__, "OptimStateKeyType"]
 ENUMS = ["BackwardPrefetch", "OptimStateKeyType", "ShardingStrategy", "StateDictType"]

@@ -12,7 +12,7 @@ Optimizers see plain tensors either way.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -71,6 +71,17 @@ class PieceParameter(ManagedParameter):
     def local(self) -> torch.Tensor:
         return self.sharded
 
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return self.owned.shape
+
+    @property
+    def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
+        optimizers = getattr(self.sharded, "_in_backward_optimizers", None)
+        if not optimizers:
+            return super().post_accumulate_hooks
+        return [*super().post_accumulate_hooks, lambda _: _step(optimizers)]
+
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         return dataclasses.replace(super().spec(policy), trainable=self._trainable)
 
@@ -86,8 +97,9 @@ class PieceParameter(ManagedParameter):
                 current.data = self.owned.of(current.data).clone()
             elif current.shape != self.owned.shape:
                 raise StateError(
-                    f"{self.name} was replaced by a parameter of shape {tuple(current.shape)}. "
-                    f"Give it {self.shape}, or {self.owned.shape}, which this rank has of it."
+                    f"Cannot writeback when the parameter shape changes: {self.name} was replaced "
+                    f"by one of shape {tuple(current.shape)}. Give it {self.shape}, or "
+                    f"{self.owned.shape}, which this rank has of it."
                 )
             self.sharded = current
             mark_owner(current, self)
@@ -152,6 +164,13 @@ class PieceParameter(ManagedParameter):
     def _as_unsharded(self, full: torch.Tensor) -> torch.Tensor:
         spec = self.form.unsharded
         return full if spec is None else DTensor(full, spec, requires_grad=False)
+
+
+def _step(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Step optimizers that run in backward (``torch.distributed.optim``)."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 class HiddenParameter(PieceParameter):

@@ -17,6 +17,7 @@ import torch
 
 from fullshard.comm.hooked import reduce_by_hook
 from fullshard.comm.interface import Comm, Reduction, Scaling, Sum, shard_views
+from fullshard.engine.accumulation import show_gradient
 from fullshard.engine.buffers import GradientShards
 from fullshard.engine.params import ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Lane, Runtime
@@ -327,8 +328,7 @@ class UnitGradients:
             if holder.local_grad is not None:
                 holder.local_grad.add_(view)
                 continue
-            holder.sharded.grad = torch.empty_like(holder.sharded)  # of a dtype autograd accepts
-            holder.sharded.grad.data = view.to(holder.local.device, dtype, copy=True)
+            show_gradient(holder.sharded, view.to(holder.local.device, dtype, copy=True))
         self._runtime.scratch.give(item.total)
 
     def _views(self, plan: _BucketPlan, total: torch.Tensor) -> list[torch.Tensor]:

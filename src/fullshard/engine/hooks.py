@@ -63,7 +63,7 @@ class ModuleState:
         self.all_units = list(units)
         self._has_hooks = hooks
         self.training_state = TrainingState.IDLE
-        self._reduced: UnitConfig | None = None  # what applies when not in full precision
+        self._reduced: UnitConfig | None = None  # what applies again after full precision
         self.ignored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # below the modules, not ours
         self.buffer_dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]]
         self.buffer_dtypes = weakref.WeakKeyDictionary()  # of buffers that were cast
@@ -141,7 +141,9 @@ class ModuleState:
         (root,) = self.modules
         named = _named_states(root)
         for name, state in named.items():
-            if state is not self and state.iteration is not None and state.iteration() is not None:
+            # What was below another wrapper before may move; a sharded module's place is for good.
+            is_taken = state.is_root or (state._has_hooks and state.known_iteration is not None)
+            if state is not self and is_taken:
                 raise StateError(
                     f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
                     "running forward through the root module first: it ran before the module that "
@@ -181,13 +183,11 @@ class ModuleState:
     def use_precision(self, *, full: bool) -> None:
         """Compute in the dtypes of the shards for now, or as the policy says. Between iterations."""
         (unit,) = self.all_units
-        if self._reduced is None:
-            self._reduced = unit.config
-        if full == (unit.config is not self._reduced):
+        if full == (self._reduced is not None):
             return
         _ = self.shared
-        if not full:
-            unit.config = self._reduced
+        if self._reduced is not None:
+            unit.config, self._reduced = self._reduced, None
         else:
             self._reduced = unit.config
             unit.configure(mp_policy=MixedPrecisionPolicy(), buffer_dtype=None)
@@ -243,7 +243,8 @@ class ModuleState:
             args, kwargs = _to_device(self.all_units[0].device, args, kwargs)
             iteration.begin_forward(self)
         args, kwargs = cast_inputs(self.policy, args, kwargs)
-        iteration.begin_units(self.units, prefetches=not self.forward_prefetch)
+        prefetches = not self.forward_prefetch
+        iteration.begin_units(self.units, prefetches=prefetches, is_training=module.training)
         if is_first:
             for state in self.forward_prefetch:
                 for unit in state.units:
@@ -333,6 +334,8 @@ class ModuleState:
             return grad
         self.training_state = TrainingState.PRE_BACKWARD
         for unit in self.units:
+            if unit.is_unsharded:
+                unit.check_unchanged()
             iteration.start_backward_unshard(unit)
         for unit in self.units:
             unit.wait_unshard()

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fullshard.engine.gradients import InFlight
+from fullshard.engine.order import ForwardOrder
 from fullshard.engine.runtime import Lane, outside_transforms
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.plan.schedule import Recorder
@@ -40,6 +41,7 @@ class Iteration:
         self.is_last_backward = True
         self.has_run = False
         self._number = {id(unit): number for number, unit in enumerate(self.units)}
+        self._order = ForwardOrder(self.units)
         self._recorder = Recorder()
         self._positions: dict[int, list[int]] = collections.defaultdict(list)
         self._in_flight: collections.deque[InFlight] = collections.deque()
@@ -90,8 +92,13 @@ class Iteration:
     def is_forward_root(self, state: Any) -> bool:
         return self._forward_root is not None and self._forward_root() is state
 
-    def begin_units(self, units: Sequence[Unit], *, prefetches: bool) -> None:
+    def begin_units(
+        self, units: Sequence[Unit], *, prefetches: bool, is_training: bool = True
+    ) -> None:
         """A module's forward starts: its units become usable."""
+        if is_training and not is_in_backward():
+            for unit in units:
+                self._order.check(self._number[id(unit)])
         for unit in units:
             unit.unshard()
         for unit in units:
@@ -178,6 +185,7 @@ class Iteration:
         self._release_events()
         if self.is_last_backward:
             self._recorder.end_iteration()
+            self._order.end_iteration()
             self._positions.clear()
             for unit in self.units:
                 if unit.state is ShardedState.GATHERING:  # prefetched, but never used
@@ -200,6 +208,7 @@ class Iteration:
             comm.abandon()
         self._in_flight.clear()
         self._recorder.forget()
+        self._order.forget()
         self._positions.clear()
         self._after.clear()
         self._forward_root = None

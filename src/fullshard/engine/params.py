@@ -66,9 +66,10 @@ class Slot:
         module = self.module()
         if module is None:
             return
+        self._parameters.pop(self.name, None)
         if self._by_setattr:
             setattr(module, self.name, tensor)
-        self._parameters.pop(self.name, None)
+            self._parameters.pop(self.name, None)
         module.__dict__[self.name] = tensor
 
     def take_back(self, parameter: nn.Parameter) -> None:
@@ -134,6 +135,11 @@ class ManagedParameter(abc.ABC):
     @abc.abstractmethod
     def local(self) -> torch.Tensor:
         """This rank's shard."""
+
+    @property
+    @abc.abstractmethod
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's shard."""
 
     @property
     def requires_grad(self) -> bool:
@@ -307,6 +313,10 @@ class DTensorParameter(ManagedParameter):
     @property
     def local(self) -> torch.Tensor:
         return self.sharded._local_tensor  # type: ignore[attr-defined]
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return tuple(self.local.shape)
 
     @property
     def local_grad(self) -> torch.Tensor | None:

@@ -21,13 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm.interface import Comm, Done, Work, shard_views
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
+from fullshard.engine.accumulation import FlatAccumulation
 from fullshard.engine.buffers import UnitBuffers, whole_views
 from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.flat_params import FlatHolder
 from fullshard.engine.gradients import InFlight, UnitGradients
 from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Lane, Runtime, outside_transforms
-from fullshard.errors import StateError
+from fullshard.errors import MisuseError, StateError
 from fullshard.plan.layout import UnitLayout, retype, rows_layout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import ShardedState, UnitConfig
@@ -96,6 +97,7 @@ class Unit:
         self._flat_layout = layout
         self._gathered_of: list[int] = []
         self._accumulates = False
+        self._accumulation: FlatAccumulation | None = None
         self._extended = ExtendedParameters([], mesh.mesh, 1, device)
         self._extended_region: torch.Tensor | None = None
         self._plain: list[ManagedParameter] = []
@@ -234,6 +236,21 @@ class Unit:
             return self.comm
         return self.comm.over(self.reduce_group)
 
+    def check_unchanged(self) -> None:
+        """Refuse parameters that were replaced while they are unsharded, for backward."""
+        for index, param in enumerate(self._plain):
+            assert self.buffers is not None
+            unsharded = param.unsharded
+            if param.is_replaced or (
+                unsharded is not None
+                and param.form.unsharded is None
+                and unsharded.data_ptr() != self.buffers.unsharded(index).data_ptr()
+            ):
+                raise MisuseError(
+                    f"{param.name}: FSDP does not support changing the parameters between forward "
+                    "and backward. Change them after backward."
+                )
+
     def follow_changes(self) -> None:
         """Adopt shards that others moved or replaced. Peers must not read before this is done.
 
@@ -330,12 +347,16 @@ class Unit:
             return
         self._accumulates = False
         self.gradients.drop_partial()
-        for param in self.params:
-            param.accumulated_grad = None
+        self._take_accumulated()
 
     @property
     def is_unsharded(self) -> bool:
         return self.state is ShardedState.UNSHARDED
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether shards are pieces of a flat buffer."""
+        return self._flat_layout is not None
 
     @property
     def keeps_after_forward(self) -> bool:
@@ -360,8 +381,8 @@ class Unit:
     @torch.no_grad()
     def gather_whole_grads(self) -> list[torch.Tensor | None]:
         """Gather every gradient of a flat unit; None for those that no rank has."""
-        grads: list[torch.Tensor | None] = [None] * len(self.params)
-        if not self.params:
+        grads = [param.sharded.grad for param in self.params]
+        if not self.params or (self.mesh.plan.shard_size == 1 and self.flat is None):
             return grads
         assert self.buffers is not None
         for bucket in self.buffers.layout.buckets:
@@ -394,6 +415,11 @@ class Unit:
         """Keep full gradients for a later reduction, in the reduce dtype."""
         self._accumulates = True
         reduce_dtype = self.config.mp_policy.reduce_dtype
+        if self._flat_layout is not None:
+            if self._accumulation is None:
+                self._accumulation = FlatAccumulation(self.layout, self.params, reduce_dtype)
+            self._accumulation.add(grads)
+            return
         for param, grad in zip(self.params, grads, strict=True):
             if grad is not None and param.accumulated_grad is not None:
                 param.accumulated_grad.add_(grad)
@@ -406,12 +432,20 @@ class Unit:
         if accumulated:
             self.accumulate(grads)
             self._accumulates = False
-            grads = [param.accumulated_grad for param in self.params]
-            for param in self.params:
-                param.accumulated_grad = None
+            grads = self._take_accumulated()
         if all(grad is None for grad in grads) and not self.config.reduce_scatter_unused_params:
             return None
         return self.gradients.start(grads, self.config, accumulated=accumulated)
+
+    def _take_accumulated(self) -> list[torch.Tensor | None]:
+        if self._accumulation is not None:
+            grads = self._accumulation.take()
+            self._accumulation = None
+            return grads
+        grads = [param.accumulated_grad for param in self.params]
+        for param in self.params:
+            param.accumulated_grad = None
+        return grads
 
     # Messages
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.flat_params import FlatParameter
 from fullshard.engine.grad_norm import clip_grad_norm_
-from fullshard.engine.hooks import ModuleState
+from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.precision import differentiable_tensors
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import WholeOptions, whole_parameters
@@ -43,6 +43,7 @@ from fullshard.fsdp1.setup import (
     move,
     place,
 )
+from fullshard.fsdp_module import UnshardHandle
 from fullshard.interop import FlatHandle, mark_managed
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.policies import (
@@ -56,8 +57,8 @@ from fullshard.policies import (
     UnitConfig,
 )
 from fullshard.sharding import set_default_comm
-from fullshard.state import flat_optim
-from fullshard.state.flat_model import after_loading, after_saving, before_loading, before_saving
+from fullshard.state import optim as optim_state
+from fullshard.state.model import after_loading, after_saving, before_loading, before_saving
 from fullshard.state.options import (
     OptimStateDictConfig,
     OptimStateKeyType,
@@ -128,7 +129,7 @@ class FullyShardedDataParallel(nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -190,7 +191,12 @@ class FullyShardedDataParallel(nn.Module):
         self.limit_all_gathers = limit_all_gathers
         self._computes_fully_in_eval = full_precision_in_eval()
         self._fsdp_wrapped_module = module
-        covered = covered_modules([module], lambda each: each not in ignored.modules)
+        is_wrapped = state_of(module) is not None  # and then holds all there is
+        covered = (
+            []
+            if is_wrapped
+            else covered_modules([module], lambda each: each not in ignored.modules)
+        )
         check_one_device(covered, ignored, device_id)
         materialise(covered, device, param_init_fn)
         move(covered, ignored, device, offload=self.cpu_offload.offload_params)
@@ -302,18 +308,14 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters; by the names they had before wrapping, if they are themselves."""
+        """Yield parameters; inside `summon_full_params` by the names they had before wrapping."""
         for name, parameter in super().named_parameters(*args, **kwargs):
-            yield (clean_name(name) if self._shows_parameters else name), parameter
+            yield (clean_name(name) if self._unit.is_whole else name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield buffers, by the names they had before wrapping, if parameters are themselves."""
+        """Yield buffers; inside `summon_full_params` by the names they had before wrapping."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (clean_name(name) if self._shows_parameters else name), buffer
-
-    @property
-    def _shows_parameters(self) -> bool:
-        return self._use_orig_params or self._unit.is_whole
+            yield (clean_name(name) if self._unit.is_whole else name), buffer
 
     # Running
 
@@ -323,7 +325,18 @@ class FullyShardedDataParallel(nn.Module):
             self._follow_mode()
         if self._unit.is_whole:
             return _without_backward(self._fsdp_wrapped_module(*args, **kwargs))
+        if self._state.known_iteration is None:
+            self._refuse_overlap()
         return self._state.run_as_forward(self, _run_wrapped, args, kwargs)
+
+    def _refuse_overlap(self) -> None:
+        for instance in self.fsdp_modules(self):
+            if instance._unit.flat is not None and any(
+                hasattr(parameter, "_in_backward_optimizers") for parameter in instance.params
+            ):
+                raise StateError(
+                    "FSDP optimizer in backward only supported with use_orig_params=True!"
+                )
 
     def _follow_mode(self) -> None:
         """Compute in full precision if in evaluation, from the root down."""
@@ -335,9 +348,31 @@ class FullyShardedDataParallel(nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Apply a function to every module inside, with whole parameters. Every rank has to."""
         if self._unit.is_whole:
-            return super().apply(fn)
+            raise MisuseError(
+                "apply() expects to be in the state IDLE, not SUMMON_FULL_PARAMS: it gathers whole "
+                "parameters itself. Call it outside."
+            )
         with _whole([self], WholeOptions()):
             return super().apply(fn)
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this instance's parameters ahead of its forward. Every rank has to call it."""
+        unit = self._unit
+        unit.follow_changes()
+        unit.comm.fence(f"{unit.label}: unshard")
+        unit.unshard()
+        unit.comm.fence(f"{unit.label}: unshard")
+        handle = UnshardHandle([unit])
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise MisuseError(
+            "A FullyShardedDataParallel instance cannot be deep-copied: its process groups cannot. "
+            "Copy the module before wrapping it, or load its state_dict into a second one."
+        )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -531,7 +566,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         settings = FullyShardedDataParallel.get_state_dict_type(model)
         config = settings.optim_state_dict_config
-        return flat_optim.save(
+        return optim_state.save(
             model,
             optim,
             optim.state_dict() if optim_state_dict is None else optim_state_dict,
@@ -559,7 +594,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises ShardingError for a dict that is not of this model's parameters.
         """
         config = FullyShardedDataParallel.get_state_dict_type(model).optim_state_dict_config
-        result = flat_optim.load(
+        result = optim_state.load(
             model,
             optim,
             optim_state_dict,
@@ -576,12 +611,12 @@ class FullyShardedDataParallel(nn.Module):
     def full_optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
-        optim_input: flat_optim.OptimInput = None,
+        optim_input: optim_state.OptimInput = None,
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Use `optim_state_dict`. Returns whole tensors."""
-        return flat_optim.save(
+        return optim_state.save(
             model,
             optim,
             optim.state_dict(),
@@ -598,7 +633,7 @@ class FullyShardedDataParallel(nn.Module):
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
         """Use `optim_state_dict`. Returns sharded tensors."""
-        return flat_optim.save(
+        return optim_state.save(
             model,
             optim,
             optim.state_dict(),
@@ -613,11 +648,11 @@ class FullyShardedDataParallel(nn.Module):
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any],
         model: nn.Module,
-        optim_input: flat_optim.OptimInput = None,
+        optim_input: optim_state.OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Use `optim_state_dict_to_load`. Every rank has the whole state dict."""
-        return flat_optim.load(
+        return optim_state.load(
             model,
             optim,
             full_optim_state_dict,
@@ -633,7 +668,7 @@ class FullyShardedDataParallel(nn.Module):
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """Use `optim_state_dict_to_load`. Takes sharded tensors."""
-        return flat_optim.load(
+        return optim_state.load(
             model, optim, sharded_optim_state_dict, rank0_only=False, is_named=False, group=None
         )
 
@@ -642,12 +677,12 @@ class FullyShardedDataParallel(nn.Module):
     def scatter_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any] | None,
         model: nn.Module,
-        optim_input: flat_optim.OptimInput = None,
+        optim_input: optim_state.OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Use `optim_state_dict_to_load`. The first rank alone has the whole state dict."""
-        return flat_optim.load(
+        return optim_state.load(
             model,
             optim,
             full_optim_state_dict or {},
@@ -662,7 +697,7 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict: dict[str, Any],
         optim_state_key_type: OptimStateKeyType,
         model: nn.Module,
-        optim_input: flat_optim.OptimInput = None,
+        optim_input: optim_state.OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Return the same with parameters called by name, or by position in the optimizer.
@@ -672,9 +707,15 @@ class FullyShardedDataParallel(nn.Module):
         """
         if not isinstance(optim_state_key_type, OptimStateKeyType):
             raise MisuseError(f"Expected an OptimStateKeyType, got {optim_state_key_type!r}.")
-        return flat_optim.rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
+        return optim_state.rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
 
     def _set_state_dict_settings(self, settings: StateDictSettings) -> None:
+        is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        if is_local and self._device_mesh is not None:
+            raise StateError(
+                "DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT, which "
+                "holds DTensors over the mesh."
+            )
         for config in (settings.state_dict_config, settings.optim_state_dict_config):
             if hasattr(config, "_use_dtensor"):
                 config._use_dtensor = self._device_mesh is not None

@@ -238,15 +238,17 @@ def full_precision_in_eval() -> bool:
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
 
 
-def compute_device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
+def compute_device(
+    device_id: int | str | torch.device | None, mesh: DeviceMesh | None
+) -> torch.device:
     """Return the device to compute on: the one given, the mesh's, or what this process has."""
     accelerator = torch.accelerator.current_accelerator()
     if device_id is None:
         if accelerator is None or (mesh is not None and mesh.device_type == "cpu"):
             return torch.device("cpu")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    if isinstance(device_id, torch.device):
-        device = device_id
+    if isinstance(device_id, (torch.device, str)):
+        device = torch.device(device_id)
     elif accelerator is not None:
         device = torch.device(accelerator.type, device_id)
     else:

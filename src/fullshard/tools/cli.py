@@ -2,20 +2,25 @@
 
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
+fullshard migrate-report M:F        say what an FSDP1 model would be with fully_shard
 """
 
+import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from fullshard.errors import StateError
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.job import Job, check_local_ranks, new_job, resumed_job
 from fullshard.tools.launch import LAUNCHER_PID, Ending, Exit, launch
+from fullshard.tools.migration import report_on
 from fullshard.tools.worker import Place, run_worker
 
 _EXAMPLES = """
@@ -32,6 +37,18 @@ Examples:
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fullshard train --model 1b --out /shared/run
 
 Exit codes: 0 finished, 1 failed, 2 unusable options, 3 a rank died, 75 stopped by Ctrl-C or SIGTERM with everything saved.
+"""
+
+_MIGRATE_EXAMPLES = """
+Example, with a function that returns the wrapped model in my_package/train.py:
+
+    fullshard migrate-report my_package.train:build_model
+
+    torchrun --nproc-per-node 2 -m fullshard migrate-report my_package.train:build_model --json
+
+One rank alone makes every sharding strategy NO_SHARD; under torchrun the report knows which it is.
+
+Exit codes: 0 reported, 1 the function failed or wraps nothing, 2 no such function.
 """
 
 app = typer.Typer(
@@ -170,6 +187,39 @@ def train(
     raise typer.Exit(run_worker(job, place, threads=_threads(place), as_json=as_json))
 
 
+@app.command(epilog=_MIGRATE_EXAMPLES)
+def migrate_report(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A function without arguments that returns a model wrapped with "
+            "FullyShardedDataParallel, PyTorch's or fullshard's.",
+            metavar="MODULE:FUNCTION",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a model wrapped with FullyShardedDataParallel would be with fully_shard.
+
+    Runs FUNCTION in this process, on a Gloo group of one rank unless importing MODULE or torchrun
+    makes another; FUNCTION must not make one. Prints every instance, every argument and the code.
+    """
+    # The report says it itself, once.
+    warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
+    place = _place(os.environ)
+    is_first = place is None or place.rank == 0
+    try:
+        report = report_on(target, under_torchrun=place is not None)
+    except OptionError as error:
+        _refuse(error, quiet=not is_first, command="migrate-report")
+    except StateError as error:
+        if is_first:
+            print(f"fullshard migrate-report: {target}: {error}", file=sys.stderr)
+        raise typer.Exit(Exit.FAILED) from error
+    if is_first:
+        print(json.dumps(report.as_dict(), indent=2) if as_json else report)
+
+
 def _was_typed(context: typer.Context, name: str) -> bool:
     """Whether an option was given, even with its default value."""
     source = context.get_parameter_source(name)
@@ -207,11 +257,11 @@ def _finish(ending: Ending, job: Job) -> NoReturn:
     raise typer.Exit(code)
 
 
-def _refuse(error: OptionError, *, quiet: bool) -> NoReturn:
+def _refuse(error: OptionError, *, quiet: bool, command: str = "train") -> NoReturn:
     if not quiet:
         for line in str(error).splitlines():
-            print(f"fullshard train: {line}", file=sys.stderr)
-        print("Options: fullshard train --help", file=sys.stderr)
+            print(f"fullshard {command}: {line}", file=sys.stderr)
+        print(f"Options: fullshard {command} --help", file=sys.stderr)
     raise typer.Exit(Exit.USAGE)
 
 

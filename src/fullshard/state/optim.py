@@ -1,12 +1,13 @@
-"""State dicts of optimizers that train pieces of flat buffers.
+"""State dicts of optimizers of sharded models.
 
-An optimizer keeps its state by the parameter it trains: this rank's piece, or a flat parameter that
-stands for many. Its state dicts here are by name instead, and hold what the parameter's state would
-be if nothing were flattened. Both sides meet in one form, `_UnitState`: for every parameter of a
-unit, this rank's piece of each state tensor, and what is no tensor of the parameter's size.
+An optimizer keeps its state by the parameter it trains: a DTensor, this rank's piece of a flat
+buffer, or a flat parameter that stands for many. Its state dicts here are by name instead, and hold
+what the parameter's state would be if nothing were flattened. Both sides meet in one form,
+`_UnitState`: for every parameter of a unit, this rank's local of each state tensor (see `parts`),
+and what is no tensor of the parameter's size.
 
-    saving    optimizer -> pieces -> whole tensors (FULL) or rows (SHARDED)
-    loading   values of any kind -> pieces -> optimizer
+    saving    optimizer -> locals -> whole tensors (FULL) or sharded ones (SHARDED)
+    loading   values of any kind -> locals -> optimizer
 
 What ranks have to agree on beforehand (which parameters have which state, of which dtype) travels
 as one object; tensors are exchanged one unit at a time, all of them in one collective.
@@ -25,21 +26,12 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.flat_params import HiddenParameter, PieceParameter
 from fullshard.engine.hooks import state_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
-from fullshard.plan.regrid import Division, whole_division
 from fullshard.plan.units import clean_name
-from fullshard.state.exchange import exchange
-from fullshard.state.flat_model import (
-    as_sharded,
-    division_group,
-    divisions_of,
-    pieces_of_values,
-    rows_of_pieces,
-)
 from fullshard.state.options import OptimStateKeyType
+from fullshard.state.parts import locals_of, sharded_values, whole_values
 
 StateDict = dict[str, Any]
 ParamKey = int | str
@@ -63,7 +55,7 @@ class Trained:
 class _UnitState:
     """This rank's optimizer state of a unit's parameters, by index and name of the state."""
 
-    pieces: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    locals: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     others: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
@@ -77,7 +69,7 @@ def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
     for path, module in model.named_modules():
         paths[id(module)] = f"{clean}." if (clean := clean_name(path)) else ""
     found: dict[nn.Parameter, Trained] = {}
-    for unit in flat_units(model):
+    for unit in units_of(model):
         names = [f"{paths[id(p.slots[0].module())]}{p.slots[0].name}" for p in unit.params]
         if unit.flat is not None:
             found[unit.flat.sharded] = Trained(tuple(names), unit, tuple(range(len(names))))
@@ -90,10 +82,10 @@ def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
     return found
 
 
-def flat_units(model: nn.Module) -> list[Unit]:
-    """Return the units of a model that have flat parameters, in the order of its modules."""
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return the units of a model that have parameters, in the order of its modules."""
     states = dict.fromkeys(state for m in model.modules() if (state := state_of(m)) is not None)
-    return [u for s in states for u in s.units if isinstance(u.params[0], PieceParameter)]
+    return [unit for state in states for unit in state.units]
 
 
 # Saving
@@ -118,7 +110,7 @@ def save(
     """
     trained = trained_parameters(model)
     by_key = _parameters_by_key(model, optim, state_dict, trained, optim_input)
-    states = {id(unit): _UnitState() for unit in flat_units(model)}
+    states = {id(unit): _UnitState() for unit in units_of(model)}
     saved: dict[Any, Any] = {}
     for key, parameter in by_key.items():
         own = state_dict["state"].get(key)
@@ -131,12 +123,12 @@ def save(
             _take_apart(what, own, states[id(what.unit)])
     keeps = shards or not rank0_only or dist.get_rank(group) == 0
     names = _names_by_unit(trained)
-    known = _agree(flat_units(model), states, names, group)
-    for unit, (kinds, others) in zip(flat_units(model), known, strict=True):
+    known = _agree(units_of(model), states, names, group)
+    for unit, (kinds, others) in zip(units_of(model), known, strict=True):
         values = _gather(unit, states[id(unit)], kinds, shards=shards, rank0_only=rank0_only)
         for index, own in kinds.items() if keeps else ():
             saved[names[id(unit)][index]] = {
-                name: others[index][name] if dtype is None else values[index, name]
+                name: _own(others[index][name]) if dtype is None else values[index, name]
                 for name, dtype in own.items()
             }
             if offload_to_cpu:
@@ -144,8 +136,8 @@ def save(
                 saved[names[id(unit)][index]] = _to_cpu(entry)
     if not keeps:
         return {}
-    order = [name for parameter in by_key.values() for name in trained[parameter].names]
-    order = list(dict.fromkeys([*(name for name in order if name in saved), *saved]))
+    # In the order of the model: optimizers may differ, but who reads it goes through it on all ranks.
+    order = [name for what in trained.values() for name in what.names if name in saved]
     result = {"state": {name: saved[name] for name in order}}
     for key, value in state_dict["state"].items():
         if key not in by_key:
@@ -170,29 +162,28 @@ def _take_apart(what: Trained, own: Mapping[str, Any], into: _UnitState) -> None
     """Divide the state of a parameter among the parameters that it stands for."""
     unit = what.unit
     assert unit is not None
-    places = {p.index: (b, p) for b in unit.layout.buckets for p in b.params}
+    places = {p.index: (b, p) for b in unit.layout.buckets for p in b.params} if unit.flat else {}
     for index in what.indices:
         param = unit.params[index]
-        assert isinstance(param, PieceParameter)
-        pieces = into.pieces.setdefault(index, {})
+        locals_ = into.locals.setdefault(index, {})
         others = into.others.setdefault(index, {})
         for name, value in own.items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
                 others[name] = value
                 continue
-            piece = value
-            if isinstance(param, HiddenParameter):
+            local = value._local_tensor if isinstance(value, DTensor) else value
+            if index in places:
                 bucket, place = places[index]
                 start, shape = bucket.shard_range(place, unit.mesh.plan.shard_rank)
-                if value.numel() == bucket.shard_numel:
-                    piece = value.reshape(-1)[start : start + math.prod(shape)]
-            if piece.numel() != math.prod(param.owned.shape):
+                if local.numel() == bucket.shard_numel:
+                    local = local.reshape(-1)[start : start + math.prod(shape)]
+            if local.numel() != math.prod(param.shard_shape):
                 raise StateError(
                     f"{param.name}: the optimizer's state {name!r} has shape {tuple(value.shape)}, "
                     f"which is not that of what it trains, {tuple(param.holder.sharded.shape)}, so "
                     "it cannot be put together from all ranks."
                 )
-            pieces[name] = piece.reshape(-1)
+            locals_[name] = local.reshape(-1)
 
 
 class _Report(NamedTuple):
@@ -253,7 +244,7 @@ def _agree(
 
 
 def _report(unit: Unit, state: _UnitState) -> _Report:
-    dtypes = {i: {name: t.dtype for name, t in own.items()} for i, own in state.pieces.items()}
+    dtypes = {i: {name: t.dtype for name, t in own.items()} for i, own in state.locals.items()}
     owned = {index for index, param in enumerate(unit.params) if param.sharded.numel()}
     if unit.flat is not None:
         owned = set(range(len(unit.params)))
@@ -263,62 +254,26 @@ def _report(unit: Unit, state: _UnitState) -> _Report:
 def _gather(
     unit: Unit, state: _UnitState, kinds: _Known, *, shards: bool, rank0_only: bool
 ) -> dict[tuple[int, str], Any]:
-    """Make the values of a unit's state tensors: rows of them, or the whole of them."""
+    """Make the values of a unit's state tensors: sharded ones, or whole ones."""
     wanted = [
         (index, name, dtype)
         for index, own in kinds.items()
         for name, dtype in own.items()
         if dtype is not None
     ]
-    pieces = []
+    locals_ = []
     for index, name, dtype in wanted:
-        param = unit.params[index]
-        assert isinstance(param, PieceParameter)
-        piece = state.pieces.get(index, {}).get(name)
-        if piece is None:
-            piece = torch.zeros(math.prod(param.owned.shape), dtype=dtype, device=unit.device)
-        pieces.append(piece.to(unit.device))
+        local = state.locals.get(index, {}).get(name)
+        if local is None:  # this rank owns nothing of it
+            local = torch.zeros(unit.params[index].shard_shape, dtype=dtype, device=unit.device)
+        locals_.append(local.to(unit.device))
     indices = [index for index, _, _ in wanted]
-    if shards:
-        rows = rows_of_pieces(unit, indices, pieces)
-        return {
-            (index, name): as_sharded(unit, index, tensor)
-            for (index, name, _), tensor in zip(wanted, rows, strict=True)
-        }
-    divisions = divisions_of(unit)
-    group = division_group(unit)
-    whole = exchange(
-        pieces,
-        [divisions[index] for index in indices],
-        [_whole(unit, index, group, rank0_only=rank0_only) for index in indices],
-        group,
-        device=unit.device,
+    values: Sequence[Any] = (
+        sharded_values(unit, indices, locals_)
+        if shards
+        else whole_values(unit, indices, locals_, rank0_only=rank0_only)
     )
-    result: dict[tuple[int, str], Any] = {}
-    for (index, name, _), tensor in zip(wanted, whole, strict=True):
-        param = unit.params[index]
-        if tensor.numel() != math.prod(param.shape):
-            continue  # another rank keeps it
-        result[index, name] = tensor.view(param.shape)
-        if param.form.unsharded is not None:
-            spec = param.form.unsharded
-            result[index, name] = DTensor.from_local(
-                tensor.view(param.shape), spec.mesh, spec.placements
-            )
-    return result
-
-
-def _whole(
-    unit: Unit, index: int, group: dist.ProcessGroup | None, *, rank0_only: bool
-) -> Division:
-    numel = math.prod(unit.params[index].shape)
-    if group is None:
-        return whole_division(numel, num_ranks=1)
-    everyone = whole_division(numel, num_ranks=group.size())
-    if not rank0_only:
-        return everyone
-    ranks = dist.get_process_group_ranks(group)
-    return tuple(own if rank == 0 else () for rank, own in zip(ranks, everyone, strict=True))
+    return {(index, name): v for (index, name, _), v in zip(wanted, values, strict=True)}
 
 
 # Loading
@@ -353,7 +308,7 @@ def load(
     used: set[Any] = set()
     loaded: dict[Any, Any] = {}
     by_unit: dict[int, _UnitState] = {}
-    for unit in flat_units(model):
+    for unit in units_of(model):
         by_unit[id(unit)] = _cut(unit, _names_by_unit(trained)[id(unit)], source)
     for parameter, what in trained.items():
         names = [name for name in what.names if name in source]
@@ -386,7 +341,7 @@ def load(
 
 
 def _cut(unit: Unit, names: Mapping[int, str], source: Mapping[str, Any]) -> _UnitState:
-    """Take this rank's pieces of the values of a unit's parameters."""
+    """Take this rank's locals of the values of a unit's parameters."""
     state = _UnitState()
     wanted: list[tuple[int, str]] = []
     values: list[Any] = []
@@ -394,10 +349,10 @@ def _cut(unit: Unit, names: Mapping[int, str], source: Mapping[str, Any]) -> _Un
         if name not in source:
             continue
         param = unit.params[index]
-        state.pieces[index], state.others[index] = {}, {}
+        state.locals[index], state.others[index] = {}, {}
         for key, value in source[name].items():
             if not isinstance(value, (torch.Tensor, ShardedTensor)) or len(value.size()) == 0:
-                state.others[index][key] = value
+                state.others[index][key] = _own(value)
                 continue
             expected = param.shape if param.form.unsharded is None else param.form.unsharded.shape
             if tuple(value.size()) != tuple(expected):
@@ -407,9 +362,9 @@ def _cut(unit: Unit, names: Mapping[int, str], source: Mapping[str, Any]) -> _Un
                 )
             wanted.append((index, key))
             values.append(value)
-    pieces = pieces_of_values(unit, [index for index, _ in wanted], values)
-    for (index, key), piece in zip(wanted, pieces, strict=True):
-        state.pieces[index][key] = piece
+    locals_ = locals_of(unit, [index for index, _ in wanted], values)
+    for (index, key), local in zip(wanted, locals_, strict=True):
+        state.locals[index][key] = local
     return state
 
 
@@ -423,18 +378,19 @@ def _put_together(what: Trained, state: _UnitState) -> dict[str, Any]:
     if unit.flat is None:
         (index,) = what.indices
         param = unit.params[index]
-        if param.local.numel() == 0:
+        if unit.is_flat and param.local.numel() == 0:
             return {}
-        return {**state.others[index], **state.pieces[index]}
+        own = {name: param.wrap_shard(t) for name, t in state.locals[index].items()}
+        return {**state.others[index], **own}
     (bucket,) = unit.layout.buckets
     result: dict[str, Any] = {}
-    present = [index for index in what.indices if index in state.pieces]
+    present = [index for index in what.indices if index in state.locals]
     for name in dict.fromkeys(n for index in present for n in state.others[index]):
         found = [state.others.get(index, {}).get(name) for index in what.indices]
         _check_same(found, what, name)
         result[name] = found[0]
-    for name in dict.fromkeys(n for index in present for n in state.pieces[index]):
-        tensors = [state.pieces.get(index, {}).get(name) for index in what.indices]
+    for name in dict.fromkeys(n for index in present for n in state.locals[index]):
+        tensors = [state.locals.get(index, {}).get(name) for index in what.indices]
         if any(tensor is None for tensor in tensors):
             lacking = [n for n, t in zip(what.names, tensors, strict=True) if t is None]
             raise ShardingError(
@@ -450,7 +406,7 @@ def _put_together(what: Trained, state: _UnitState) -> dict[str, Any]:
         flat = torch.zeros(bucket.shard_numel, dtype=dtypes.pop(), device=unit.device)
         for place in bucket.params:
             start, shape = bucket.shard_range(place, unit.mesh.plan.shard_rank)
-            piece = state.pieces[place.index][name]
+            piece = state.locals[place.index][name]
             flat[start : start + math.prod(shape)].copy_(piece.reshape(-1))
         result[name] = flat
     return result
@@ -570,6 +526,12 @@ def rekey(
     }
 
 
+def names_by_unit(model: nn.Module) -> list[tuple[Unit, dict[int, str]]]:
+    """Return the names of every unit's parameters before sharding, by index."""
+    names = _names_by_unit(trained_parameters(model))
+    return [(unit, names[id(unit)]) for unit in units_of(model)]
+
+
 def _names_by_unit(trained: Mapping[nn.Parameter, Trained]) -> dict[int, dict[int, str]]:
     names: dict[int, dict[int, str]] = {}
     for what in trained.values():
@@ -638,6 +600,11 @@ def _listed(optim_input: Any) -> Iterator[nn.Parameter]:
     if not all("params" in each for each in given):
         raise MisuseError('A parameter group should map "params" to a list of parameters.')
     return iter([parameter for param_group in given for parameter in param_group["params"]])
+
+
+def _own(value: Any) -> Any:
+    """Return a scalar of one's own: parameters of one flat parameter share its step."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _to_cpu(own: Mapping[str, Any]) -> dict[str, Any]:

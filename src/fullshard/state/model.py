@@ -10,33 +10,23 @@ put back before loading. A value is
 Any of them can be loaded whatever the settings say, and by any number of ranks but for LOCAL.
 """
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import DTensor
 
-from fullshard.engine.flat_params import FLAT_PARAM, HiddenParameter, PieceParameter
+from fullshard.engine.flat_params import FLAT_PARAM, HiddenParameter
 from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.layout import BucketLayout
-from fullshard.plan.regrid import Division, bucket_division, row_division, whole_division
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
-from fullshard.state.exchange import exchange
 from fullshard.state.options import FullStateDictConfig, StateDictSettings, StateDictType
-from fullshard.state.values import (
-    LocalPart,
-    flat_sharded_tensor,
-    local_part,
-    sharded_dtensor,
-    sharded_tensor,
-)
+from fullshard.state.parts import division_group, locals_of, sharded_values
+from fullshard.state.values import flat_sharded_tensor
 
 _PREFIX = f"{WRAPPED_MODULE}."
 
@@ -101,8 +91,7 @@ def _whole_values(unit: Unit) -> list[torch.Tensor]:
 
 
 def _row_values(unit: Unit) -> list[torch.Tensor | ShardedTensor]:
-    rows = rows_of_pieces(unit, range(len(unit.params)), [param.local for param in unit.params])
-    return [as_sharded(unit, index, tensor) for index, tensor in enumerate(rows)]
+    return sharded_values(unit, range(len(unit.params)), [param.local for param in unit.params])
 
 
 def _local_values(unit: Unit, prefix: str) -> dict[str, torch.Tensor | ShardedTensor]:
@@ -156,9 +145,7 @@ def before_loading(
                 f"checkpoint, the shape in current model is {expected}."
             )
             del given[index]
-    pieces.update(
-        zip(given, pieces_of_values(unit, list(given), list(given.values())), strict=True)
-    )
+    pieces.update(zip(given, locals_of(unit, list(given), list(given.values())), strict=True))
     for index, key in keys:
         if index in pieces:
             state_dict[key] = pieces[index]
@@ -194,101 +181,6 @@ def _load_flat(unit: Unit, values: list[Any]) -> None:
             )
         if local:
             flat[:expected].copy_(torch.cat(local))
-
-
-# Between pieces and values
-
-
-def rows_of_pieces(
-    unit: Unit, indices: Sequence[int], pieces: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Exchange this rank's pieces of some parameters for its rows, in their shape.
-
-    indices: of the parameters; one may come several times. Every rank has to take part.
-    """
-    divisions, group = divisions_of(unit), division_group(unit)
-    shapes = [unit.params[index].shape for index in indices]
-    size = 1 if group is None else group.size()
-    rows = exchange(
-        [piece.detach().reshape(-1) for piece in pieces],
-        [divisions[index] for index in indices],
-        [row_division(shape, dim=0, num_ranks=size) for shape in shapes],
-        group,
-        device=unit.device,
-    )
-    return [
-        tensor.view(tensor.numel() // max(math.prod(shape[1:]), 1), *shape[1:])
-        for tensor, shape in zip(rows, shapes, strict=True)
-    ]
-
-
-def pieces_of_values(
-    unit: Unit, indices: Sequence[int], values: Sequence[Any]
-) -> list[torch.Tensor]:
-    """Exchange values of any kind for this rank's pieces. Every rank has to take part."""
-    divisions, group = divisions_of(unit), division_group(unit)
-    pieces: dict[int, torch.Tensor] = {}
-    parts: dict[int, LocalPart] = {}
-    for position, (index, value) in enumerate(zip(indices, values, strict=True)):
-        param = _piece_parameter(unit, index)
-        if param.form.unsharded is not None and isinstance(value, DTensor):
-            pieces[position] = param.owned.of(_own_part(value, param.form.unsharded))
-        elif isinstance(value, (ShardedTensor, DTensor)):
-            parts[position] = local_part(value, param.shape, group, unit.device)
-        else:
-            pieces[position] = param.owned.of(value.detach())
-    exchanged = exchange(
-        [part.local for part in parts.values()],
-        [part.division for part in parts.values()],
-        [divisions[indices[position]] for position in parts],
-        group if parts else None,
-        device=unit.device,
-    )
-    for position, tensor in zip(parts, exchanged, strict=True):
-        pieces[position] = tensor.view(_piece_parameter(unit, indices[position]).owned.shape)
-    return [pieces[position] for position in range(len(indices))]
-
-
-def _piece_parameter(unit: Unit, index: int) -> PieceParameter:
-    param = unit.params[index]
-    assert isinstance(param, PieceParameter)
-    return param
-
-
-def as_sharded(unit: Unit, index: int, rows: torch.Tensor) -> torch.Tensor | ShardedTensor:
-    """Make the value of a sharded state dict of this rank's rows of a parameter."""
-    param = unit.params[index]
-    if param.form.spec is not None:
-        return sharded_dtensor(rows, param.form.spec)
-    return sharded_tensor(rows, param.shape, division_group(unit))
-
-
-def division_group(unit: Unit) -> dist.ProcessGroup | None:
-    """Return the ranks among which values are divided, all of which have all if nothing is sharded."""
-    return unit.mesh.shard_group or unit.mesh.replicate_group
-
-
-def divisions_of(unit: Unit) -> dict[int, Division]:
-    """Return how each parameter is divided into pieces over `division_group`, by index."""
-    group = division_group(unit)
-    size = 1 if group is None else group.size()
-    if unit.mesh.shard_group is None:
-        return {
-            index: whole_division(math.prod(param.shape), num_ranks=size)
-            for index, param in enumerate(unit.params)
-        }
-    return {
-        param.index: bucket_division(bucket, param)
-        for bucket in unit.layout.buckets
-        for param in bucket.params
-    }
-
-
-def _own_part(value: DTensor, spec: DTensorSpec) -> torch.Tensor:
-    """Return this rank's part of a value over data-parallel and tensor-parallel axes."""
-    num_outer = value.device_mesh.ndim - spec.mesh.ndim
-    placements = [*[Replicate()] * num_outer, *spec.placements]
-    return value.redistribute(placements=placements)._local_tensor
 
 
 # Names

@@ -1,0 +1,92 @@
+"""Gradients of a flat unit that wait for a later reduction, shown as what they are.
+
+They are whole, where the parameters that users see are shards, and lie in one buffer a bucket. Users
+see them as ``.grad``: dropping or zeroing those (``optimizer.zero_grad()``) drops what is
+accumulated, as it would in training on one process. Reduced gradients of earlier backwards are
+put aside meanwhile, and the sum is added to them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fullshard.engine.buffers import whole_views
+from fullshard.engine.params import ManagedParameter, ShardHolder
+from fullshard.plan.layout import UnitLayout
+
+
+class FlatAccumulation:
+    """The unreduced gradients of one unit."""
+
+    def __init__(
+        self, layout: UnitLayout, params: Sequence[ManagedParameter], dtype: torch.dtype | None
+    ) -> None:
+        """dtype: to accumulate in; None takes that of the gradients."""
+        self._params = params
+        self._flats: dict[int, torch.Tensor] = {}  # of each parameter, by index
+        self._views: dict[int, torch.Tensor] = {}
+        self._present: set[int] = set()
+        self._shown: dict[ShardHolder, torch.Tensor] = {}
+        self._aside: dict[ShardHolder, torch.Tensor | None] = {}
+        for bucket in layout.buckets:
+            members = [params[param.index] for param in bucket.params]
+            if not any(member.requires_grad for member in members):
+                continue
+            flat = torch.zeros(
+                bucket.unsharded_numel,
+                dtype=dtype or bucket.compute_dtype,
+                device=members[0].local.device,
+            )
+            self._views.update(whole_views(bucket, flat))
+            self._flats.update({param.index: flat for param in bucket.params})
+
+    @torch.no_grad()
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add whole gradients, one a parameter, and show the sums."""
+        self._forget_dropped()
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                self._views[index].add_(grad)
+                self._present.add(index)
+        for index in self._present:
+            holder = self._params[index].holder
+            if holder in self._shown:
+                continue
+            self._aside[holder] = holder.sharded.grad
+            is_one = isinstance(holder, ManagedParameter)
+            self._shown[holder] = self._views[index] if is_one else self._flats[index]
+            show_gradient(holder.sharded, self._shown[holder])
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Return the sums, one a parameter, and show what was put aside again."""
+        self._forget_dropped()
+        for holder, grad in self._aside.items():
+            show_gradient(holder.sharded, grad)
+        self._shown.clear()
+        self._aside.clear()
+        return [
+            self._views[index] if index in self._present else None
+            for index in range(len(self._params))
+        ]
+
+    def _forget_dropped(self) -> None:
+        """Forget what users have dropped since."""
+        dropped = {h for h, shown in self._shown.items() if h.sharded.grad is not shown}
+        for holder in dropped:
+            del self._shown[holder]
+            self._aside[holder] = None  # the user means it all
+        for index in [i for i in self._present if self._params[i].holder in dropped]:
+            self._views[index].zero_()
+            self._present.remove(index)
+
+
+def show_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set a parameter's gradient, of whatever shape and dtype."""
+    parameter.grad = None
+    if grad is None:
+        return
+    data = parameter.data
+    parameter.data = grad  # which autograd compares the gradient with
+    parameter.grad = grad
+    parameter.data = data

@@ -1,0 +1,209 @@
+"""What takes the place of each argument and method of `FullyShardedDataParallel`."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from fullshard.fsdp1.options import NO_RESHARD_AFTER_FORWARD_STRATEGIES, ShardingStrategy
+from fullshard.migrate.code import Call, dtype_name
+from fullshard.migrate.instances import Instance
+from fullshard.policies import BackwardPrefetch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Translation:
+    """One argument or method: what it was, and what takes its place.
+
+    has_equivalent: False where ``becomes`` says what to do instead.
+    """
+
+    name: str
+    value: str
+    becomes: str
+    has_equivalent: bool = True
+
+    def __str__(self) -> str:
+        was = f"{self.name}={self.value}" if self.value else self.name
+        return f"{was} -> {'' if self.has_equivalent else 'no equivalent: '}{self.becomes}"
+
+
+_OTHERS = "get_optimizer_state_dict or set_optimizer_state_dict, as above"
+
+# What an instance does not keep, then its methods, then what belongs to them. The functions without
+# a module are those of torch.distributed.checkpoint.state_dict.
+PROGRAM = tuple(
+    Translation(name, "", becomes)
+    for name, becomes in {
+        "auto_wrap_policy": "one call for each module it chose, as in the code below",
+        "ignored_modules": "ignored_params={*module.parameters()}",
+        "param_init_fn": "build the model under torch.device('meta'), shard it, then "
+        "model.to_empty(device=...) and initialise or load",
+        "sync_module_states": "the same seed on every rank, or set_model_state_dict(model, state, "
+        "options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))",
+        "forward": "the module's own; register_fsdp_forward_method(module, name) for other methods",
+        "module": "the module itself: its class changes, nothing is wrapped",
+        "named_parameters, named_buffers": "the module's own, by the same names",
+        "params": "[p.to_local() for p in module.parameters()]",
+        "process_group, rank, world_size": "those of the mesh: parameter.device_mesh",
+        "sharding_strategy, training_state": "describe(model) for what is in effect",
+        "check_is_root": "nothing: the outermost sharded module is the root",
+        "fsdp_modules": "[m for m in model.modules() if isinstance(m, FSDPModule)]",
+        "apply": "model.apply(fn), where fn sees DTensors: torch.nn.init works on them",
+        "no_sync": "model.set_requires_gradient_sync(False), and True for the last micro-batch",
+        "summon_full_params": "parameter.full_tensor() to read one; module.unshard() and "
+        "module.reshard() for all; set_model_state_dict(...) to write",
+        "clip_grad_norm_": "fullshard.clip_grad_norm_(model.parameters(), max_norm, norm_type)",
+        "register_comm_hook": "module.set_custom_reduce_scatter(...), or "
+        "module.set_all_reduce_hook(...) after the reduce-scatter; one call a module",
+        "state_dict_type, set_state_dict_type, get_state_dict_type": "model.state_dict() holds "
+        "DTensors; for whole tensors get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True, cpu_offload=True))",
+        "optim_state_dict": "get_optimizer_state_dict(model, optimizer, options=...)",
+        "optim_state_dict_to_load": "set_optimizer_state_dict(model, optimizer, state, "
+        "options=...), which loads it too",
+        "full_optim_state_dict, sharded_optim_state_dict": _OTHERS,
+        "shard_full_optim_state_dict, scatter_full_optim_state_dict": _OTHERS,
+        "flatten_sharded_optim_state_dict": _OTHERS,
+        "rekey_optim_state_dict": "get_optimizer_state_dict(...) is by name, optimizer.state_dict() "
+        "by position",
+        "wrap, enable_wrap": "one call for each module",
+        "ShardedGradScaler": "torch.amp.GradScaler; fullshard.ShardedGradScaler works as well",
+    }.items()
+)
+
+
+def translate(instance: Instance, call: Call) -> tuple[Translation, ...]:
+    """Say of every argument that an instance keeps what takes its place in a call."""
+    return (
+        _strategy(instance, call),
+        _ranks(instance, call),
+        *_precision(instance, call),
+        *_the_rest(instance, call),
+    )
+
+
+def _strategy(instance: Instance, call: Call) -> Translation:
+    strategy = instance.strategy
+    if instance.is_alone:
+        becomes = (
+            "what resulted: a group of one rank makes every strategy NO_SHARD, and which one was "
+            "asked for is not kept. The code is for FULL_SHARD, the default; SHARD_GRAD_OP takes "
+            "reshard_after_forward=False, NO_SHARD replicate(). On two ranks the report knows"
+        )
+    elif strategy is ShardingStrategy.NO_SHARD:
+        becomes = "replicate() instead of fully_shard()"
+    else:
+        becomes = (
+            "reshard_after_forward=False"
+            if strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+            else "reshard_after_forward left out: True, but the root keeps its parameters"
+        )
+        if instance.is_hybrid:
+            becomes += f"; mesh={call.option('mesh')}, (replicate, shard)"
+    return Translation("sharding_strategy", strategy.name, becomes)
+
+
+def _ranks(instance: Instance, call: Call) -> Translation:
+    wrapper = instance.wrapper
+    value = "ranks " + ", ".join(map(str, instance.ranks(wrapper.process_group)))
+    if instance.is_hybrid:
+        replicas = instance.ranks(wrapper._placement.replicate_group)
+        value = f"sharded over {value}, replicated over {', '.join(map(str, replicas))}"
+    mesh = call.option("mesh")
+    becomes = "mesh left out: all ranks" if mesh is None else f"mesh={mesh}"
+    return Translation("process_group, device_mesh", value, becomes)
+
+
+def _precision(instance: Instance, call: Call) -> Iterator[Translation]:
+    given, policy = instance.wrapper.mixed_precision, call.option("mp_policy")
+    if instance.computes_in_float32:
+        yield Translation(
+            "mixed_precision._module_classes_to_ignore",
+            instance.kind.__name__,
+            f"mp_policy={policy}: computes in float32, outputs in the dtype around it",
+        )
+        return
+    if policy is None:
+        yield Translation("mixed_precision", "None", "mp_policy left out")
+    for name in ("param_dtype", "reduce_dtype"):
+        if (dtype := getattr(given, name)) is not None:
+            yield Translation(f"mixed_precision.{name}", dtype_name(dtype), f"{name}, the same")
+    if given.param_dtype is not None:
+        name = "cast_root_forward_inputs" if instance.is_root else "cast_forward_inputs"
+        value = getattr(given, name)
+        where = "this is the root" if instance.is_root else "not the root, which casts by another"
+        becomes = f"cast_forward_inputs={value} ({where})"
+        yield Translation(f"mixed_precision.{name}", str(value), becomes)
+    if given.buffer_dtype is not None:
+        yield Translation(
+            "mixed_precision.buffer_dtype",
+            dtype_name(given.buffer_dtype),
+            "cast buffers once, as the code does",
+            has_equivalent=False,
+        )
+    if given.keep_low_precision_grads:
+        yield Translation(
+            "mixed_precision.keep_low_precision_grads",
+            "True",
+            "gradients have the dtype of the shards. To save their memory, shard the model in that "
+            "dtype and let the optimizer keep a float32 copy",
+            has_equivalent=False,
+        )
+    if instance.wrapper._computes_fully_in_eval:
+        yield Translation(
+            "FSDP_USE_FULL_PREC_IN_EVAL",
+            "1",
+            "a policy holds in evaluation too. Evaluate a copy that is sharded without one",
+            has_equivalent=False,
+        )
+
+
+def _the_rest(instance: Instance, call: Call) -> Iterator[Translation]:
+    wrapper = instance.wrapper
+    offload = wrapper.cpu_offload.offload_params
+    yield Translation(
+        "cpu_offload",
+        str(offload),
+        "offload_policy=CPUOffloadPolicy()" if offload else "offload_policy left out",
+    )
+    ignored = call.option("ignored_params")
+    yield Translation(
+        "ignored_states",
+        "None" if ignored is None else ", ".join(call.ignored),
+        "ignored_params left out" if ignored is None else f"ignored_params={ignored}",
+    )
+    when = wrapper.backward_prefetch
+    is_before = when is BackwardPrefetch.BACKWARD_PRE
+    yield Translation(
+        "backward_prefetch",
+        "None" if when is None else when.name,
+        "nothing: the next unit is gathered before the current one's backward; "
+        "set_modules_to_backward_prefetch([...]) chooses others"
+        if is_before
+        else "the next unit is always gathered before the current one's backward, which costs the "
+        "memory of one unit",
+        is_before,
+    )
+    yield Translation(
+        "forward_prefetch",
+        str(wrapper.forward_prefetch),
+        "nothing: the next unit is gathered during the current one's forward; "
+        "set_modules_to_forward_prefetch([...]) chooses others",
+    )
+    yield Translation(
+        "limit_all_gathers", str(wrapper.limit_all_gathers), "nothing: memory is always bounded"
+    )
+    yield Translation(
+        "use_orig_params",
+        str(wrapper._use_orig_params),
+        "nothing: parameters are always themselves, as DTensors. Build the optimizer afterwards",
+    )
+    yield Translation(
+        "device_id", str(wrapper.compute_device), "nothing: modules move to the mesh's device"
+    )
+    if wrapper._unit.config.comm_hook is not None:
+        yield Translation(
+            "register_comm_hook",
+            "registered",
+            "its arguments are other ones: set_custom_reduce_scatter or set_all_reduce_hook",
+            has_equivalent=False,
+        )

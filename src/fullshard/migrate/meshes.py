@@ -1,0 +1,112 @@
+"""The device mesh of a wrapped module, as the expression that makes it."""
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fullshard.fsdp1.options import ShardingStrategy
+from fullshard.migrate.instances import Instance
+
+
+class _Axis(NamedTuple):
+    """This rank's group along one mesh axis."""
+
+    name: str
+    ranks: list[int]
+
+    @property
+    def stride(self) -> int | None:
+        """How far apart neighbours are: 0 for a single rank, None if it differs."""
+        steps = {after - before for before, after in itertools.pairwise(self.ranks)} or {0}
+        return steps.pop() if len(steps) == 1 else None
+
+    @property
+    def offsets(self) -> list[int]:
+        """Ranks less this one."""
+        return [rank - dist.get_rank() for rank in self.ranks]
+
+
+def mesh_expression(instance: Instance) -> str | None:
+    """Return the source text of an instance's mesh, or None where the default is the same.
+
+    From this rank's groups, with those of other ranks continuing the pattern: to ask them would
+    make the report a collective. Ranks 0, 2 of four and replicas 0, 1 come to
+
+        DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+
+    Hybrid groups without a pattern leave an ellipsis for the ranks, which cannot be run.
+    """
+    device, axes = instance.wrapper.compute_device.type, _axes(instance)
+    everyone = list(range(dist.get_world_size()))
+    grid = _grid(axes)
+    is_default = instance.wrapper._device_mesh is None and device == _default_device()
+    if len(axes) == 1 and grid == everyone and is_default:
+        return None
+    if grid == everyone:
+        return _init(device, [(axis.name, len(axis.ranks)) for axis in axes])
+    if len(axes) == 1 and (slices := _slice_of(axes[0], len(everyone))):
+        return f'{_init(device, slices)}["{axes[0].name}"]'
+    if grid is None:
+        ranks = "..." if len(axes) == 2 else str(axes[0].ranks)
+    else:
+        width = len(axes[-1].ranks)
+        rows = [grid[start : start + width] for start in range(0, len(grid), width)]
+        ranks = str(rows if len(axes) == 2 else grid)
+    return f'DeviceMesh("{device}", {ranks}, mesh_dim_names={_names(a.name for a in axes)})'
+
+
+def _axes(instance: Instance) -> list[_Axis]:
+    """Return the axes of the mesh: (replicate, shard), or the only one."""
+    placement, mesh = instance.wrapper._placement, instance.wrapper._device_mesh
+    names: tuple[str, ...] = ("replicate", "shard") if instance.is_hybrid else ("shard",)
+    if instance.strategy is ShardingStrategy.NO_SHARD and not instance.is_alone:
+        names = ("replicate",)
+    if mesh is not None and mesh.mesh_dim_names is not None:
+        names = mesh.mesh_dim_names[: len(names)]
+    groups = [placement.shard_group]
+    if placement.replicate_group is not None:
+        groups.insert(0, placement.replicate_group)
+    return [
+        _Axis(name, dist.get_process_group_ranks(group))
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def _grid(axes: list[_Axis]) -> list[int] | None:
+    """Return the ranks of the whole mesh, row by row, or None if they follow no pattern."""
+    if any(axis.stride is None for axis in axes):
+        return None
+    steps = itertools.product(*(axis.offsets for axis in axes))
+    return [dist.get_rank() + sum(offsets) for offsets in steps]
+
+
+def _slice_of(axis: _Axis, num_ranks: int) -> list[tuple[str, int]] | None:
+    """Return the 2-D mesh of all ranks, by name and size, one dim of which is this axis."""
+    size, first = len(axis.ranks), axis.ranks[0]
+    others, rest = divmod(num_ranks, size)
+    if rest:
+        return None
+    if axis.stride in (0, 1) and first % size == 0:
+        return [("others", others), (axis.name, size)]
+    if axis.stride == others and first < others:
+        return [(axis.name, size), ("others", others)]
+    return None
+
+
+def _init(device: str, dims: list[tuple[str, int]]) -> str:
+    sizes = ", ".join(str(size) for _, size in dims) + ("," if len(dims) == 1 else "")
+    return f'init_device_mesh("{device}", ({sizes}), mesh_dim_names={_names(n for n, _ in dims)})'
+
+
+def _names(names: Iterable[str]) -> str:
+    """Write a tuple of names: ("replicate", "shard")."""
+    quoted = [f'"{name}"' for name in names]
+    return f"({', '.join(quoted)}{',' if len(quoted) == 1 else ''})"
+
+
+def _default_device() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type

@@ -1,0 +1,171 @@
+"""Between what ranks hold of a unit's parameters and the values of state dicts.
+
+A *local* is this rank's part of a parameter, or of a tensor of its size (optimizer state): a piece
+of a flat buffer, or rows. Everything moves by one planned exchange, never through a whole copy.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fullshard.engine.unit import Unit
+from fullshard.plan.layout import Piece
+from fullshard.plan.regrid import Division, bucket_division, row_division, whole_division
+from fullshard.state.exchange import exchange
+from fullshard.state.values import LocalPart, local_part, sharded_dtensor, sharded_tensor
+
+
+def division_group(unit: Unit) -> dist.ProcessGroup | None:
+    """Return the ranks among which values are divided; all have all if nothing is sharded."""
+    return unit.mesh.shard_group or unit.mesh.replicate_group
+
+
+def divisions_of(unit: Unit) -> list[Division]:
+    """Return how each parameter is divided over the `division_group`."""
+    group = division_group(unit)
+    size = 1 if group is None else group.size()
+    if unit.mesh.shard_group is None:
+        return [whole_division(math.prod(param.shape), num_ranks=size) for param in unit.params]
+    if not unit.is_flat:
+        return [
+            row_division(param.shape, dim=param.form.shard_dim, num_ranks=size)
+            for param in unit.params
+        ]
+    places = {
+        param.index: (bucket, param) for bucket in unit.layout.buckets for param in bucket.params
+    }
+    return [bucket_division(*places[index]) for index in range(len(unit.params))]
+
+
+def sharded_values(
+    unit: Unit, indices: Sequence[int], locals_: Sequence[torch.Tensor]
+) -> list[torch.Tensor | ShardedTensor]:
+    """Make the values of a sharded state dict. Every rank has to take part.
+
+    indices: of the parameters that the locals belong to; one may come several times.
+    """
+    if not unit.is_flat:
+        rows = [
+            t.reshape(unit.params[i].shard_shape) for i, t in zip(indices, locals_, strict=True)
+        ]
+    else:
+        rows = _rows(unit, indices, locals_)
+    return [_as_sharded(unit, index, tensor) for index, tensor in zip(indices, rows, strict=True)]
+
+
+def whole_values(
+    unit: Unit,
+    indices: Sequence[int],
+    locals_: Sequence[torch.Tensor],
+    *,
+    rank0_only: bool,
+) -> list[torch.Tensor | None]:
+    """Make the values of a full state dict; None on ranks that are to have none."""
+    group = division_group(unit)
+    divisions = divisions_of(unit)
+    wanted = [
+        _whole(math.prod(unit.params[i].shape), group, rank0_only=rank0_only) for i in indices
+    ]
+    tensors = exchange(
+        [tensor.detach().reshape(-1) for tensor in locals_],
+        [divisions[index] for index in indices],
+        wanted,
+        group,
+        device=unit.device,
+    )
+    rank = 0 if group is None else group.rank()
+    values: list[torch.Tensor | None] = []
+    for index, division, tensor in zip(indices, wanted, tensors, strict=True):
+        param = unit.params[index]
+        is_kept = bool(division[rank]) or math.prod(param.shape) == 0
+        whole = tensor.view(param.shape) if is_kept else None
+        if whole is not None and (spec := param.form.unsharded) is not None:
+            whole = DTensor.from_local(whole, spec.mesh, spec.placements)
+        values.append(whole)
+    return values
+
+
+def locals_of(unit: Unit, indices: Sequence[int], values: Sequence[Any]) -> list[torch.Tensor]:
+    """Take this rank's locals of values of any kind. Every rank has to take part."""
+    divisions, group = divisions_of(unit), division_group(unit)
+    rank = 0 if group is None else group.rank()
+    found: dict[int, torch.Tensor] = {}
+    parts: dict[int, LocalPart] = {}
+    for position, (index, value) in enumerate(zip(indices, values, strict=True)):
+        param = unit.params[index]
+        if param.form.unsharded is not None and isinstance(value, DTensor):
+            own = _own_part(value, param.form.unsharded)
+            found[position] = _take(own, divisions[index][rank])
+        elif isinstance(value, (ShardedTensor, DTensor)):
+            parts[position] = local_part(value, param.shape, group, unit.device)
+        else:  # a tensor, or what stands for one
+            found[position] = _take(torch.detach(value), divisions[index][rank])
+    exchanged = exchange(
+        [part.local for part in parts.values()],
+        [part.division for part in parts.values()],
+        [divisions[indices[position]] for position in parts],
+        group if parts else None,
+        device=unit.device,
+    )
+    found.update(zip(parts, exchanged, strict=True))
+    return [
+        found[position].view(unit.params[index].shard_shape)
+        for position, index in enumerate(indices)
+    ]
+
+
+def _rows(unit: Unit, indices: Sequence[int], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Exchange pieces for rows along dim 0, in their shape."""
+    divisions, group = divisions_of(unit), division_group(unit)
+    shapes = [unit.params[index].shape for index in indices]
+    size = 1 if group is None else group.size()
+    rows = exchange(
+        [piece.detach().reshape(-1) for piece in pieces],
+        [divisions[index] for index in indices],
+        [row_division(shape, dim=0, num_ranks=size) for shape in shapes],
+        group,
+        device=unit.device,
+    )
+    return [
+        tensor.view(tensor.numel() // max(math.prod(shape[1:]), 1), *shape[1:])
+        for tensor, shape in zip(rows, shapes, strict=True)
+    ]
+
+
+def _as_sharded(unit: Unit, index: int, rows: torch.Tensor) -> torch.Tensor | ShardedTensor:
+    param = unit.params[index]
+    if param.form.spec is not None:
+        return sharded_dtensor(rows, param.form.spec)
+    return sharded_tensor(rows, param.shape, division_group(unit))
+
+
+def _whole(numel: int, group: dist.ProcessGroup | None, *, rank0_only: bool) -> Division:
+    if group is None:
+        return whole_division(numel, num_ranks=1)
+    everyone = whole_division(numel, num_ranks=group.size())
+    if not rank0_only:
+        return everyone
+    ranks = dist.get_process_group_ranks(group)
+    return tuple(own if rank == 0 else () for rank, own in zip(ranks, everyone, strict=True))
+
+
+def _take(full: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+    """Return some pieces of a whole tensor, one after the other."""
+    flat = full.reshape(-1)
+    taken = [flat[piece.param_start : piece.param_start + piece.numel] for piece in pieces]
+    if len(taken) == 1:
+        return taken[0]
+    return torch.cat(taken) if taken else flat[:0]
+
+
+def _own_part(value: DTensor, spec: DTensorSpec) -> torch.Tensor:
+    """Return this rank's part of a value over data-parallel and tensor-parallel axes."""
+    num_outer = value.device_mesh.ndim - spec.mesh.ndim
+    placements = [*[Replicate()] * num_outer, *spec.placements]
+    return value.redistribute(placements=placements)._local_tensor
