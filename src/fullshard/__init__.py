@@ -27,18 +27,17 @@ from fullshard.errors import (
     StateError,
     UnsupportedError,
 )
-from fullshard.fsdp1.auto_wrap import (
+from fullshard.fsdp1.auto_wrap import enable_wrap, wrap
+from fullshard.fsdp1.module import FullyShardedDataParallel
+from fullshard.fsdp1.options import CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.fsdp1.wrap_policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,
-    enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
-    wrap,
 )
-from fullshard.fsdp1.module import FullyShardedDataParallel
-from fullshard.fsdp1.options import CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.fsdp2 import fully_shard
 from fullshard.fsdp_module import (
     FSDPModule,

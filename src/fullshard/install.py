@@ -19,7 +19,7 @@ from fullshard import fsdp2, fsdp_module, grad_scaler, interop, meshes, policies
 from fullshard.comm import collectives
 from fullshard.engine.flat_params import FlatParameter
 from fullshard.errors import StateError
-from fullshard.fsdp1 import auto_wrap
+from fullshard.fsdp1 import auto_wrap, wrap_policies
 from fullshard.fsdp1 import options as fsdp1_options
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp_module import FSDPModule, ReplicateModule
@@ -101,24 +101,25 @@ _REPLACED: dict[str, dict[str, Any]] = {
         "StateDictType": state_options.StateDictType,
     },
     f"{_FSDP1}.wrap": {
-        name: getattr(auto_wrap, name)
-        for name in (
-            "CustomPolicy",
-            "ModuleWrapPolicy",
-            "always_wrap_policy",
-            "enable_wrap",
-            "lambda_auto_wrap_policy",
-            "size_based_auto_wrap_policy",
-            "transformer_auto_wrap_policy",
-            "wrap",
-            "_ConfigAutoWrap",
-            "_Policy",
-            "_module_wrap_policy",
-            "_or_policy",
-            "_recursive_wrap",
-            "_wrap",
-            "_wrap_module_cls_individually",
-        )
+        **{
+            name: getattr(wrap_policies, name)
+            for name in (
+                "CustomPolicy",
+                "ModuleWrapPolicy",
+                "always_wrap_policy",
+                "lambda_auto_wrap_policy",
+                "size_based_auto_wrap_policy",
+                "transformer_auto_wrap_policy",
+                "_Policy",
+                "_module_wrap_policy",
+                "_or_policy",
+                "_wrap_module_cls_individually",
+            )
+        },
+        **{
+            name: getattr(auto_wrap, name)
+            for name in ("enable_wrap", "wrap", "_ConfigAutoWrap", "_recursive_wrap", "_wrap")
+        },
     },
     f"{_FSDP1}._wrap_utils": {
         name: getattr(auto_wrap, name) for name in ("_construct_wrap_fn", "_post_order_apply")

@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.state import optim as optim_state
+from fullshard.state.optim_keys import names_by_unit
 from fullshard.state.options import StateDictType, default_settings
 from fullshard.state.parts import locals_of
 
@@ -49,7 +50,7 @@ def load_sharded_state(
     Raises RuntimeError for missing, unexpected or misshapen parameters, as ``load_state_dict``.
     """
     values = dict(state["model"])
-    for unit, names in optim_state.names_by_unit(model):
+    for unit, names in names_by_unit(model):
         if unit.is_flat:
             continue  # takes values of any kind
         present = {index: name for index, name in names.items() if name in values}

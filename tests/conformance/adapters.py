@@ -17,7 +17,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 import fullshard
 from fullshard.engine.flat_params import FLAT_PARAM  # noqa: F401
 from fullshard.engine.nodes import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
-from fullshard.fsdp1 import setup
 from fullshard.interop import FlatHandle, is_composable, state_view
 from fullshard.meshes import default_mesh, mesh_info
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
@@ -84,17 +83,17 @@ def _create_chunk_sharded_tensor(
     return sharded_tensor(rows[rank].clone(), tuple(tensor.shape), pg)
 
 
-_groups_by_host = setup._groups_by_host
-
-
 def _init_intra_and_inter_node_groups(
     global_process_group: dist.ProcessGroup, num_devices_per_node: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    return _groups_by_host(global_process_group)
-
-
-# Looked up when called, as tests replace it to pretend several hosts.
-setup._groups_by_host = lambda world: _init_intra_and_inter_node_groups(world, 1)
+    size = dist.get_world_size(global_process_group)
+    nodes = [
+        [*range(start, start + num_devices_per_node)]
+        for start in range(0, size, num_devices_per_node)
+    ]
+    within, _ = dist.new_subgroups_by_enumeration(nodes)
+    across, _ = dist.new_subgroups_by_enumeration([list(each) for each in zip(*nodes, strict=True)])
+    return within, across
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatHandle]:

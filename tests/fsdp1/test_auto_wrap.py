@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import _wrap_utils as torch_wrap_utils
 from torch.distributed.fsdp import wrap as torch_wrap
 
+from fullshard import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 from fullshard.errors import MisuseError, ShardingError, UnsupportedError
-from fullshard.fsdp1 import auto_wrap as ours
-from fullshard.fsdp1.auto_wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
+from fullshard.fsdp1 import auto_wrap, wrap_policies
 from fullshard.fsdp1.options import MixedPrecision
 
 SHARED = [
@@ -33,6 +34,9 @@ SHARED = [
     "_wrap",
     "_wrap_module_cls_individually",
 ]
+
+# Both files as the one that PyTorch has.
+ours = SimpleNamespace(**{**vars(wrap_policies), **vars(auto_wrap)})
 
 
 class Unit(nn.Module):
@@ -166,11 +170,11 @@ def test_policies_choose_what_pytorchs_choose(
     policy: str, mixed_precision: MixedPrecision | None
 ) -> None:
     models = Model(), Model()
-    for model, auto_wrap, api in zip(
+    for model, wrap_all, api in zip(
         models, (_auto_wrap, _torch_auto_wrap), (ours, torch_wrap), strict=True
     ):
         ignored = {model.blocks[1].mlp[0], model.attention}
-        auto_wrap(
+        wrap_all(
             model,
             POLICIES[policy](api),
             ignored_modules=ignored,
@@ -299,7 +303,8 @@ def test_activation_checkpointing_of_pytorch_takes_these_functions(
 
 
 @pytest.mark.parametrize(
-    "policy", [ModuleWrapPolicy({Block}), partial(ours._module_wrap_policy, module_classes={Block})]
+    "policy",
+    [ModuleWrapPolicy({Block}), partial(ours._module_wrap_policy, module_classes={Block})],
 )
 def test_classes_without_mixed_precision_become_units_of_their_own(policy: Any) -> None:
     model = Model()

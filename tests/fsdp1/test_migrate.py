@@ -23,16 +23,17 @@ import fullshard
 from fullshard import (
     BackwardPrefetch,
     CPUOffload,
+    CustomPolicy,
     FSDPModule,
     MigrationReport,
     MixedPrecision,
+    ModuleWrapPolicy,
     ReplicateModule,
     ShardingStrategy,
     StateError,
     migrate_report,
 )
 from fullshard import FullyShardedDataParallel as FSDP  # noqa: N817 -- as everybody does
-from fullshard.fsdp1.auto_wrap import CustomPolicy, ModuleWrapPolicy
 from fullshard.migrate.arguments import PROGRAM
 from fullshard.tools import cli
 from fullshard.tools.launch import Exit

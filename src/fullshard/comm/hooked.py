@@ -23,14 +23,17 @@ def reduce_by_hook(
 ) -> Reduction:
     """Let a hook reduce a flat bucket's gradients; ``out`` gets this rank's shard.
 
-    The hook sees undivided gradients in ``out``'s dtype and divides them itself.
+    The hook sees undivided gradients in ``out``'s dtype and divides them itself. It may give its
+    tensors other memory, as PyTorch's compressing hooks do.
     """
-    present = tuple(grad is not None for grad in grads)
+    result = out.detach()
     if bucket.shard_size == 1:
         copy_in_gradients(bucket, grads, out)
-        hook.function(hook.state, out)
-        return _Reduced(present)
-    region = torch.empty(bucket.unsharded_numel, dtype=out.dtype, device=out.device)
-    copy_in_gradients(bucket, grads, region)
-    hook.function(hook.state, region, out)
-    return _Reduced(present)
+        hook.function(hook.state, result)
+    else:
+        region = torch.empty(bucket.unsharded_numel, dtype=out.dtype, device=out.device)
+        copy_in_gradients(bucket, grads, region)
+        hook.function(hook.state, region, result)
+    if result.data_ptr() != out.data_ptr():
+        out.copy_(result)
+    return _Reduced(tuple(grad is not None for grad in grads))

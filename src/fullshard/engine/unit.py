@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm.interface import Comm, Done, Work, shard_views
+from fullshard.comm.interface import Comm, Done, Work
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
 from fullshard.engine.accumulation import FlatAccumulation
-from fullshard.engine.buffers import UnitBuffers, whole_views
+from fullshard.engine.buffers import UnitBuffers
 from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.flat_params import FlatHolder
 from fullshard.engine.gradients import InFlight, UnitGradients
@@ -363,47 +363,6 @@ class Unit:
         """Whether parameters stay unsharded from forward to backward."""
         option = self.config.reshard_after_forward
         return self.is_root if option is None else option is False
-
-    # Apart from any state
-
-    @torch.no_grad()
-    def gather_whole(self) -> list[torch.Tensor]:
-        """Gather every plain parameter, in the dtype of the shards. Every rank has to call it."""
-        if not self.params:
-            return []
-        assert self.buffers is not None
-        label = f"{self.label}: gathering whole parameters"
-        self.comm.fence(label)  # all have written
-        whole = self.buffers.gather_whole(label)
-        self.comm.fence(label)  # all have read
-        return [whole[index] for index in range(len(self._plain))]
-
-    @torch.no_grad()
-    def gather_whole_grads(self) -> list[torch.Tensor | None]:
-        """Gather every gradient of a flat unit; None for those that no rank has."""
-        grads = [param.sharded.grad for param in self.params]
-        if not self.params or (self.mesh.plan.shard_size == 1 and self.flat is None):
-            return grads
-        assert self.buffers is not None
-        for bucket in self.buffers.layout.buckets:
-            members = [self.params[param.index] for param in bucket.params]
-            present = torch.tensor([param.sharded.grad is not None for param in members])
-            flat = torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=self.device)
-            for param, view in zip(
-                members, shard_views(bucket, flat, self.mesh.plan.shard_rank), strict=True
-            ):
-                if param.sharded.grad is not None:
-                    view.copy_(param.sharded.grad)
-            if (group := self.mesh.shard_group) is not None:
-                present = present.to(torch.uint8).to(self.device)
-                dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
-                comm = ProcessGroupComm(group, self.device)
-                flat, work = comm.gather_bytes(flat, f"{self.label}: gathering whole gradients")
-                work.wait()
-            views = whole_views(bucket, flat)
-            for place, has in zip(bucket.params, present.tolist(), strict=True):
-                grads[place.index] = views[place.index] if has else None
-        return grads
 
     # Gradients
 

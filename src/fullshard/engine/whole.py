@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.interface import shard_views
+from fullshard.comm.process_group import ProcessGroupComm
+from fullshard.engine.buffers import whole_views
 from fullshard.engine.flat_params import PieceParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
@@ -25,6 +28,48 @@ class WholeOptions:
     rank0_only: bool = False
     offload_to_cpu: bool = False
     with_grads: bool = False
+
+
+@torch.no_grad()
+def gather_whole(unit: Unit) -> list[torch.Tensor]:
+    """Gather every plain parameter, in the dtype of the shards. Every rank has to call it.
+
+    Where nothing is sharded, the shards themselves.
+    """
+    if not unit.params:
+        return []
+    assert unit.buffers is not None
+    label = f"{unit.label}: gathering whole parameters"
+    unit.comm.fence(label)  # all have written
+    whole = unit.buffers.gather_whole(label)
+    unit.comm.fence(label)  # all have read
+    return [whole[index] for index in range(len(whole))]
+
+
+@torch.no_grad()
+def gather_whole_grads(unit: Unit) -> list[torch.Tensor | None]:
+    """Gather every gradient of a flat unit; None for those that no rank has."""
+    grads = [param.sharded.grad for param in unit.params]
+    if not unit.params or unit.mesh.shard_group is None:
+        return grads
+    assert unit.buffers is not None
+    comm = ProcessGroupComm(unit.mesh.shard_group, unit.device)
+    for bucket in unit.buffers.layout.buckets:
+        own = [grads[place.index] for place in bucket.params]
+        flat = torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=unit.device)
+        views = shard_views(bucket, flat, unit.mesh.plan.shard_rank)
+        for grad, view in zip(own, views, strict=True):
+            if grad is not None:
+                view.copy_(grad)
+        has_grad = torch.tensor([grad is not None for grad in own], dtype=torch.uint8)
+        present = has_grad.to(unit.device)
+        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=unit.mesh.shard_group)
+        gathered, work = comm.gather_bytes(flat, f"{unit.label}: gathering whole gradients")
+        work.wait()
+        whole = whole_views(bucket, gathered)
+        for place, has in zip(bucket.params, present.tolist(), strict=True):
+            grads[place.index] = whole[place.index] if has else None
+    return grads
 
 
 @contextlib.contextmanager
@@ -53,8 +98,8 @@ def whole_parameters(units: Sequence[Unit], options: WholeOptions) -> Iterator[N
 @torch.no_grad()
 def _show(unit: Unit, options: WholeOptions) -> bool:
     """Returns whether this rank shows them."""
-    params = unit.gather_whole()
-    grads = unit.gather_whole_grads() if options.with_grads else [None] * len(params)
+    params = gather_whole(unit)
+    grads = gather_whole_grads(unit) if options.with_grads else [None] * len(params)
     unit.is_whole = True
     is_sharded = unit.mesh.plan.shard_size > 1
     if options.rank0_only and is_sharded and dist.get_rank() != 0:

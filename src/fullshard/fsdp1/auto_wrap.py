@@ -1,26 +1,13 @@
-"""Which modules become units of their own.
-
-Two kinds of policy exist. A `_Policy` looks at the whole tree at once and returns the modules to
-wrap with the arguments of each. A callable, the older kind, is asked twice about each module:
-
-    policy(module=m, recurse=True, nonwrapped_numel=n)   going down: shall m's children be asked?
-    policy(module=m, recurse=False, nonwrapped_numel=n)  coming up: shall m be wrapped?
-
-where n counts the elements of m's parameters that are in no wrapped module: coming up, without
-those that wrapped children took. Either way children are wrapped before their parents, and the root
-is left to the caller.
+"""Wrapping the modules that a policy chooses, children before their parents, never the root.
 
 Names and signatures are those of ``torch.distributed.fsdp.wrap``, and of the functions that
 PyTorch's tests and activation checkpointing take from ``_wrap_utils``.
 """
 
-# ruff: noqa: ARG001 -- every policy is called with the same arguments
-
-import abc
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -29,170 +16,12 @@ from torch import nn
 from fullshard.engine.precision import map_tensors
 from fullshard.errors import MisuseError, ShardingError, UnsupportedError
 from fullshard.fsdp1.options import MixedPrecision
-
-KwargsByModule = dict[nn.Module, dict[str, Any]]
-
-
-class _Policy(abc.ABC):
-    """A choice of modules, made by looking at the whole tree."""
-
-    @abc.abstractmethod
-    def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> KwargsByModule:
-        """Return the modules to wrap, each with arguments of its own for the wrapper."""
-
-
-class CustomPolicy(_Policy):
-    """Wrap what a function says: False or {} no, True as the root, a dict with other arguments.
-
-        CustomPolicy(lambda m: {"sharding_strategy": NO_SHARD} if m is model.head else False)
-
-    Raises ShardingError, when it is run, for any other answer.
-    """
-
-    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
-        self._lambda_fn = lambda_fn
-
-    def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> KwargsByModule:
-        chosen = {}
-        for path, module in root_module.named_modules():
-            if module in ignored_modules:
-                continue
-            answer = self._lambda_fn(module)
-            if not isinstance(answer, (bool, dict)):
-                raise ShardingError(
-                    "The lambda_fn passed to CustomPolicy should return False, True or a dict of "
-                    f"arguments, but for {path or 'the root'} ({type(module).__name__}) it "
-                    f"returned {answer!r}."
-                )
-            if answer:
-                chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
-        return chosen
-
-
-class ModuleWrapPolicy(_Policy):
-    """Wrap every module of some classes, with the root's arguments. Also a callable policy."""
-
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self._module_classes = set(module_classes)
-
-    def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
-    ) -> KwargsByModule:
-        classes = tuple(self._module_classes)
-        return {
-            module: dict(root_kwargs)
-            for module in root_module.modules()
-            if module not in ignored_modules and isinstance(module, classes)
-        }
-
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        return _wrap_module_cls_individually(module, tuple(self._module_classes), recurse)
-
-    def __repr__(self) -> str:
-        names = sorted(cls.__qualname__ for cls in self._module_classes)
-        return f"ModuleWrapPolicy({{{', '.join(names)}}})"
-
-
-def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Wrap every module."""
-    return True
-
-
-def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
-) -> bool:
-    """Wrap the modules for which ``lambda_fn`` is true. Use it through functools.partial."""
-    return True if recurse else lambda_fn(module)
-
-
-def _wrap_module_cls_individually(
-    module: nn.Module,
-    module_classes: Sequence[type[nn.Module]],
-    recurse: bool,
-    *args: Any,
-    **kwargs: Any,
-) -> bool:
-    """Wrap every module of some classes."""
-    return recurse or isinstance(module, tuple(module_classes))
-
-
-def _module_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    module_classes: set[type[nn.Module]],
-) -> bool:
-    """Wrap every module of some classes. Use it through functools.partial."""
-    return _wrap_module_cls_individually(module, tuple(module_classes), recurse)
-
-
-def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: set[type[nn.Module]],
-) -> bool:
-    """Wrap every transformer layer, so that tied embeddings stay together in the root's unit."""
-    return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
-
-
-def size_based_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: int = int(1e8),
-    force_leaf_modules: set[type[nn.Module]] | None = None,
-    exclude_wrap_modules: set[type[nn.Module]] | None = None,
-) -> bool:
-    """Wrap a module as soon as it has ``min_num_params`` elements that no wrapped child took.
-
-    force_leaf_modules: classes whose children stay as they are. Default: FORCE_LEAF_MODULES.
-    exclude_wrap_modules: classes never wrapped themselves. Default: EXCLUDE_WRAP_MODULES.
-    """
-    if nonwrapped_numel < min_num_params:
-        return False
-    policy: Any = size_based_auto_wrap_policy
-    if recurse:
-        refused = policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-    else:
-        refused = (
-            policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-        )
-    return not isinstance(module, tuple(refused))
-
-
-# Attributes of the function, so that users extend them: {*policy.FORCE_LEAF_MODULES, MyAttention}.
-size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
-size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
-
-
-def _or_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    policies: Iterable[Callable[..., bool]],
-) -> bool:
-    """Do what any of the policies says."""
-    return any(
-        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
-        for policy in policies
-    )
+from fullshard.fsdp1.wrap_policies import (
+    KwargsByModule,
+    _or_policy,
+    _Policy,
+    _wrap_module_cls_individually,
+)
 
 
 def auto_wrap(
@@ -231,7 +60,7 @@ def auto_wrap(
         _post_order_apply(root, _construct_wrap_fn(root, chosen, wrapper_cls))
         return
     if not callable(policy):
-        raise ShardingError(
+        raise TypeError(
             f"auto_wrap_policy={policy!r}: expected ModuleWrapPolicy, CustomPolicy, or a callable "
             "such as functools.partial(size_based_auto_wrap_policy, min_num_params=10_000)."
         )

@@ -10,6 +10,7 @@ put back before loading. A value is
 Any of them can be loaded whatever the settings say, and by any number of ranks but for LOCAL.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -21,10 +22,16 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.flat_params import FLAT_PARAM, HiddenParameter
 from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.unit import Unit
-from fullshard.errors import MisuseError, StateError
+from fullshard.engine.whole import gather_whole
+from fullshard.errors import MisuseError
 from fullshard.plan.layout import BucketLayout
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
-from fullshard.state.options import FullStateDictConfig, StateDictSettings, StateDictType
+from fullshard.state.options import (
+    FullStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    default_settings,
+)
 from fullshard.state.parts import division_group, locals_of, sharded_values
 from fullshard.state.values import flat_sharded_tensor
 
@@ -34,16 +41,9 @@ _PREFIX = f"{WRAPPED_MODULE}."
 # Saving
 
 
-def before_saving(module: nn.Module, settings: StateDictSettings) -> None:
+def before_saving(module: nn.Module) -> None:
     """Register every parameter under its own name, so that keys come in the usual order."""
     unit = _unit(module)
-    kind = settings.state_dict_type
-    if kind is not StateDictType.FULL_STATE_DICT and unit.params and _is_replicated(unit):
-        name = "local" if kind is StateDictType.LOCAL_STATE_DICT else "sharded"
-        raise StateError(
-            f"``{name}_state_dict`` can only be used when parameters are flatten and sharded. "
-            "Nothing is sharded here: use FULL_STATE_DICT."
-        )
     if not unit.is_whole:
         unit.wait_unshard()
         unit.reshard()
@@ -60,6 +60,12 @@ def after_saving(
     if not unit.is_whole:
         _hide_pieces(unit)
     _rename(state_dict, f"{prefix}{_PREFIX}", prefix)
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT and not unit.mesh.shard_group:
+        warnings.warn(
+            "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.",
+            stacklevel=2,
+        )
+        settings = default_settings(StateDictType.FULL_STATE_DICT)
     config, kind = settings.state_dict_config, settings.state_dict_type
     drops = isinstance(config, FullStateDictConfig) and config.rank0_only and dist.get_rank() != 0
     saved = _buffers(module, state, prefix, casts=kind is not StateDictType.LOCAL_STATE_DICT)
@@ -81,7 +87,7 @@ def _whole_values(unit: Unit) -> list[torch.Tensor]:
     if unit.is_whole:
         current = [param.slots[0].current for param in unit.params]
         return [p.detach().clone() for p in current if p is not None]
-    whole = [tensor.clone() for tensor in unit.gather_whole()]
+    whole = [tensor.clone() for tensor in gather_whole(unit)]
     return [
         tensor
         if param.form.unsharded is None
@@ -135,20 +141,31 @@ def before_loading(
     if unit.is_whole:
         return
     given = {index: state_dict[key] for index, key in keys if key in state_dict}
+    named = {index: clean_name(key) for index, key in keys}
     pieces = {index: unit.params[index].local for index in given}  # what is there already
     for index, value in list(given.items()):
-        param = unit.params[index]
-        shape, expected = tuple(value.size()), _whole_shape(param)
-        if shape != expected:
-            errors.append(
-                f"size mismatch for {param.name}: copying a param with shape {shape} from "
-                f"checkpoint, the shape in current model is {expected}."
-            )
+        if not _fits(value, _whole_shape(unit.params[index]), named[index], errors):
             del given[index]
     pieces.update(zip(given, locals_of(unit, list(given), list(given.values())), strict=True))
     for index, key in keys:
         if index in pieces:
             state_dict[key] = pieces[index]
+    buffers = _buffers(module, _state(module), f"{prefix}{_PREFIX}", casts=False)
+    for key, buffer in buffers.items():
+        if key in state_dict and not _fits(
+            state_dict[key], tuple(buffer.shape), clean_name(key), errors
+        ):
+            state_dict[key] = buffer
+
+
+def _fits(value: Any, expected: tuple[int, ...], name: str, errors: list[str]) -> bool:
+    shape = tuple(value.size())
+    if shape != expected:
+        errors.append(
+            f"size mismatch for {name}: copying a param with shape {shape} from checkpoint, the "
+            f"shape in current model is {expected}."
+        )
+    return shape == expected
 
 
 def after_loading(module: nn.Module, incompatible: Any) -> None:
@@ -240,11 +257,6 @@ def _filled(bucket: BucketLayout) -> list[int]:
 def _whole_shape(param: Any) -> tuple[int, ...]:
     whole = param.form.unsharded
     return tuple(param.shape if whole is None else whole.shape)
-
-
-def _is_replicated(unit: Unit) -> bool:
-    """Whether several ranks have all of it, of which none has a shard."""
-    return unit.mesh.shard_group is None and unit.mesh.plan.replicate_size > 1
 
 
 def _show_pieces(unit: Unit) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.plan.layout import Piece, Shape
 from fullshard.plan.regrid import Division, box_pieces, row_division, whole_division
+from fullshard.state.exchange import exchange
 
 
 class LocalPart(NamedTuple):
@@ -91,7 +92,7 @@ def local_part(
     """Say what the ranks of a group hold of a value of any kind: whole or divided in any way."""
     size = 1 if group is None else group.size()
     if isinstance(value, ShardedTensor):
-        return _part_of_sharded_tensor(value, shape, size, device)
+        return _part_of_sharded_tensor(value, shape, group, device)
     if isinstance(value, DTensor):
         return _part_of_dtensor(value, shape, group, size, device)
     assert isinstance(value, torch.Tensor)
@@ -100,8 +101,10 @@ def local_part(
 
 
 def _part_of_sharded_tensor(
-    value: ShardedTensor, shape: Shape, size: int, device: torch.device
+    value: ShardedTensor, shape: Shape, group: dist.ProcessGroup | None, device: torch.device
 ) -> LocalPart:
+    own_group = value._process_group
+    size = own_group.size()
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(size)]
     filled = [0] * size
     for shard in value.metadata().shards_metadata:
@@ -113,7 +116,19 @@ def _part_of_sharded_tensor(
         filled[rank] += math.prod(shard.shard_sizes)
     tensors = [shard.tensor.detach().to(device).reshape(-1) for shard in value.local_shards()]
     local = torch.cat(tensors) if tensors else torch.empty(0, dtype=value.dtype, device=device)
-    return LocalPart(local, _as_division(pieces))
+    division = _as_division(pieces)
+    if group is not None and _ranks(group) == _ranks(own_group):
+        return LocalPart(local, division)
+    # Divided over other ranks than it is wanted on: gathered first, one value at a time.
+    whole = whole_division(math.prod(shape), num_ranks=size)
+    (full,) = exchange([local], [division], [whole], own_group, device=device)
+    num_ranks = 1 if group is None else group.size()
+    return LocalPart(full, whole_division(math.prod(shape), num_ranks=num_ranks))
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    ranks: list[int] = dist.get_process_group_ranks(group)
+    return ranks
 
 
 def _group_rank(rank: int, value: ShardedTensor) -> int:

@@ -1,0 +1,309 @@
+"""What `FullyShardedDataParallel` does for state dicts of models and of optimizers."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.errors import MisuseError, StateError
+from fullshard.state import optim as optim_state
+from fullshard.state.model import after_loading, after_saving, before_loading, before_saving
+from fullshard.state.optim_keys import OptimInput, rekey
+from fullshard.state.options import (
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    default_settings,
+)
+
+
+def _replaced_by(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Warn that a function is to be replaced by another one."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            warnings.warn(
+                f"``FullyShardedDataParallel.{function.__name__}`` is being deprecated and is "
+                f"replaced by ``FullyShardedDataParallel.{name}``.",
+                FutureWarning,
+                stacklevel=2,
+            )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+class WithStateDicts(nn.Module):
+    """A wrapper whose state dicts hold what its settings say, by the names before wrapping."""
+
+    _device_mesh: DeviceMesh | None
+    _state_dict_settings: StateDictSettings
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose what state dicts of all instances in a module hold. Returns the choice before.
+
+        Raises RuntimeError for an options object of another type, AssertionError if the instances
+        differ now.
+        """
+        warnings.warn(
+            "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. "
+            "torch.distributed.checkpoint.state_dict has get_state_dict() and set_state_dict(), "
+            "which serve every kind of sharding.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        settings = default_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = WithStateDicts.get_state_dict_type(module)
+        for instance in _instances(module):
+            instance._set_state_dict_settings(settings)
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Return what state dicts of the instances in a module hold, the same for all of them.
+
+        Raises AssertionError if they differ.
+        """
+        instances = _instances(module)
+        found = [instance._state_dict_settings for instance in instances]
+        for other in found[1:]:
+            if other != found[0]:
+                raise MisuseError(
+                    "All FSDP modules must have the same state dict settings. Got "
+                    f"{other} and {found[0]}. Call set_state_dict_type on the root."
+                )
+        return found[0] if found else default_settings(StateDictType.FULL_STATE_DICT)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Do as `set_state_dict_type` for a while."""
+        instances = _instances(module)
+        WithStateDicts.get_state_dict_type(module)  # raises if they differ
+        before = [instance._state_dict_settings for instance in instances]
+        WithStateDicts.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for instance, settings in zip(instances, before, strict=True):
+                instance._state_dict_settings = settings
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return an optimizer's state dict by parameter names, as of the model before wrapping.
+
+        What it holds follows `state_dict_type`: whole tensors, or sharded ones. optim_state_dict:
+        what the optimizer's own ``state_dict()`` returned, if not what it returns now. group: all
+        ranks that take part (default: all there are). Every one of them has to call it.
+        """
+        settings = WithStateDicts.get_state_dict_type(model)
+        config = settings.optim_state_dict_config
+        return optim_state.save(
+            model,
+            optim,
+            optim.state_dict() if optim_state_dict is None else optim_state_dict,
+            shards=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
+            rank0_only=getattr(config, "rank0_only", False),
+            offload_to_cpu=config.offload_to_cpu,
+            group=group,
+        )
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return what ``optim.load_state_dict`` takes, from a state dict by parameter names.
+
+        It may hold whole tensors, sharded ones, or with ``rank0_only`` set by `state_dict_type`
+        whole ones on the first rank alone. is_named_optimizer: the optimizer's state dicts are by
+        name as well. load_directly: load it, too. Every rank has to call it.
+
+        Raises ShardingError for a dict that is not of this model's parameters.
+        """
+        config = WithStateDicts.get_state_dict_type(model).optim_state_dict_config
+        result = optim_state.load(
+            model,
+            optim,
+            optim_state_dict,
+            rank0_only=getattr(config, "rank0_only", False),
+            is_named=is_named_optimizer,
+            group=group,
+        )
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    @_replaced_by("optim_state_dict")
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Use `optim_state_dict`. Returns whole tensors."""
+        return optim_state.save(
+            model,
+            optim,
+            optim.state_dict(),
+            shards=False,
+            rank0_only=rank0_only,
+            offload_to_cpu=True,
+            group=group,
+            optim_input=optim_input,
+        )
+
+    @staticmethod
+    @_replaced_by("optim_state_dict")
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """Use `optim_state_dict`. Returns sharded tensors."""
+        return optim_state.save(
+            model,
+            optim,
+            optim.state_dict(),
+            shards=True,
+            rank0_only=False,
+            offload_to_cpu=True,
+            group=group,
+        )
+
+    @staticmethod
+    @_replaced_by("optim_state_dict_to_load")
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Use `optim_state_dict_to_load`. Every rank has the whole state dict."""
+        return optim_state.load(
+            model,
+            optim,
+            full_optim_state_dict,
+            rank0_only=False,
+            is_named=False,
+            group=None,
+            optim_input=optim_input,
+        )
+
+    @staticmethod
+    @_replaced_by("optim_state_dict_to_load")
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Use `optim_state_dict_to_load`. Takes sharded tensors."""
+        return optim_state.load(
+            model, optim, sharded_optim_state_dict, rank0_only=False, is_named=False, group=None
+        )
+
+    @staticmethod
+    @_replaced_by("optim_state_dict_to_load")
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Use `optim_state_dict_to_load`. The first rank alone has the whole state dict."""
+        return optim_state.load(
+            model,
+            optim,
+            full_optim_state_dict or {},
+            rank0_only=True,
+            is_named=False,
+            group=group,
+            optim_input=optim_input,
+        )
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return the same with parameters called by name, or by position in the optimizer.
+
+        Between state dicts of a wrapped model and of one that is not. Raises ShardingError for a
+        dict with keys of both kinds.
+        """
+        if not isinstance(optim_state_key_type, OptimStateKeyType):
+            raise MisuseError(f"Expected an OptimStateKeyType, got {optim_state_key_type!r}.")
+        return rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
+
+    def _set_state_dict_settings(self, settings: StateDictSettings) -> None:
+        is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        if is_local and self._device_mesh is not None:
+            raise StateError(
+                "DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT, which "
+                "holds DTensors over the mesh."
+            )
+        for config in (settings.state_dict_config, settings.optim_state_dict_config):
+            if hasattr(config, "_use_dtensor"):
+                config._use_dtensor = self._device_mesh is not None
+        self._state_dict_settings = settings
+
+    def _register_state_dict_hooks(self) -> None:
+        self._state_dict_settings = default_settings(StateDictType.FULL_STATE_DICT)
+        module: Any = self  # whose methods have no types
+        module.register_state_dict_pre_hook(_before_saving)
+        module._register_state_dict_hook(_after_saving)
+        module._register_load_state_dict_pre_hook(_before_loading, with_module=True)
+        module.register_load_state_dict_post_hook(after_loading)
+
+
+def _instances(module: nn.Module) -> list[WithStateDicts]:
+    return [each for each in module.modules() if isinstance(each, WithStateDicts)]
+
+
+def _before_saving(instance: Any, *_: Any) -> None:
+    before_saving(instance)
+
+
+def _after_saving(instance: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    after_saving(instance, state_dict, prefix, instance._state_dict_settings)
+
+
+def _before_loading(
+    instance: Any, state_dict: dict[str, Any], prefix: str, *arguments: Any
+) -> None:
+    before_loading(instance, state_dict, prefix, errors=arguments[-1])

@@ -1,0 +1,175 @@
+"""How optimizers and their state dicts call parameters.
+
+An optimizer's own state dict calls them by their position in its groups (or, if it is a named
+optimizer, by the names of what it trains); here they are called by the names they had before
+sharding, of which a flat parameter stands for many.
+"""
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.engine.hooks import state_of
+from fullshard.engine.unit import Unit
+from fullshard.errors import MisuseError, ShardingError
+from fullshard.plan.units import clean_name
+from fullshard.state.options import OptimStateKeyType
+
+StateDict = dict[str, Any]
+ParamKey = int | str
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trained:
+    """What a parameter of an optimizer stands for.
+
+    names: of the parameters before wrapping, one or, for a flat one, many.
+    unit, indices: where they are, if they are flattened.
+    """
+
+    names: tuple[str, ...]
+    unit: Unit | None = None
+    indices: tuple[int, ...] = ()
+
+
+def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
+    """Say what every parameter that an optimizer of the model may train stands for."""
+    paths: dict[int, str] = {}
+    for path, module in model.named_modules():
+        paths[id(module)] = f"{clean}." if (clean := clean_name(path)) else ""
+    found: dict[nn.Parameter, Trained] = {}
+    for unit in units_of(model):
+        names = [f"{paths[id(p.slots[0].module())]}{p.slots[0].name}" for p in unit.params]
+        if unit.flat is not None:
+            found[unit.flat.sharded] = Trained(tuple(names), unit, tuple(range(len(names))))
+            continue
+        for index, (param, name) in enumerate(zip(unit.params, names, strict=True)):
+            found[param.sharded] = Trained((name,), unit, (index,))
+    for name, parameter in model.named_parameters():
+        if parameter not in found:
+            found[parameter] = Trained((clean_name(name),))
+    return found
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return the units of a model that have parameters, in the order of its modules."""
+    states = dict.fromkeys(state for m in model.modules() if (state := state_of(m)) is not None)
+    return [unit for state in states for unit in state.units]
+
+
+def rekey(
+    state_dict: StateDict,
+    kind: OptimStateKeyType,
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    optim_input: OptimInput,
+) -> StateDict:
+    """Return a state dict by name, or by position in the optimizer, from one of either kind."""
+    types = {type(key) for key in state_dict["state"]}
+    if len(types & {str, int}) > 1:
+        raise ShardingError(f"Invalid parameter keys: {state_dict['state'].keys()}")
+    wanted = str if kind is OptimStateKeyType.PARAM_NAME else int
+    if types == {wanted}:
+        return state_dict
+    trained = trained_parameters(model)
+    names = {
+        key: trained[parameter].names[0]
+        for key, parameter in _numbered(model, optim, optim_input).items()
+    }
+    new: dict[Any, Any] = (
+        dict(names)
+        if kind is OptimStateKeyType.PARAM_NAME
+        else {name: key for key, name in names.items()}
+    )
+    return {
+        "state": {new[key]: own for key, own in state_dict["state"].items()},
+        "param_groups": [
+            {
+                **copy.deepcopy({k: v for k, v in param_group.items() if k != "params"}),
+                "params": sorted(new[key] for key in param_group["params"]),
+            }
+            for param_group in state_dict["param_groups"]
+        ],
+    }
+
+
+def names_by_unit(model: nn.Module) -> list[tuple[Unit, dict[int, str]]]:
+    """Return the names of every unit's parameters before sharding, by index."""
+    names = names_of_trained(trained_parameters(model))
+    return [(unit, names[id(unit)]) for unit in units_of(model)]
+
+
+def names_of_trained(trained: Mapping[nn.Parameter, Trained]) -> dict[int, dict[int, str]]:
+    names: dict[int, dict[int, str]] = {}
+    for what in trained.values():
+        if what.unit is not None:
+            names.setdefault(id(what.unit), {}).update(zip(what.indices, what.names, strict=True))
+    return names
+
+
+def parameters_by_key(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    state_dict: StateDict,
+    trained: Mapping[nn.Parameter, Trained],
+    optim_input: OptimInput,
+) -> dict[ParamKey, nn.Parameter]:
+    is_named = any(isinstance(key, str) for key in list(state_dict["state"])[:1])
+    keys = keys_of_parameters(model, optim, trained, optim_input, is_named=is_named)
+    return {key: parameter for parameter, key in keys.items()}
+
+
+def keys_of_parameters(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    trained: Mapping[nn.Parameter, Trained],
+    optim_input: OptimInput,
+    *,
+    is_named: bool,
+) -> dict[nn.Parameter, ParamKey]:
+    """Return by which key the optimizer's own state dict knows each parameter."""
+    numbered = _numbered(model, optim, optim_input)
+    if not is_named:
+        return {parameter: key for key, parameter in numbered.items() if parameter in trained}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {p: names[p] for p in numbered.values() if p in trained}
+
+
+def _numbered(
+    model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: OptimInput
+) -> dict[ParamKey, nn.Parameter]:
+    """Return an optimizer's parameters by their position in its groups."""
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: pass the optimizer instead.",
+            FutureWarning,
+            stacklevel=6,
+        )
+        return dict(enumerate(_listed(optim_input)))
+    if optim is None:
+        return dict(enumerate(model.parameters()))
+    return dict(enumerate(p for param_group in optim.param_groups for p in param_group["params"]))
+
+
+def _listed(optim_input: Any) -> Iterator[nn.Parameter]:
+    try:
+        given = list(optim_input)
+    except TypeError as error:
+        raise TypeError(
+            f"Optimizer input should be an iterable of Tensors or dicts, but got {optim_input}"
+        ) from error
+    if not given:
+        raise ShardingError("Optimizer input should not be empty")
+    if all(isinstance(each, torch.Tensor) for each in given):
+        return iter(given)
+    if not all(isinstance(each, dict) for each in given):
+        raise TypeError("Optimizer input should be an iterable of Tensors or dicts")
+    if not all("params" in each for each in given):
+        raise MisuseError('A parameter group should map "params" to a list of parameters.')
+    return iter([parameter for param_group in given for parameter in param_group["params"]])
