@@ -7,6 +7,7 @@ import pkgutil
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -178,6 +179,22 @@ def test_torch_s_engine_works_after_uninstall() -> None:
     for layer in (ours, theirs):
         layer(torch.ones(2, 4)).sum().backward()
         torch.testing.assert_close(layer.bias.grad.full_tensor(), torch.full((4,), 2.0))
+
+
+@in_fresh_ranks(1)
+def test_install_refuses_while_torch_s_wrapper_is_in_use() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one rank shards nothing
+        model = torch.distributed.fsdp.FullyShardedDataParallel(
+            nn.Linear(2, 2), device_id=torch.device("cpu")
+        )
+    with pytest.raises(fullshard.StateError, match=r"already.*Linear.*install\(\) before"):
+        fullshard.install()
+    del model
+    fullshard.install()
+    ours = fullshard.FullyShardedDataParallel
+    assert torch.distributed.fsdp.FullyShardedDataParallel is ours
+    assert torch.distributed.checkpoint.state_dict.FSDP is ours
 
 
 @in_fresh_ranks(1)

@@ -216,12 +216,18 @@ def _is_engine(module_name: str) -> bool:
     return module_name.startswith((f"{_ENGINE}.", "fullshard."))
 
 
+def _wrappers() -> list[Any]:
+    """Return the instances of PyTorch's wrapper class that are alive."""
+    kind = sys.modules[f"{_FSDP1}.fully_sharded_data_parallel"].FullyShardedDataParallel
+    return [each for each in gc.get_referrers(kind) if type(each) is kind]
+
+
 def _refuse_if_in_use() -> None:
     classes = sys.modules[f"{_ENGINE}._fully_shard"].get_cls_to_fsdp_cls()
     classes = [*classes, *getattr(sys.modules[_REPLICATE], "cls_to_replicate_cls", ())]
-    wrapper = sys.modules[f"{_FSDP1}.fully_sharded_data_parallel"].FullyShardedDataParallel
-    wrapped = [each for each in gc.get_referrers(wrapper) if type(each) is wrapper]
-    classes += {type(each.module) for each in wrapped}
+    if _wrappers():
+        gc.collect()  # those that nobody uses any more do not count
+    classes += {type(each.module) for each in _wrappers()}
     if classes:
         names = ", ".join(sorted(cls.__name__ for cls in classes))
         raise StateError(

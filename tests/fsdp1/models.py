@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from tests.api import Api
 from tests.training import make_batch, mean_square, my_part
 
 CPU = torch.device("cpu")
+orig_params = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 

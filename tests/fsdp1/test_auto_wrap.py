@@ -221,7 +221,7 @@ def test_custom_policy_refuses_other_answers() -> None:
 
 
 def test_what_is_no_policy_is_refused() -> None:
-    with pytest.raises(ShardingError, match="auto_wrap_policy=3: expected ModuleWrapPolicy"):
+    with pytest.raises(TypeError, match="auto_wrap_policy=3: expected ModuleWrapPolicy"):
         _auto_wrap(Model(), 3)
 
 

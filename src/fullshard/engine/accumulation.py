@@ -20,9 +20,13 @@ class FlatAccumulation:
     """The unreduced gradients of one unit."""
 
     def __init__(
-        self, layout: UnitLayout, params: Sequence[ManagedParameter], dtype: torch.dtype | None
+        self,
+        layout: UnitLayout,
+        params: Sequence[ManagedParameter],
+        device: torch.device,
+        dtype: torch.dtype | None,
     ) -> None:
-        """dtype: to accumulate in; None takes that of the gradients."""
+        """device, dtype: where and as what gradients are accumulated; None is their own dtype."""
         self._params = params
         self._flats: dict[int, torch.Tensor] = {}  # of each parameter, by index
         self._views: dict[int, torch.Tensor] = {}
@@ -36,7 +40,7 @@ class FlatAccumulation:
             flat = torch.zeros(
                 bucket.unsharded_numel,
                 dtype=dtype or bucket.compute_dtype,
-                device=members[0].local.device,
+                device=device,
             )
             self._views.update(whole_views(bucket, flat))
             self._flats.update({param.index: flat for param in bucket.params})

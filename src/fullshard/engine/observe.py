@@ -13,7 +13,7 @@ from fullshard.plan.layout import Route
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitDescription:
-    """One unit as it is: sizes in bytes, on this rank.
+    """One unit as it is: sizes in bytes, on this rank. Parameters are direct, packed or flat.
 
     extended: parameters that say themselves what is gathered of them; sizes do not count them.
     """
@@ -25,6 +25,7 @@ class UnitDescription:
     reshard_after_forward: bool | int
     direct: tuple[str, ...]
     packed: tuple[str, ...]
+    flat: tuple[str, ...]
     frozen: tuple[str, ...]
     tied: tuple[str, ...]
     extended: tuple[str, ...]
@@ -35,10 +36,10 @@ class UnitDescription:
     divide_factor: float
 
     def __str__(self) -> str:
-        moved = (
-            f"direct {len(self.direct)}{' (read in place)' if self.in_place else ''}, "
-            f"packed {len(self.packed)}"
-        )
+        place = " (read in place)" if self.in_place else ""
+        moved = f"direct {len(self.direct)}{place}, packed {len(self.packed)}"
+        if self.flat:
+            moved = f"{len(self.flat)} in one flat buffer{place}"
         extras = [
             f"{len(self.frozen)} frozen" if self.frozen else "",
             f"tied: {', '.join(self.tied)}" if self.tied else "",
@@ -78,7 +79,8 @@ def describe(model: nn.Module) -> Description:
     state = state_of(model)
     if state is None:
         raise StateError(
-            f"{type(model).__name__} is not sharded. Pass the module given to fully_shard last."
+            f"{type(model).__name__} is not sharded. Pass the module given to fully_shard last, or the "
+            "outermost wrapper."
         )
     states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
     units = [unit for s in states for unit in s.units]
@@ -110,7 +112,8 @@ def _describe(unit: Unit) -> UnitDescription:
         f"summed in {_dtype(accumulate)}",
         reshard_after_forward=(not unit.is_root) if option is None else option,
         direct=tuple(p.spec.name for p in params if p.route is Route.DIRECT),
-        packed=tuple(p.spec.name for p in params if p.route is not Route.DIRECT),
+        packed=tuple(p.spec.name for p in params if p.route is Route.PACKED),
+        flat=tuple(p.spec.name for p in params if p.route is Route.FLAT),
         frozen=tuple(p.name for p in unit.params if not p.requires_grad),
         tied=tuple(" = ".join(p.names) for p in unit.params if len(p.slots) > 1),
         extended=tuple(p.name for p in unit.params if p.is_extended),

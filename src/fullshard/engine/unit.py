@@ -376,7 +376,9 @@ class Unit:
         reduce_dtype = self.config.mp_policy.reduce_dtype
         if self._flat_layout is not None:
             if self._accumulation is None:
-                self._accumulation = FlatAccumulation(self.layout, self.params, reduce_dtype)
+                self._accumulation = FlatAccumulation(
+                    self.layout, self.params, self.device, reduce_dtype
+                )
             self._accumulation.add(grads)
             return
         for param, grad in zip(self.params, grads, strict=True):

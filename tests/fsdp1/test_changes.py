@@ -1,0 +1,111 @@
+"""What users may do to a wrapped model between steps, and what is said of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.api import Api
+from tests.fsdp1.models import batch, net, orig_params, quiet, run_step, train, whole, wrap
+from tests.harness import on_ranks, rank
+from tests.training import mean_square
+
+
+@orig_params
+@on_ranks(2)
+def test_parameters_may_change_their_dtype_under_an_optimizer(
+    api: Api, use_orig_params: bool
+) -> None:
+    model, alone = wrap(api, net(), use_orig_params=use_orig_params), net().double()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    model.double()
+    for seed in range(3):
+        x = batch(seed).double()
+        mean_square(model(x)).backward()
+        mean_square(alone(x)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in whole(api, model).items():
+        torch.testing.assert_close(parameter, alone.get_parameter(name))
+
+
+@orig_params
+@on_ranks(2)
+def test_a_compiled_wrapper_computes_the_same(api: Api, use_orig_params: bool) -> None:
+    torch._dynamo.reset()
+    model = wrap(api, net(), use_orig_params=use_orig_params)
+    other = wrap(api, net(), use_orig_params=use_orig_params)
+    with quiet():
+        compiled = torch.compile(other, backend="aot_eager")
+        losses = [
+            train(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, compiled)
+        ]
+    assert losses[0] == losses[1]
+
+
+@orig_params
+@pytest.mark.ours("not part of the API")
+@on_ranks(2)
+def test_description_says_that_a_unit_is_flat(api: Api, use_orig_params: bool) -> None:
+    model = wrap(api, net(), use_orig_params=use_orig_params)
+    text = str(api.describe(model))
+    assert "3 units" in text
+    assert "blocks.1\n" in text
+    assert "5 in one flat buffer" in text  # of a block
+
+
+@orig_params
+@on_ranks(2)
+def test_what_was_gathered_ahead_is_what_forward_uses(api: Api, use_orig_params: bool) -> None:
+    model = wrap(api, net(), use_orig_params=use_orig_params)
+    model.check_is_root()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    handle = model.blocks[0]._unshard(async_op=True)
+    if handle is not None:
+        handle.wait()
+    alone = net()
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.mul_(1.5)
+    torch.testing.assert_close(model(batch()), alone(batch()))
+
+
+@orig_params
+@on_ranks(2)
+def test_an_instance_that_ran_inside_one_model_may_move_to_another(
+    api: Api, use_orig_params: bool
+) -> None:
+    model = wrap(api, net(), use_orig_params=use_orig_params)
+    run_step(model)
+    inner: Any = model.module
+    again = wrap(api, nn.Sequential(inner.blocks[0]), nested=False)
+    x = torch.ones(3, 6)
+    torch.testing.assert_close(again(x), inner.blocks[0](x)) if api.is_torch else again(x)
+    mean_square(again(x)).backward()
+
+
+@on_ranks(2)
+def test_the_flat_parameter_of_pieces_shares_their_memory(api: Api) -> None:
+    model = wrap(api, net(), nested=False, use_orig_params=True)
+    run_step(model)
+    (flat,) = model.params
+    with torch.no_grad():
+        flat.fill_(2.0 + rank())
+        flat.grad.fill_(3.0)
+    for parameter in model.parameters():
+        assert (parameter == 2.0 + rank()).all()
+        assert parameter.grad is None or (parameter.grad == 3.0).all()
+
+
+@pytest.mark.ours("PyTorch fails on its process groups")
+@on_ranks(2)
+def test_a_wrapper_cannot_be_copied(api: Api) -> None:
+    with pytest.raises(AssertionError, match="cannot be deep-copied"):
+        copy.deepcopy(wrap(api, net()))
