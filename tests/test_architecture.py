@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"engine", "comm", "plan", "state", "wrapping", "interop", "meshes", "sharding"}
     | {"fsdp_module"},
     "grad_scaler": set(),
-    "transfer": BASE | {"fsdp1", "state"},
+    "transfer": BASE | {"engine", "fsdp1", "state"},
     "migrate": BASE | {"fsdp1", "plan"},
     "install": BASE
     | {"comm", "engine", "fsdp1", "fsdp2", "fsdp_module", "grad_scaler", "interop", "meshes"}

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.state import optim as optim_state
-from fullshard.state.optim_keys import names_by_unit
-from fullshard.state.options import StateDictType, default_settings
+from fullshard.state.optim_keys import all_names
+from fullshard.state.options import ShardedStateDictConfig, StateDictType, default_settings
 from fullshard.state.parts import locals_of
 
 
@@ -23,8 +25,8 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return ``{"model": ..., "optimizer": ...}``, by the names parameters had before sharding.
 
-    Values are sharded: DTensors, or ShardedTensors where a wrapper was given process groups and no
-    mesh. Both can be written and read by ``torch.distributed.checkpoint``. Every rank has to call it.
+    Values are DTensors, but for what is not sharded, and share memory with the model's where they
+    can. ``torch.distributed.checkpoint`` writes and reads them. Every rank has to call it.
     """
     with _sharded_values(model):
         state: dict[str, Any] = {"model": model.state_dict()}
@@ -37,6 +39,7 @@ def sharded_state(
             rank0_only=False,
             offload_to_cpu=False,
             group=None,
+            dtensors=True,
         )
     return state
 
@@ -50,13 +53,15 @@ def load_sharded_state(
     Raises RuntimeError for missing, unexpected or misshapen parameters, as ``load_state_dict``.
     """
     values = dict(state["model"])
-    for unit, names in names_by_unit(model):
+    for unit, names in all_names(model):
         if unit.is_flat:
             continue  # takes values of any kind
-        present = {index: name for index, name in names.items() if name in values}
-        shards = locals_of(unit, list(present), [values[name] for name in present.values()])
-        for (index, name), shard in zip(present.items(), shards, strict=True):
-            values[name] = unit.params[index].wrap_shard(shard)
+        given = {i: n[0] for i, n in enumerate(names) if n[0] in values}
+        _check_shapes(unit, {name: values[name] for name in given.values()}, given)
+        shards = locals_of(unit, list(given), [values[name] for name in given.values()])
+        for index, shard in zip(given, shards, strict=True):
+            wrapped = unit.params[index].wrap_shard(shard)
+            values.update({name: wrapped for name in names[index] if name in values})
     model.load_state_dict(values)
     if optimizer is not None:
         optimizer.load_state_dict(
@@ -64,6 +69,16 @@ def load_sharded_state(
                 model, optimizer, state["optimizer"], rank0_only=False, is_named=False, group=None
             )
         )
+
+
+def _check_shapes(unit: Unit, values: dict[str, Any], names: dict[int, str]) -> None:
+    wrong = [
+        f"{name}: {tuple(values[name].size())}, expected {tuple(expected)}"
+        for index, name in names.items()
+        if tuple(values[name].size()) != tuple(expected := unit.params[index].sharded.shape)
+    ]
+    if wrong:
+        raise StateError(f"size mismatch for {'; '.join(wrong)}. Load the state of this model.")
 
 
 @contextlib.contextmanager
@@ -75,6 +90,9 @@ def _sharded_values(model: nn.Module) -> Iterator[None]:
         is_sharded = wrapper._placement.mesh.shard_group is not None
         kind = StateDictType.SHARDED_STATE_DICT if is_sharded else StateDictType.FULL_STATE_DICT
         wrapper._state_dict_settings = default_settings(kind)
+        if is_sharded:
+            config = ShardedStateDictConfig(_use_dtensor=True)
+            wrapper._state_dict_settings = default_settings(kind, config)
     try:
         yield
     finally:

@@ -30,6 +30,7 @@ from tests.fsdp1.models import (
     full_value,
     load,
     net,
+    orig_params,
     quiet,
     run_step,
     save,
@@ -43,7 +44,6 @@ from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
 from tests.installing import in_fresh_ranks
 from tests.training import assert_equal
 
-orig_params = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 # What does not depend on how bytes travel.
 on_default_comm = pytest.mark.apis("peer_memory", "torch")
 

@@ -28,6 +28,7 @@ from tests.fsdp1.models import (
     batch,
     buffers,
     net,
+    orig_params,
     parameters,
     quiet,
     run_step,
@@ -40,7 +41,6 @@ from tests.fsdp1.models import (
 from tests.harness import mesh_of, on_ranks, rank
 from tests.training import assert_equal, make_batch, my_part
 
-orig_params = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 # What does not depend on how bytes travel.
 on_default_comm = pytest.mark.apis("peer_memory", "torch")

@@ -165,6 +165,8 @@ class Iteration:
         config = unit.config
         if config.reshard_after_backward:
             unit.reshard()
+        else:
+            unit.hide_unsharded()
         if not config.reduce_grads:
             unit.accumulate(grads)
         elif (in_flight := unit.reduce(grads)) is not None:

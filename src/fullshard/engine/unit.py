@@ -90,6 +90,7 @@ class Unit:
         self.state = ShardedState.SHARDED
         self.params: list[ManagedParameter] = []
         self.buffers: UnitBuffers | None = None
+        self.is_hidden = False  # unsharded, but the sharded parameters are registered
         self.is_held = False  # unsharded by the user, who may have written to it
         self.is_whole = False  # shows whole parameters, apart from any state (see `whole`)
         holders = (param.holder for param in params)
@@ -297,15 +298,31 @@ class Unit:
     @outside_transforms
     def wait_unshard(self) -> None:
         """Make the unsharded parameters usable and put them on the modules."""
+        if self.is_hidden:
+            self._show_unsharded()
         if self.state is not ShardedState.GATHERING:
             return
         self._finish_gather()
         if self._extended_region is not None:
             self._extended.outputs(self._extended_region, self.config.mp_policy)
             self._extended_region = None
+        self._show_unsharded()
+        self._enter(ShardedState.UNSHARDED)
+
+    def hide_unsharded(self) -> None:
+        """Register the sharded parameters, but keep the unsharded ones for the next forward.
+
+        Users of a flat unit look for gradients on the parameters that they train.
+        """
+        if self.is_flat and self.is_unsharded:
+            self.is_hidden = True
+            for param in self.params:
+                param.show_sharded()
+
+    def _show_unsharded(self) -> None:
+        self.is_hidden = False
         for param in self.params:
             param.show_unsharded()
-        self._enter(ShardedState.UNSHARDED)
 
     @outside_transforms
     def reshard(self, *, after_forward: bool = False) -> None:
@@ -330,6 +347,7 @@ class Unit:
         else:
             self.buffers.free_unsharded()
             self._extended.free()
+        self.is_hidden = False
         for param in self.params:
             param.show_sharded()
         self._enter(ShardedState.SHARDED)

@@ -28,6 +28,8 @@ from fullshard.plan.layout import BucketLayout
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.state.options import (
     FullStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
     StateDictSettings,
     StateDictType,
     default_settings,
@@ -75,7 +77,8 @@ def after_saving(
             del state_dict[key]
         saved |= _local_values(unit, prefix)
     else:
-        values = _whole_values(unit) if kind is StateDictType.FULL_STATE_DICT else _row_values(unit)
+        is_full = isinstance(config, FullStateDictConfig)
+        values = _whole_values(unit) if is_full else _row_values(unit, config)
         saved |= {key: values[index] for index, key in _keys(module, unit, prefix)}
     for key, value in saved.items():
         state_dict[key] = value.cpu() if config.offload_to_cpu else value
@@ -96,8 +99,10 @@ def _whole_values(unit: Unit) -> list[torch.Tensor]:
     ]
 
 
-def _row_values(unit: Unit) -> list[torch.Tensor | ShardedTensor]:
-    return sharded_values(unit, range(len(unit.params)), [param.local for param in unit.params])
+def _row_values(unit: Unit, config: StateDictConfig) -> list[torch.Tensor | ShardedTensor]:
+    locals_ = [param.local for param in unit.params]
+    dtensors = isinstance(config, ShardedStateDictConfig) and config._use_dtensor
+    return sharded_values(unit, range(len(unit.params)), locals_, dtensors=dtensors)
 
 
 def _local_values(unit: Unit, prefix: str) -> dict[str, torch.Tensor | ShardedTensor]:

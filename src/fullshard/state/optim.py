@@ -67,10 +67,12 @@ def save(
     offload_to_cpu: bool,
     group: dist.ProcessGroup | None,
     optim_input: OptimInput = None,
+    dtensors: bool = False,
 ) -> StateDict:
     """Return an optimizer's state dict by name, as of the model before wrapping.
 
-    state_dict: as the optimizer returns it. shards: hold rows instead of whole tensors. Every rank
+    state_dict: as the optimizer returns it. shards: hold rows instead of whole tensors. dtensors:
+    as DTensors, also where wrappers were given no mesh. Every rank
     has to call it; with ``rank0_only`` the others get an empty dict.
     """
     trained = trained_parameters(model)
@@ -90,7 +92,14 @@ def save(
     names = names_of_trained(trained)
     known = _agree(units_of(model), states, names, group)
     for unit, (kinds, others) in zip(units_of(model), known, strict=True):
-        values = _gather(unit, states[id(unit)], kinds, shards=shards, rank0_only=rank0_only)
+        locals_ = _complete(unit, states[id(unit)], kinds)
+        indices = [index for index, _ in locals_]
+        gathered: Sequence[Any] = (
+            sharded_values(unit, indices, [*locals_.values()], dtensors=dtensors)
+            if shards
+            else whole_values(unit, indices, [*locals_.values()], rank0_only=rank0_only)
+        )
+        values = dict(zip(locals_, gathered, strict=True))
         for index, own in kinds.items() if keeps else ():
             saved[names[id(unit)][index]] = {
                 name: _own(others[index][name]) if dtype is None else values[index, name]
@@ -216,29 +225,18 @@ def _report(unit: Unit, state: _UnitState) -> _Report:
     return _Report(dtypes, state.others, owned)
 
 
-def _gather(
-    unit: Unit, state: _UnitState, kinds: _Known, *, shards: bool, rank0_only: bool
-) -> dict[tuple[int, str], Any]:
-    """Make the values of a unit's state tensors: sharded ones, or whole ones."""
-    wanted = [
-        (index, name, dtype)
-        for index, own in kinds.items()
-        for name, dtype in own.items()
-        if dtype is not None
-    ]
-    locals_ = []
-    for index, name, dtype in wanted:
-        local = state.locals.get(index, {}).get(name)
-        if local is None:  # this rank owns nothing of it
-            local = torch.zeros(unit.params[index].shard_shape, dtype=dtype, device=unit.device)
-        locals_.append(local.to(unit.device))
-    indices = [index for index, _, _ in wanted]
-    values: Sequence[Any] = (
-        sharded_values(unit, indices, locals_)
-        if shards
-        else whole_values(unit, indices, locals_, rank0_only=rank0_only)
-    )
-    return {(index, name): v for (index, name, _), v in zip(wanted, values, strict=True)}
+def _complete(unit: Unit, state: _UnitState, kinds: _Known) -> dict[tuple[int, str], torch.Tensor]:
+    """Return this rank's locals of everything that any rank has."""
+    locals_ = {}
+    for index, own in kinds.items():
+        for name, dtype in own.items():
+            if dtype is None:
+                continue
+            local = state.locals.get(index, {}).get(name)
+            if local is None:  # this rank owns nothing of it
+                local = torch.zeros(unit.params[index].shard_shape, dtype=dtype)
+            locals_[index, name] = local.to(unit.device)
+    return locals_
 
 
 # Loading
@@ -329,7 +327,7 @@ def _cut(unit: Unit, names: Mapping[int, str], source: Mapping[str, Any]) -> _Un
             values.append(value)
     locals_ = locals_of(unit, [index for index, _ in wanted], values)
     for (index, key), local in zip(wanted, locals_, strict=True):
-        state.locals[index][key] = local
+        state.locals[index][key] = local.clone()  # optimizers write to what they load
     return state
 
 
@@ -405,8 +403,12 @@ def _spread(state_dict: StateDict, group: dist.ProcessGroup | None) -> StateDict
             return _Described(value.shape, value.dtype)
         return value
 
-    described = [_map_state(state_dict, describe) if is_source else None]
+    described: list[Any] = [None]
+    if is_source:
+        described[0] = _map_state(state_dict, describe) if "state" in state_dict else {}
     dist.broadcast_object_list(described, source, group=group)
+    if "state" not in described[0]:
+        return {}  # refused by all ranks
     remaining = iter(tensors)
     device = _group_device(group)
 

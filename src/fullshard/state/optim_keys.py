@@ -40,12 +40,9 @@ class Trained:
 
 def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
     """Say what every parameter that an optimizer of the model may train stands for."""
-    paths: dict[int, str] = {}
-    for path, module in model.named_modules():
-        paths[id(module)] = f"{clean}." if (clean := clean_name(path)) else ""
     found: dict[nn.Parameter, Trained] = {}
-    for unit in units_of(model):
-        names = [f"{paths[id(p.slots[0].module())]}{p.slots[0].name}" for p in unit.params]
+    for unit, every_name in all_names(model):
+        names = [first for first, *_ in every_name]
         if unit.flat is not None:
             found[unit.flat.sharded] = Trained(tuple(names), unit, tuple(range(len(names))))
             continue
@@ -55,6 +52,25 @@ def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
         if parameter not in found:
             found[parameter] = Trained((clean_name(name),))
     return found
+
+
+def all_names(model: nn.Module) -> list[tuple[Unit, list[list[str]]]]:
+    """Return every unit with its parameters' names before sharding, of which a tied one has several."""
+    paths = _paths(model)
+    return [
+        (
+            unit,
+            [[f"{paths[id(slot.module())]}{slot.name}" for slot in p.slots] for p in unit.params],
+        )
+        for unit in units_of(model)
+    ]
+
+
+def _paths(model: nn.Module) -> dict[int, str]:
+    paths: dict[int, str] = {}
+    for path, module in model.named_modules():
+        paths[id(module)] = f"{clean}." if (clean := clean_name(path)) else ""
+    return paths
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -97,12 +113,6 @@ def rekey(
             for param_group in state_dict["param_groups"]
         ],
     }
-
-
-def names_by_unit(model: nn.Module) -> list[tuple[Unit, dict[int, str]]]:
-    """Return the names of every unit's parameters before sharding, by index."""
-    names = names_of_trained(trained_parameters(model))
-    return [(unit, names[id(unit)]) for unit in units_of(model)]
 
 
 def names_of_trained(trained: Mapping[nn.Parameter, Trained]) -> dict[int, dict[int, str]]:

@@ -5,14 +5,16 @@ of a flat buffer, or rows. Everything moves by one planned exchange, never throu
 """
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.engine.unit import Unit
 from fullshard.plan.layout import Piece
@@ -44,11 +46,16 @@ def divisions_of(unit: Unit) -> list[Division]:
 
 
 def sharded_values(
-    unit: Unit, indices: Sequence[int], locals_: Sequence[torch.Tensor]
+    unit: Unit,
+    indices: Sequence[int],
+    locals_: Sequence[torch.Tensor],
+    *,
+    dtensors: bool = False,
 ) -> list[torch.Tensor | ShardedTensor]:
     """Make the values of a sharded state dict. Every rank has to take part.
 
     indices: of the parameters that the locals belong to; one may come several times.
+    dtensors: make DTensors, also where the unit was given no mesh.
     """
     if not unit.is_flat:
         rows = [
@@ -56,7 +63,10 @@ def sharded_values(
         ]
     else:
         rows = _rows(unit, indices, locals_)
-    return [_as_sharded(unit, index, tensor) for index, tensor in zip(indices, rows, strict=True)]
+    return [
+        _as_sharded(unit, index, tensor, dtensors)
+        for index, tensor in zip(indices, rows, strict=True)
+    ]
 
 
 def whole_values(
@@ -138,11 +148,29 @@ def _rows(unit: Unit, indices: Sequence[int], pieces: Sequence[torch.Tensor]) ->
     ]
 
 
-def _as_sharded(unit: Unit, index: int, rows: torch.Tensor) -> torch.Tensor | ShardedTensor:
-    param = unit.params[index]
+def _as_sharded(
+    unit: Unit, index: int, rows: torch.Tensor, dtensors: bool
+) -> torch.Tensor | ShardedTensor:
+    param, group = unit.params[index], division_group(unit)
     if param.form.spec is not None:
         return sharded_dtensor(rows, param.form.spec)
-    return sharded_tensor(rows, param.shape, division_group(unit))
+    if not dtensors or group is None:
+        return sharded_tensor(rows, param.shape, group)
+    meta = TensorMeta(
+        torch.Size(param.shape), torch.empty(param.shape, device="meta").stride(), rows.dtype
+    )
+    mesh = _mesh_of(group, unit.device.type)
+    return sharded_dtensor(rows, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta))
+
+
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def _mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """Return the mesh of a group, the same every time."""
+    if group not in _meshes:
+        _meshes[group] = DeviceMesh.from_group(group, device_type)
+    return _meshes[group]
 
 
 def _whole(numel: int, group: dist.ProcessGroup | None, *, rank0_only: bool) -> Division:
