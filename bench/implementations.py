@@ -170,9 +170,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "fsdp1": Implementation(partial(_wrap_fsdp1, library=fsdp), _no_sync_until_last),
     "fsdp2": Implementation(_wrap_fsdp2, _set_requires_gradient_sync),
     "fullshard": Implementation(partial(_wrap_fullshard, comm="auto"), _set_requires_gradient_sync),
-    "fullshard-fsdp1": Implementation(
-        partial(_wrap_fsdp1, library=fullshard), _no_sync_until_last
-    ),
+    "fullshard-fsdp1": Implementation(partial(_wrap_fsdp1, library=fullshard), _no_sync_until_last),
     "fullshard-pg": Implementation(
         partial(_wrap_fullshard, comm="process_group"), _set_requires_gradient_sync
     ),
