@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -32,6 +33,8 @@ def installed(api: Api) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for classes in _IN_USE:  # by earlier tests in these ranks, with `--impl all`
             stack.enter_context(mock.patch.dict(classes, clear=True))
+        module = sys.modules["fullshard.install"]  # the package's attribute is the function
+        stack.enter_context(mock.patch.object(module, "_wrappers", list))
         fullshard.install()
         stack.callback(fullshard.uninstall)
         yield
