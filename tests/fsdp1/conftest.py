@@ -13,8 +13,10 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs over process groups as long, but for tests of the collectives."""
+    """Mark as long what differs from another test in how bytes travel or in sizes."""
     for item in items:
-        here = item.path.parent == Path(__file__).parent
-        if here and "process_group" in item.name and item.path.name != "test_collectives.py":
+        if item.path.parent != Path(__file__).parent or item.path.name == "test_collectives.py":
+            continue
+        # SHARD_GRAD_OP differs from FULL_SHARD in collectives alone; four ranks from two in sizes.
+        if any(part in item.name for part in ("process_group", "SHARD_GRAD_OP", "4ranks")):
             item.add_marker(pytest.mark.long)
