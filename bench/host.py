@@ -12,8 +12,9 @@ much of that time was spent inside the backend's own calls is taken from a profi
 steps and shown beside it; the rest is the engine's.
 
 The model is 48 small blocks and a root with a norm, each a unit. The optimizer is timed apart: one
-AdamW step on the sharded parameters over one on plain tensors of the same local shapes, in the same
-process. Every implementation and world size has its own process; they take turns, round by round.
+AdamW step on the sharded parameters, as it is and with `fullshard.step_on_shards`, over one on plain
+tensors of the same local shapes, in the same process. Every implementation and world size has its
+own process; they take turns, round by round.
 """
 
 import argparse
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -104,15 +106,19 @@ LOCAL = Subject("local", 1)
 
 
 class StepSeconds(NamedTuple):
-    """Seconds per step: forward and backward, the optimizer, and the optimizer on plain tensors."""
+    """Seconds per step: forward and backward, and the optimizer.
+
+    The latter on what was sharded as it is, on its shards, and on plain tensors.
+    """
 
     compute: float
     optimizer: float
+    shard_optimizer: float
     plain_optimizer: float
 
 
 class HostTraining:
-    """One subject's process: the model, its optimizer, and one on plain tensors of its shapes."""
+    """One subject's process: the model, its optimizers, and one on plain tensors of its shapes."""
 
     def __init__(self, subject: Subject) -> None:
         torch.manual_seed(0)
@@ -122,11 +128,13 @@ class HostTraining:
                 "fake", store=FakeStore(), rank=0, world_size=subject.world_size
             )
             mesh = init_device_mesh("cpu", (subject.world_size,))
-            _SHARD[subject.implementation](self._model, mesh)
+            self._model = _SHARD[subject.implementation](self._model, mesh)
         self._x = torch.randn(4, _WIDTH)
         self._optimizer = torch.optim.AdamW(self._model.parameters())
+        self._on_shards = fullshard.step_on_shards(torch.optim.AdamW(self._model.parameters()))
         self._plain = _plain_optimizer(self._model)
         self._num_steps = 1
+        self._shards_first = False
 
     def warm_up(self) -> None:
         """Fill caches, and choose the steps of a round by what one takes."""
@@ -150,42 +158,60 @@ class HostTraining:
 
     def _step(self) -> StepSeconds:
         compute = _seconds(self._forward_backward)
+        self._share_gradients()
         optimizer = _seconds(self._optimizer.step)
+        # In turns: what runs second finds its code in the caches.
+        self._shards_first = not self._shards_first
+        on_shards = _seconds(self._on_shards.step) if self._shards_first else 0.0
         plain = _seconds(self._plain.step)
-        return StepSeconds(compute, optimizer, plain)
+        on_shards = on_shards or _seconds(self._on_shards.step)
+        self._plain.zero_grad()  # the engine uses memory of gradients again that nobody refers to
+        return StepSeconds(compute, optimizer, on_shards, plain)
 
     def _forward_backward(self) -> None:
         self._model.zero_grad()
         self._model(self._x).sum().backward()
 
+    def _share_gradients(self) -> None:
+        """Give the plain tensors the same gradients: arithmetic can be slow with some numbers."""
+        (group,) = self._plain.param_groups
+        for parameter, plain in zip(self._model.parameters(), group["params"], strict=True):
+            plain.grad = None if parameter.grad is None else _local(parameter.grad)
 
-def _shard_fsdp2(model: SmallModel, mesh: DeviceMesh) -> None:
+
+def _shard_fsdp2(model: SmallModel, mesh: DeviceMesh, *, library: Any) -> nn.Module:
     for block in model.blocks:
-        fsdp.fully_shard(block, mesh=mesh)
-    fsdp.fully_shard(model, mesh=mesh)
+        library.fully_shard(block, mesh=mesh)
+    library.fully_shard(model, mesh=mesh)
+    return model
 
 
-def _shard_fullshard(model: SmallModel, mesh: DeviceMesh) -> None:
-    for block in model.blocks:
-        fullshard.fully_shard(block, mesh=mesh)
-    fullshard.fully_shard(model, mesh=mesh)
+def _shard_fsdp1(model: SmallModel, mesh: DeviceMesh, *, library: Any) -> nn.Module:
+    wrapped: nn.Module = library.FullyShardedDataParallel(
+        model,
+        device_mesh=mesh,
+        auto_wrap_policy=ModuleWrapPolicy({SmallBlock}),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    return wrapped
 
 
-_SHARD: dict[str, Callable[[Any, DeviceMesh], None]] = {
-    "fsdp2": _shard_fsdp2,
-    "fullshard": _shard_fullshard,
+_SHARD: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
+    "fsdp1": partial(_shard_fsdp1, library=fsdp),
+    "fsdp2": partial(_shard_fsdp2, library=fsdp),
+    "fullshard": partial(_shard_fsdp2, library=fullshard),
+    "fullshard-fsdp1": partial(_shard_fsdp1, library=fullshard),
 }
 
 
 def _plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the same optimizer over plain tensors of the local shapes, with gradients."""
-    plain = []
-    for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        copy = nn.Parameter(local.detach().clone())
-        copy.grad = torch.zeros_like(copy)
-        plain.append(copy)
-    return torch.optim.AdamW(plain)
+    """Return the same optimizer over plain copies of the local tensors."""
+    return torch.optim.AdamW([nn.Parameter(_local(p).clone()) for p in model.parameters()])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -207,6 +233,7 @@ class Measured:
 
     unit_us: list[float] = field(default_factory=list)
     optimizer_ratio: list[float] = field(default_factory=list)
+    shard_optimizer_ratio: list[float] = field(default_factory=list)
     backend_us: float = 0.0
 
     @property
@@ -215,7 +242,7 @@ class Measured:
 
 
 def measure(world_sizes: Sequence[int], *, num_rounds: int = 7) -> dict[Subject, Measured]:
-    """Measure FSDP2 and fullshard at every world size, against the unwrapped model."""
+    """Measure PyTorch's and our two APIs at every world size, against the unwrapped model."""
     subjects = [Subject(name, size) for size in world_sizes for name in _SHARD]
     progress = Progress("host", num_stages=num_rounds + 1)
     results = {subject: Measured() for subject in subjects}
@@ -247,6 +274,7 @@ def measure(world_sizes: Sequence[int], *, num_rounds: int = 7) -> dict[Subject,
 def _record(result: Measured, sharded: StepSeconds, local: StepSeconds) -> None:
     result.unit_us.append(1e6 * (sharded.compute - local.compute) / _NUM_UNITS)
     result.optimizer_ratio.append(sharded.optimizer / sharded.plain_optimizer)
+    result.shard_optimizer_ratio.append(sharded.shard_optimizer / sharded.plain_optimizer)
 
 
 def over_fsdp2(results: dict[Subject, Measured], subject: Subject) -> Spread:
@@ -263,11 +291,16 @@ def build_table(results: dict[Subject, Measured]) -> Table:
         "engine",
         "total over FSDP2",
         "AdamW over plain tensors",
+        "with step_on_shards",
     ]
     table = Table("host time, fake backend", headings)
     for subject, result in results.items():
         times = (median(result.unit_us), result.backend_us, result.engine_us)
-        ratios = (over_fsdp2(results, subject), spread(result.optimizer_ratio))
+        ratios = (
+            over_fsdp2(results, subject),
+            spread(result.optimizer_ratio),
+            spread(result.shard_optimizer_ratio),
+        )
         table.rows.append([str(subject), *(f"{t:.0f}" for t in times), *map(str, ratios)])
     table.notes = [
         f"{_NUM_BLOCKS} blocks and a root; less the unwrapped model's time in the same round"

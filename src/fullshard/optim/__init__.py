@@ -1,0 +1,1 @@
+"""Optimizers that know about shards."""

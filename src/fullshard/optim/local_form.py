@@ -1,0 +1,152 @@
+"""What an optimizer works on, in two forms: as users see it, and as this rank's plain tensors.
+
+                shown                                  local
+    parameter   DTensor                                its local tensor, the shard
+    gradient    DTensor, the parameter's ``grad``      its local tensor, the shard's ``grad``
+    state       DTensors, by parameter                 their local tensors, by shard
+
+Both forms of a tensor share memory, so only references are exchanged. Parameters that are no
+DTensors, and their state, are the same in both forms.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fullshard.engine.params import owner_of
+from fullshard.errors import StateError
+
+State = dict[Any, Any]
+
+# Plain scalars even where the parameter is a scalar DTensor, as optimizers of PyTorch keep them.
+_SCALARS = {"step", "mu", "mu_product", "eta"}
+
+
+def local_gradient(grad: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """Return this rank's part of a gradient, divided over ranks as the parameter is.
+
+    Tensor parallelism may leave partial sums; they are completed here, as DTensor arithmetic would.
+    """
+    if not isinstance(grad, DTensor):
+        raise StateError(
+            f"{_label(parameter)} is a DTensor, but its gradient is a {type(grad).__name__}. "
+            "Assign a DTensor of the same mesh and placements."
+        )
+    if grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)
+    local = grad._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def localize(shown: Mapping[Any, Any], parameters: Sequence[DTensor]) -> State:
+    """Return the local form of an optimizer's state."""
+    shard_of = {parameter: parameter._local_tensor for parameter in parameters}
+    state: State = defaultdict(dict)
+    for key, own in shown.items():
+        if key in shard_of and isinstance(own, dict):
+            local = {name: _local_value(value, key, name) for name, value in own.items()}
+            state[shard_of[key]] = local
+        else:
+            state[key] = own
+    return state
+
+
+def show(
+    state: Mapping[Any, Any],
+    parameters: Sequence[DTensor],
+    shards: Sequence[torch.Tensor],
+    shown: State | None = None,
+) -> State:
+    """Return the shown form of an optimizer's state.
+
+    shown: as it was before. It is brought up to date, with every object in it that is still right.
+    """
+    shown = defaultdict(dict) if shown is None else shown
+    parameter_of = dict(zip(shards, parameters, strict=True))
+    now: State = {}
+    for key, own in state.items():
+        parameter = parameter_of.get(key)
+        if parameter is None or not isinstance(own, dict):
+            now[key] = own
+            continue
+        before = shown.get(parameter, {})
+        values = {
+            name: _shown_value(value, parameter, name, before.get(name))
+            for name, value in own.items()
+        }
+        before.clear()
+        before.update(values)
+        now[parameter] = before
+    shown.clear()
+    shown.update(now)
+    return shown
+
+
+def _local_value(value: Any, parameter: DTensor, name: str) -> Any:
+    if isinstance(value, DTensor):
+        if (
+            value.device_mesh != parameter.device_mesh
+            or value.placements != parameter.placements
+            or value.shape != parameter.shape
+        ):
+            raise StateError(
+                f"{_label(parameter)}: the optimizer's state {name!r} is {_describe(value)}, but "
+                f"the parameter is {_describe(parameter)}. Load a state dict made for this sharding."
+            )
+        return value._local_tensor
+    _refuse_parts(value, parameter, name)
+    return value
+
+
+def _shown_value(value: Any, parameter: DTensor, name: str, before: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        if isinstance(before, DTensor) and before._local_tensor is value:
+            return before
+        like = parameter._local_tensor
+        if value.shape == like.shape and (value.dim() > 0 or name not in _SCALARS):
+            return DTensor(value, _spec_of(parameter, value.dtype), requires_grad=False)
+    _refuse_parts(value, parameter, name)
+    return value
+
+
+def _refuse_parts(value: Any, parameter: DTensor, name: str) -> None:
+    """Refuse state that is neither a scalar nor divided as the parameter: no rank could save it."""
+    for tensor in _tensors_in(value):
+        if isinstance(tensor, DTensor) or tensor.numel() > 1:
+            raise StateError(
+                f"{_label(parameter)}: the optimizer's state {name!r} holds a "
+                f"{type(tensor).__name__} of shape {tuple(tensor.shape)}, which is not divided over "
+                f"ranks as the parameter, {_describe(parameter)}. Use the optimizer without "
+                "step_on_shards, or load a state dict made for this sharding."
+            )
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(inner)
+
+
+def _spec_of(parameter: DTensor, dtype: torch.dtype) -> DTensorSpec:
+    """Describe a tensor of this dtype that is divided as the parameter."""
+    spec = parameter._spec
+    if parameter.dtype == dtype:
+        return spec
+    meta = TensorMeta(spec.shape, spec.stride, dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+
+
+def _describe(tensor: DTensor) -> str:
+    return f"of shape {tuple(tensor.shape)}, {tensor.placements} over {tensor.device_mesh}"
+
+
+def _label(parameter: DTensor) -> str:
+    owner = owner_of(parameter)  # type: ignore[arg-type]
+    return f"A parameter of shape {tuple(parameter.shape)}" if owner is None else owner.name

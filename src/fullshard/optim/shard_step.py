@@ -1,0 +1,155 @@
+"""`step_on_shards`: an optimizer over DTensors steps on plain tensors.
+
+Every operation on a DTensor passes through its dispatcher, which costs tens of microseconds of host
+time. An elementwise update does not need it: this rank's part of the new parameter follows from its
+parts of the old one, of the gradient and of the state. So the optimizer is given a class of its own
+(as `fully_shard` gives one to modules), whose ``step`` runs on those parts.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import optim
+
+from fullshard.errors import ShardingError, StateError
+from fullshard.optim.local_step import LocalStep
+
+OptimizerT = TypeVar("OptimizerT", bound=optim.Optimizer)
+
+_ELEMENTWISE = {
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+}
+# By name, wherever they are from.
+_NOT_ELEMENTWISE = {
+    "Adafactor": "scales by norms over rows, columns and whole parameters",
+    "LAMB": "scales by norms of whole parameters",
+    "LARS": "scales by norms of whole parameters",
+    "LBFGS": "takes dot products over all parameters",
+    "Muon": "orthogonalises whole matrices",
+    "SparseAdam": "reads sparse gradients, which sharded parameters never have",
+}
+
+
+def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> OptimizerT:
+    """Let an optimizer step on this rank's shards as plain tensors; return the same optimizer.
+
+        optimizer = fullshard.step_on_shards(torch.optim.AdamW(model.parameters()))
+
+    Between steps parameters, gradients and state are DTensors as ever, also in ``state_dict()``, so
+    checkpoints are those of the optimizer without this; hooks and closures see what they always
+    see. Results are equal in every bit. Call it before anything replaces the optimizer's ``step``,
+    as learning rate schedulers do.
+
+    elementwise: that no element of an update depends on other elements of the parameter. It is
+        known of most of ``torch.optim``; say it of others. An update by a norm or a matrix product
+        would take this rank's shard for the parameter, and be wrong.
+
+    Raises ShardingError for an optimizer that is not known to be elementwise or known not to be,
+    and for ``differentiable=True``.
+    """
+    if not isinstance(optimizer, _OnShards):
+        _check(optimizer, elementwise=elementwise)
+        _put_on_shards(optimizer, type(optimizer))
+    return optimizer
+
+
+class _StateOnDemand:
+    """The attribute ``state``, while the optimizer's dictionary has none."""
+
+    def __get__(self, optimizer: Any, _: type) -> Any:
+        return self if optimizer is None else optimizer._local_step.shown_state()
+
+
+class _OnShards:
+    """What the class of an optimizer that steps on shards has before its original class."""
+
+    state = _StateOnDemand()
+    _local_step: LocalStep
+    _original_class: type[optim.Optimizer]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy steps on shards as well.
+        return _create_empty, (self._original_class,), self.__getstate__()
+
+
+def _create_empty(original: type[optim.Optimizer]) -> optim.Optimizer:
+    """Return an optimizer to which ``__setstate__`` gives everything but what it is."""
+    optimizer = original.__new__(original)
+    _put_on_shards(optimizer, original)
+    return optimizer
+
+
+def _put_on_shards(optimizer: Any, original: Any) -> None:
+    optimizer.__class__ = _class_on_shards(original)
+    optimizer._local_step = LocalStep(optimizer)
+
+
+@functools.cache
+def _class_on_shards(original: type[Any]) -> type[Any]:
+    # PyTorch puts the hooks around `step`. They go around ours instead, to see what users see.
+    step: Any = original.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    hooked = optim.Optimizer.profile_hook_step(_on_shards(step))
+    hooked.hooked = True  # type: ignore[attr-defined]
+    members = {
+        "step": hooked,
+        "_original_class": original,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (_OnShards, original), members)
+
+
+def _on_shards(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def step(self: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        local = self._local_step
+        if closure is not None:
+            options["closure"] = local.left_for(closure)
+        local.enter()
+        try:
+            return inner(self, **options)
+        finally:
+            local.leave()
+
+    return step
+
+
+def _check(optimizer: optim.Optimizer, *, elementwise: bool) -> None:
+    name = type(optimizer).__name__
+    for each in type(optimizer).__mro__:
+        if each.__name__ in _NOT_ELEMENTWISE:
+            raise ShardingError(
+                f"{name} cannot step on shards alone: it {_NOT_ELEMENTWISE[each.__name__]}. "
+                "Use it without step_on_shards."
+            )
+    if not elementwise and type(optimizer) not in _ELEMENTWISE:
+        known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
+        raise ShardingError(
+            f"{name} is not known to be elementwise, as {known} are. If no element of its update "
+            "depends on other elements of the parameter, pass elementwise=True; if it wraps another "
+            "optimizer, pass that one."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ShardingError(
+            f"{name} has differentiable=True, but steps on shards are not recorded by autograd. Use "
+            "it without step_on_shards."
+        )
+    if "step" in vars(optimizer):
+        raise StateError(
+            f"The step of this {name} was replaced, as learning rate schedulers and libraries do. "
+            "Call step_on_shards right after the optimizer is made."
+        )
