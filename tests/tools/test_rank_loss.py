@@ -36,7 +36,7 @@ def start(run: Run) -> list[int]:
     return [run.process.pid, *descendants(run.process.pid)]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_rank_ends_the_others_and_is_named(
     tmp_path: Path, clean_shared_memory: None, rank: int
 ) -> None:

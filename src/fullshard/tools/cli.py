@@ -3,6 +3,7 @@
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
 fullshard migrate-report M:F        say what an FSDP1 model would be with fully_shard
+fullshard report RUN                write a page on where the time and memory of a run went
 """
 
 import json
@@ -17,10 +18,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fullshard.errors import StateError
+from fullshard.plan.trace import TraceError
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.job import Job, check_local_ranks, new_job, resumed_job
 from fullshard.tools.launch import LAUNCHER_PID, Ending, Exit, launch
 from fullshard.tools.migration import report_on
+from fullshard.tools.report import metrics_of, write_report
 from fullshard.tools.worker import Place, run_worker
 
 _EXAMPLES = """
@@ -49,6 +52,20 @@ Example, with a function that returns the wrapped model in my_package/train.py:
 One rank alone makes every sharding strategy NO_SHARD; under torchrun the report knows which it is.
 
 Exit codes: 0 reported, 1 the function failed or wraps nothing, 2 no such function.
+"""
+
+_REPORT_EXAMPLES = """
+Examples:
+
+    fullshard report runs/books                        writes runs/books/report.html and trace.json
+
+    fullshard report runs/books --json                 print the numbers instead
+
+    fullshard report my_traces --out page.html         traces that `fullshard.trace` wrote
+
+The page needs no network. Where a run was not traced, it says how to record a trace.
+
+Exit codes: 0 written, 2 nothing to report on, or a file that cannot be read.
 """
 
 app = typer.Typer(
@@ -149,6 +166,9 @@ def train(
     temperature: Annotated[
         float, _option("Of the sample; 0 takes the likeliest byte.", panel="Results")
     ] = _DEFAULT.temperature,
+    trace_steps: Annotated[
+        int, _option("Steps to record for the report; 0 for none.", panel="Results")
+    ] = _DEFAULT.trace_steps,
     as_json: Annotated[
         bool, _flag("--json", "Print the summary as one JSON object.", panel="Results")
     ] = False,
@@ -220,6 +240,33 @@ def migrate_report(
         print(json.dumps(report.as_dict(), indent=2) if as_json else report)
 
 
+@app.command(epilog=_REPORT_EXAMPLES)
+def report(
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, or a folder of traces.", metavar="RUN")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The page. Default: report.html in RUN.", metavar="FILE")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the numbers as one JSON object, write nothing.")
+    ] = False,
+) -> None:
+    """Write one HTML page on a run: timelines, exposed communication, memory, loss, tokens/s.
+
+    trace.json beside it holds the same timelines for chrome://tracing and Perfetto.
+    """
+    try:
+        if as_json:
+            print(json.dumps(metrics_of(run), indent=2))
+            return
+        written = write_report(run, out)
+    except (OptionError, TraceError) as error:
+        _refuse(error, quiet=False, command="report")
+    for path in written:
+        print(path)
+
+
 def _was_typed(context: typer.Context, name: str) -> bool:
     """Whether an option was given, even with its default value."""
     source = context.get_parameter_source(name)
@@ -257,7 +304,7 @@ def _finish(ending: Ending, job: Job) -> NoReturn:
     raise typer.Exit(code)
 
 
-def _refuse(error: OptionError, *, quiet: bool, command: str = "train") -> NoReturn:
+def _refuse(error: OptionError | TraceError, *, quiet: bool, command: str = "train") -> NoReturn:
     if not quiet:
         for line in str(error).splitlines():
             print(f"fullshard {command}: {line}", file=sys.stderr)

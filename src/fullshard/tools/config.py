@@ -16,12 +16,16 @@ DEVICES = ("auto", "cpu", "cuda")
 _FREE_ON_RESUME = frozenset(
     (
         *("steps", "save_every", "prompt", "sample_length", "temperature", "device"),
+        "trace_steps",
         *("ranks", "batch", "grad_accum"),
     )
 )
 
 
-_NOT_NEGATIVE = ("warmup", "weight_decay", "clip", "save_every", "sample_length", "temperature")
+_NOT_NEGATIVE = (
+    *("warmup", "weight_decay", "clip", "save_every", "sample_length", "temperature"),
+    "trace_steps",
+)
 
 
 class OptionError(FullshardError, ValueError):
@@ -56,6 +60,7 @@ class TrainConfig:
     prompt: str = "def main("
     sample_length: int = 300
     temperature: float = 0.9
+    trace_steps: int = 3
 
     def __post_init__(self) -> None:
         problems = list(self._problems())

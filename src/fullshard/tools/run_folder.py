@@ -4,6 +4,8 @@
     metrics.jsonl    one line a step
     checkpoints/     step-00000350/, the last complete one (tools/checkpoint.py)
     loss.png         the loss curve
+    trace/           what each rank recorded of a few steps (fullshard.trace)
+    report.html      the trace report (tools/report.py), and trace.json for trace viewers
     summary.json     how the run ended; absent while it runs
 
 Only rank 0 writes, except that every rank writes its part of a checkpoint.
@@ -38,6 +40,14 @@ class RunFolder:
     @property
     def plot_file(self) -> Path:
         return self.path / "loss.png"
+
+    @property
+    def trace_folder(self) -> Path:
+        return self.path / "trace"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:

@@ -27,6 +27,8 @@ from fullshard.tools.corpus import draw_batch
 from fullshard.tools.job import Job
 from fullshard.tools.progress import Reporter
 from fullshard.tools.recipe import build_model, build_optimizer, learning_rate
+from fullshard.tools.recording import StepRecorder, steps_to_trace
+from fullshard.tools.report import write_report
 from fullshard.tools.run_folder import RunFolder
 
 
@@ -89,22 +91,26 @@ class Trainer:
         """
         config = self.config
         self.report.begin(total=config.steps, done=done)
-        while done < config.steps:
-            started = time.perf_counter()
-            result = self._step(done)
-            seconds = time.perf_counter() - started
-            done += 1
-            self._record(done, result, seconds)
-            if not math.isfinite(result.loss):
-                raise TrainingError(
-                    f"step {done}: the loss is {result.loss}. Lower --lr (now {config.lr}), or "
-                    f"raise --warmup (now {config.warmup}); the last checkpoint is from before."
-                )
-            regular = config.save_every and done % config.save_every == 0
-            if regular or result.stop or done == config.steps:
-                save_checkpoint(self.folder.checkpoints, done, self.model, self.optimizer)
-            if result.stop:
-                break
+        traced = steps_to_trace(config, done=done)
+        with StepRecorder(self.model, self.optimizer, self.folder.trace_folder, traced) as recorder:
+            while done < config.steps:
+                recorder.begin_step(done)
+                started = time.perf_counter()
+                result = self._step(done)
+                seconds = time.perf_counter() - started
+                recorder.end_step(done)
+                done += 1
+                self._record(done, result, seconds)
+                if not math.isfinite(result.loss):
+                    raise TrainingError(
+                        f"step {done}: the loss is {result.loss}. Lower --lr (now {config.lr}), or "
+                        f"raise --warmup (now {config.warmup}); the last checkpoint is from before."
+                    )
+                regular = config.save_every and done % config.save_every == 0
+                if regular or result.stop or done == config.steps:
+                    save_checkpoint(self.folder.checkpoints, done, self.model, self.optimizer)
+                if result.stop:
+                    break
         self.report.end()
         return done
 
@@ -235,10 +241,16 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
         "seconds": seconds,
         "peak_memory_per_rank": int(peak.item()),
         "out": str(folder.path),
+        "report": str(folder.report_file),
         "sample": text,
     }
     if trainer.rank == 0:
         _finish_folder(folder, config, summary)
+        try:
+            write_report(folder.path)
+        except (FullshardError, OSError) as error:  # the run itself is complete
+            summary["report"] = None
+            report.note(f"no trace report: {error}")
     return summary
 
 

@@ -131,10 +131,11 @@ def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
         print(json.dumps(summary), flush=True)
         return
     out = summary["out"]
+    report_at = f"; trace report: {summary['report']}" if summary["report"] else ""
     if summary["status"] == "stopped":
         report.note(
             f"stopped after step {summary['step']} of {summary['steps']}, checkpoint saved. "
-            f"Continue with: fullshard train --resume {out}"
+            f"Continue with: fullshard train --resume {out}{report_at}"
         )
         return
     if summary["sample"]:
@@ -142,6 +143,6 @@ def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
     print(
         f"loss {summary['loss']:.3f} nats per byte, unigram entropy "
         f"{summary['unigram_entropy']:.3f}; {summary['tokens_per_second']:,.0f} tokens/s, "
-        f"{summary['seconds']:.0f} s; everything is in {out}",
+        f"{summary['seconds']:.0f} s; everything is in {out}{report_at}",
         flush=True,
     )

@@ -1,0 +1,80 @@
+"""What the engine tells whoever watches it: the interface of `trace`, and labels for profilers.
+
+An `Iteration` and its units have an observer, None unless somebody looks. They tell it, at a
+handful of places:
+
+    begin, end      work or a wait that this rank's compute stands still for; properly nested
+    enter, leave    forward or backward of a module's units; may interleave
+    changed         a unit's memory is another than before
+    forget          an exception ended the iteration: nothing that has begun will end
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch.autograd import profiler
+
+from fullshard.plan.trace import Kind
+
+
+class Observer(Protocol):
+    """``units`` are units; ``of`` is what keeps the gradients of one, which knows its label."""
+
+    def begin(self, kind: Kind, of: Any = None) -> None: ...
+    def end(self) -> None: ...
+    def enter(self, kind: Kind, units: Sequence[Any]) -> None: ...
+    def leave(self, kind: Kind, units: Sequence[Any]) -> None: ...
+    def changed(self, unit: Any) -> None: ...
+    def forget(self) -> None: ...
+
+
+_LABELS = {
+    Kind.ALL_GATHER: "FSDP::all_gather",
+    Kind.WAIT_ALL_GATHER: "FSDP::all_gather_wait",
+    Kind.REDUCE_SCATTER: "FSDP::reduce_scatter",
+    Kind.WAIT_REDUCE_SCATTER: "FSDP::reduce_scatter_wait",
+    Kind.FENCE: "FSDP::fence",
+    Kind.OPTIMIZER: "FSDP::optimizer",
+}
+
+
+class ProfilerLabels:
+    """Shows ``FSDP::all_gather (layers.0)`` and the like in a running ``torch.profiler``."""
+
+    def __init__(self) -> None:
+        self._open: list[profiler.record_function | None] = []
+
+    def begin(self, kind: Kind, of: Any = None) -> None:
+        if not profiler._is_profiler_enabled:
+            self._open.append(None)
+            return
+        name = "" if of is None else f" ({of.label})"
+        label = profiler.record_function(f"{_LABELS[kind]}{name}")
+        self._open.append(label)
+        label.__enter__()
+
+    def end(self) -> None:
+        if self._open and (label := self._open.pop()) is not None:
+            label.__exit__(None, None, None)
+
+    def enter(self, kind: Kind, units: Sequence[Any]) -> None:
+        pass  # labels have to nest, and these need not
+
+    def leave(self, kind: Kind, units: Sequence[Any]) -> None:
+        pass
+
+    def changed(self, unit: Any) -> None:
+        pass
+
+    def forget(self) -> None:
+        while self._open:
+            self.end()
+
+
+def follow_profiler(observer: Observer | None) -> Observer | None:
+    """Return the observer of the next iteration: labels while a profiler runs and nobody traces."""
+    if observer is not None and not isinstance(observer, ProfilerLabels):
+        return observer
+    if not profiler._is_profiler_enabled:
+        return None
+    return observer or ProfilerLabels()

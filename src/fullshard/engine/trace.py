@@ -1,0 +1,348 @@
+"""Record where the time and memory of training steps go: `fullshard.trace`.
+
+`Tracer` turns what the engine tells an `Observer` into one timeline (see `plan.trace`): at every
+moment the innermost of what has begun and not ended. Moments are read from the clock on the CPU.
+Elsewhere they are events on the streams, read when the recording is over, so the host waits for
+nothing in between: a wait is what passes on the compute stream between an event before it and one
+after it.
+"""
+
+import collections
+import contextlib
+import itertools
+import os
+import platform
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fullshard.engine.hooks import state_of
+from fullshard.engine.iteration import Iteration
+from fullshard.engine.observer import ProfilerLabels
+from fullshard.engine.runtime import Lane, Runtime
+from fullshard.engine.trace_memory import CATEGORIES, MemoryMeter
+from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
+from fullshard.plan.trace import (
+    NO_UNIT,
+    Clock,
+    Kind,
+    RankTrace,
+    Sample,
+    Segment,
+    TracedStep,
+    TracedUnit,
+    Transfer,
+)
+
+Moment = int | torch.Event
+
+# A transfer on the CPU is over when somebody has waited for it.
+_ENDS_WITH = {
+    Kind.WAIT_ALL_GATHER: Kind.ALL_GATHER,
+    Kind.WAIT_REDUCE_SCATTER: Kind.REDUCE_SCATTER,
+}
+_LANE = {Kind.ALL_GATHER: Lane.ALL_GATHER, Kind.REDUCE_SCATTER: Lane.REDUCE}
+
+
+class _Moments:
+    """Takes moments, and says later how many nanoseconds after the origin they were."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.error_ns = self._meet()
+        self._anchor = self.take() if runtime.has_streams else None
+        self.origin_ns = time.perf_counter_ns()
+
+    def take(self, lane: Lane = Lane.COMPUTE) -> Moment:
+        if not self._runtime.has_streams:
+            return time.perf_counter_ns()
+        with self._runtime.on(lane):
+            event = torch.Event(self._runtime.device.type, enable_timing=True)
+            event.record(torch.accelerator.current_stream(self._runtime.device))
+        return event
+
+    def finish(self) -> None:
+        """Wait until everything that was asked about has happened."""
+        if self._runtime.has_streams:
+            torch.accelerator.synchronize(self._runtime.device)
+
+    def resolve(self, moment: Moment) -> int:
+        if isinstance(moment, int):
+            return moment - self.origin_ns
+        assert isinstance(self._anchor, torch.Event)
+        return round(self._anchor.elapsed_time(moment) * 1e6)
+
+    def _meet(self) -> int:
+        """Leave a barrier together; return how long it took once all were near."""
+        if dist.get_world_size() == 1:
+            self.finish()
+            return 0
+        dist.barrier()
+        self.finish()
+        entered = time.perf_counter_ns()
+        dist.barrier()
+        self.finish()
+        return time.perf_counter_ns() - entered
+
+
+class Tracer:
+    """Records one rank from its construction until `result`. Construction is collective."""
+
+    def __init__(self, units: Sequence[Unit], runtime: Runtime, meter: MemoryMeter) -> None:
+        self._units = list(units)
+        self._number = {id(unit): number for number, unit in enumerate(self._units)}
+        self._number.update({id(unit.gradients): n for n, unit in enumerate(self._units)})
+        self._has_streams = runtime.has_streams
+        self._meter = meter
+        self._labels = ProfilerLabels()
+        self._stack: list[tuple[Kind, int]] = []
+        self._turns: list[tuple[Moment, Kind, int]] = []  # what follows each moment
+        self._samples: list[tuple[Moment, tuple[int, ...]]] = []
+        self._open: dict[tuple[Kind, int], collections.deque[tuple[Moment, Moment]]]
+        self._open = collections.defaultdict(collections.deque)
+        self._transfers: list[tuple[Kind, int, tuple[Moment, Moment], Moment]] = []
+        self._steps: list[tuple[Moment, Moment]] = []
+        self._optimizer_ends: list[Moment] = []
+        self._gradient_nbytes = [unit.gradients.layout().unsharded_nbytes for unit in self._units]
+        self._moments = _Moments(runtime)
+        self._step_start = self._turn()
+
+    # What the engine says
+
+    def begin(self, kind: Kind, of: Any = None) -> None:
+        unit = self._number.get(id(of), NO_UNIT)
+        self._stack.append((kind, unit))
+        now = self._turn()
+        self._labels.begin(kind, of)
+        if kind in _ENDS_WITH.values():
+            # The collective runs on its lane, and not before what compute has done by now.
+            lane_now = self._moments.take(_LANE[kind]) if self._has_streams else now
+            self._open[kind, unit].append((now, lane_now))
+
+    def end(self) -> None:
+        if not self._stack:
+            return  # an exception came in between
+        kind, unit = self._stack.pop()
+        self._labels.end()
+        if kind is Kind.ALL_GATHER:
+            self._meter.count_unsharded(self._units[unit])
+        elif kind in (Kind.REDUCE_SCATTER, Kind.WAIT_REDUCE_SCATTER):
+            self._meter.count_full_gradients(self._units[unit])
+            self._meter.count_gradient_shards(self._units[unit])
+        now = self._turn()
+        if kind is Kind.ALL_GATHER and self._has_streams:
+            self._close(kind, unit, self._moments.take(Lane.ALL_GATHER))
+        elif kind in _ENDS_WITH:
+            carried = _ENDS_WITH[kind]
+            self._close(
+                carried, unit, self._moments.take(_LANE[carried]) if self._has_streams else now
+            )
+
+    def enter(self, kind: Kind, units: Sequence[Any]) -> None:
+        for unit in units:
+            entry = (kind, self._number.get(id(unit), NO_UNIT))
+            if entry not in self._stack:
+                self._stack.append(entry)
+                self._turn()
+
+    def leave(self, kind: Kind, units: Sequence[Any]) -> None:
+        for open_kind, number in self._stack:
+            if open_kind is Kind.BACKWARD:  # the gradients of all that are open grow
+                self._meter.count_full_gradients(self._units[number])
+        for unit in units:
+            entry = (kind, self._number.get(id(unit), NO_UNIT))
+            if entry in self._stack:
+                self._stack.remove(entry)
+                self._turn()
+
+    def changed(self, unit: Any) -> None:
+        self._meter.count_unsharded(unit)
+        self._sample(None)
+
+    def forget(self) -> None:
+        self._stack.clear()
+        self._open.clear()
+        self._labels.forget()
+        self._turn()
+
+    # What the user says
+
+    def begin_optimizer(self, *_: Any) -> None:
+        self.begin(Kind.OPTIMIZER)
+
+    def end_optimizer(self, *_: Any) -> None:
+        self._meter.count_optimizer()
+        self.end()
+        self._optimizer_ends.append(self._turns[-1][0])
+
+    def end_step(self) -> None:
+        self._steps.append((self._step_start, self._turn()))
+        self.start_step()
+
+    def start_step(self) -> None:
+        self._meter.count_all()
+        self._step_start = self._turn()
+
+    def result(self, *, recording: str, first_step: int) -> RankTrace:
+        """Return what was recorded until now."""
+        end = self._turn()
+        self._moments.finish()
+        resolve = self._moments.resolve
+        # Events of several streams that users compute on may be out of order by a little.
+        times = list(itertools.accumulate((resolve(turn[0]) for turn in self._turns), max))
+        bounds = [self._turns[0][0], *(self._optimizer_ends or [end])]
+        steps = [
+            TracedStep(first_step + number, max(times[0], resolve(start)), resolve(stop))
+            for number, (start, stop) in enumerate(self._steps or itertools.pairwise(bounds))
+        ]
+        over = steps[-1].end
+        timeline = [
+            Segment(kind, unit, start, stop)
+            for (_, kind, unit), (start, stop) in zip(
+                self._turns, itertools.pairwise(times), strict=False
+            )
+            if start < stop <= over
+        ]
+        transfers = [
+            Transfer(kind, unit, begun, max(begun, resolve(stop)), self._nbytes(kind, unit))
+            for kind, unit, start, stop in self._transfers
+            if (begun := max(map(resolve, start))) < over
+        ]
+        samples = [Sample(resolve(moment), nbytes) for moment, nbytes in self._samples]
+        return RankTrace(
+            recording=recording,
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            device=str(self._units[0].device),
+            clock=Clock(self._moments.origin_ns, self._moments.error_ns, _host_id()),
+            units=tuple(_describe(unit) for unit in self._units),
+            steps=tuple(steps),
+            timeline=tuple(timeline),
+            transfers=tuple(sorted(transfers, key=lambda each: (each.start, each.end))),
+            categories=CATEGORIES,
+            samples=tuple(sample for sample in samples if sample.time <= over),
+        )
+
+    # Inside
+
+    def _turn(self) -> Moment:
+        """Note that from now on the innermost of what is open goes on."""
+        now = self._moments.take()
+        self._turns.append((now, *(self._stack[-1] if self._stack else (Kind.OTHER, NO_UNIT))))
+        self._sample(now)
+        return now
+
+    def _sample(self, now: Moment | None) -> None:
+        nbytes = self._meter.read()
+        if not self._samples or self._samples[-1][1] != nbytes:
+            self._samples.append((self._moments.take() if now is None else now, nbytes))
+
+    def _close(self, kind: Kind, unit: int, now: Moment) -> None:
+        if started := self._open[kind, unit]:
+            self._transfers.append((kind, unit, started.popleft(), now))
+
+    def _nbytes(self, kind: Kind, unit: int) -> int:
+        if kind is Kind.ALL_GATHER:
+            return self._units[unit].layout.unsharded_nbytes
+        return self._gradient_nbytes[unit]
+
+
+class Tracing:
+    """What `trace` gives to the block it guards."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def step(self) -> None:
+        """Say that a step is over, and the next one begins."""
+        self._tracer.end_step()
+
+    def skip(self) -> None:
+        """Leave what happened since the last step out of the next one, such as a checkpoint."""
+        self._tracer.start_step()
+
+
+@contextlib.contextmanager
+def trace(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    first_step: int = 1,
+    activations: bool = True,
+) -> Iterator[Tracing]:
+    """Record the steps inside the block, and write one file a rank for `fullshard report FOLDER`.
+
+        with fullshard.trace(model, "runs/a/trace", optimizer=optimizer):
+            for _ in range(3):
+                train_step()
+
+    All ranks have to enter; they wait for each other once. A step ends where ``step()`` of what
+    the block gets is called; if it never is, where ``optimizer.step()`` returns; without both, the
+    block is one step. What was recorded in the folder before is replaced.
+
+    model: the outermost sharded module, of either API.
+    optimizer: so that its time and the memory of its state are shown.
+    first_step: the number of the first step, for the report.
+    activations: whether to count what autograd saves; torch.func transforms do not allow it.
+
+    Raises StateError, before anything is recorded, if the model is not sharded or is being traced.
+    """
+    iteration = _iteration_of(model)
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    recordings = [uuid.uuid4().hex]
+    dist.broadcast_object_list(recordings, src=0)
+    if dist.get_rank() == 0:
+        for old in path.glob("rank*.json"):
+            old.unlink()
+    units = [unit for unit in iteration.units if unit.params]
+    meter = MemoryMeter(model, units, optimizer)
+    with contextlib.ExitStack() as stack:
+        if activations:
+            stack.enter_context(saved_tensors_hooks(meter.saved.pack, meter.saved.unpack))
+        tracer = Tracer(units, units[0].runtime, meter)
+        if optimizer is not None:
+            before = optimizer.register_step_pre_hook(tracer.begin_optimizer)
+            stack.callback(before.remove)
+            after = optimizer.register_step_post_hook(tracer.end_optimizer)
+            stack.callback(after.remove)
+        iteration.observe(tracer)
+        stack.callback(iteration.observe, None)
+        yield Tracing(tracer)
+    tracer.result(recording=recordings[0], first_step=first_step).write(path)
+
+
+def _iteration_of(model: nn.Module) -> Iteration:
+    state = state_of(model)
+    if state is None:
+        raise StateError(
+            f"{type(model).__name__} is not sharded, so there is nothing to trace. Pass the module "
+            "given to fully_shard last, or the outermost FullyShardedDataParallel."
+        )
+    iteration = state.shared
+    if isinstance(iteration.observer, Tracer):
+        raise StateError(f"{type(model).__name__} is being traced already. Leave that block first.")
+    if not any(unit.params for unit in iteration.units):
+        raise StateError(f"{type(model).__name__} has no sharded parameters to trace.")
+    return iteration
+
+
+def _describe(unit: Unit) -> TracedUnit:
+    layout = unit.layout
+    return TracedUnit(unit.name, layout.unsharded_nbytes, layout.shard_nbytes, unit.comm.name)
+
+
+def _host_id() -> str:
+    """Name the machine start, which is what its clock counts from."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{platform.node()}"

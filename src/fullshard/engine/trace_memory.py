@@ -1,0 +1,154 @@
+"""Memory by category while steps are traced.
+
+Owners of memory say what they hold, as they do for `memory`, which counts everything at one moment.
+Here a unit is asked again whenever it changes, the optimizer after each of its steps, and what
+autograd saves is counted as it is saved and dropped; so reading the sum costs nothing.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.memory import MemoryCategory
+from fullshard.engine.unit import Unit, comms_of
+
+CATEGORIES = (
+    MemoryCategory.SHARDS.value,
+    MemoryCategory.OPTIMIZER.value,
+    MemoryCategory.GRADIENT_SHARDS.value,  # and what is kept for them
+    MemoryCategory.COMMUNICATION.value,
+    MemoryCategory.UNSHARDED.value,
+    MemoryCategory.FULL_GRADIENTS.value,
+    "saved for backward",
+    "other",
+)
+(_SHARDS, _OPTIMIZER, _GRADIENT_SHARDS, _COMMUNICATION, _UNSHARDED, _FULL_GRADIENTS, _SAVED, _) = (
+    range(len(CATEGORIES))
+)
+
+
+class SavedTensors:
+    """Hooks for what autograd saves for backward: the bytes of their distinct storages.
+
+    Parameters do not count, since the units' own memory does.
+    """
+
+    def __init__(self, ignored: Sequence[torch.Tensor]) -> None:
+        self.nbytes = 0
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self._uses: dict[int, int] = {}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        local = _local(tensor)
+        storage = local.untyped_storage()
+        key = storage._cdata
+        if key in self._ignored:
+            return tensor
+        uses = self._uses.get(key, 0)
+        self._uses[key] = uses + 1
+        if not uses:
+            self.nbytes += storage.nbytes()
+        return _Saved(self, tensor, key, storage.nbytes())
+
+    @staticmethod
+    def unpack(saved: Any) -> torch.Tensor:
+        return saved.tensor if isinstance(saved, _Saved) else saved
+
+    def drop(self, key: int, nbytes: int) -> None:
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._uses[key]
+            self.nbytes -= nbytes
+
+
+class _Saved:
+    """A tensor for as long as autograd keeps it."""
+
+    __slots__ = ("_key", "_nbytes", "_owner", "tensor")
+
+    def __init__(self, owner: SavedTensors, tensor: torch.Tensor, key: int, nbytes: int) -> None:
+        self.tensor = tensor
+        self._owner, self._key, self._nbytes = owner, key, nbytes
+
+    def __del__(self) -> None:
+        self._owner.drop(self._key, self._nbytes)
+
+
+class MemoryMeter:
+    """Bytes by category on one rank, kept up to date from change to change."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._units = list(units)
+        self._optimizer = optimizer
+        forms = [form for unit in units for param in unit.params for form in param.forms]
+        self.saved = SavedTensors(
+            [_local(each) for each in (*model.parameters(), *forms) if each is not None]
+        )
+        self._shards = sum(unit.layout.shard_nbytes for unit in units)
+        self._known: dict[tuple[int, Unit], int] = {}  # by category and unit
+        self._totals = [0] * (len(CATEGORIES) - 1)
+        self._totals[_SHARDS] = sum(unit.layout.shard_nbytes for unit in units)
+        self.count_all()
+        self.count_optimizer()
+
+    def count_unsharded(self, unit: Unit) -> None:
+        """Count a unit's unsharded parameters again."""
+        memory = [] if unit.buffers is None else unit.buffers.unsharded_memory
+        tensors = (*memory, *unit.extended_memory)
+        nbytes = sum(_local(tensor).untyped_storage().nbytes() for tensor in tensors)
+        self._put(_UNSHARDED, unit, nbytes)
+
+    def count_full_gradients(self, unit: Unit) -> None:
+        """Count again what autograd has left, and what waits for a reduction."""
+        forms = [param.unsharded for param in unit.params]
+        grads = [form.grad for form in forms if form is not None and form.grad is not None]
+        tensors = (*grads, *unit.unreduced, *unit.gradients.partial_sums)
+        self._put(_FULL_GRADIENTS, unit, sum(_local(tensor).nbytes for tensor in tensors))
+
+    def count_gradient_shards(self, unit: Unit) -> None:
+        """Count a unit's reduced gradients again."""
+        self._put(_GRADIENT_SHARDS, unit, unit.gradients.shard_nbytes)
+
+    def count_all(self) -> None:
+        """Count everything but the optimizer again. Between steps: nothing is under way."""
+        for unit in self._units:
+            self.count_unsharded(unit)
+            self.count_full_gradients(unit)
+            self.count_gradient_shards(unit)
+        comms = comms_of(self._units)
+        kept = itertools.chain(self._units[0].runtime.scratch.free, *(comm.kept for comm in comms))
+        storages = [tensor.untyped_storage() for tensor in kept]  # groups may share what they keep
+        distinct = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        held = sum(comm.held_nbytes for comm in comms)
+        self._totals[_COMMUNICATION] = held + sum(distinct.values())
+
+    def count_optimizer(self) -> None:
+        if self._optimizer is None:
+            return
+        self._totals[_OPTIMIZER] = sum(
+            _local(value).nbytes
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+    def read(self) -> tuple[int, ...]:
+        """Return the bytes of each category, in the order of CATEGORIES."""
+        self._totals[_SAVED] = self.saved.nbytes
+        allocated = self._units[0].runtime.allocated_nbytes
+        rest = 0 if allocated is None else max(0, allocated - sum(self._totals))
+        return (*self._totals, rest)
+
+    def _put(self, category: int, unit: Unit, nbytes: int) -> None:
+        self._totals[category] += nbytes - self._known.get((category, unit), 0)
+        self._known[category, unit] = nbytes
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

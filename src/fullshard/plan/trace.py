@@ -1,0 +1,230 @@
+"""What one rank did in some steps, as data: where its time and its memory went.
+
+    timeline    |  forward 0  | gather 1 | forward 1 | ... | fence |   one after the other, no gaps
+    transfers        |----- all-gather 1 -----|                        run beside it, may overlap
+    samples     .    .        .          .           .         .       bytes by category
+
+The timeline is what the rank's compute waits for, in order: on the CPU what its thread does, on
+other devices what the compute stream does. So everything in it that is communication is exposed,
+and the segments of a step add up to the step. Times are in nanoseconds since `Clock.origin_ns`.
+
+`fullshard.trace` records this and writes one file a rank; `fullshard report` reads them.
+"""
+
+import dataclasses
+import enum
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fullshard.errors import FullshardError
+
+SCHEMA = "fullshard-trace/1"
+NO_UNIT = -1
+
+
+class TraceError(FullshardError, ValueError):
+    """A file is not a trace that this version reads, or contradicts itself."""
+
+
+class Kind(enum.Enum):
+    """What a rank is doing."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    ALL_GATHER = "all-gather"
+    WAIT_ALL_GATHER = "wait for all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    WAIT_REDUCE_SCATTER = "wait for reduce-scatter"
+    FENCE = "fence"
+    OTHER = "other"
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether it moves or awaits bytes: in a timeline, exposed communication."""
+        return self in _COMMUNICATION
+
+
+_COMMUNICATION = frozenset(
+    (
+        *(Kind.ALL_GATHER, Kind.WAIT_ALL_GATHER),
+        *(Kind.REDUCE_SCATTER, Kind.WAIT_REDUCE_SCATTER, Kind.FENCE),
+    )
+)
+
+
+class Segment(NamedTuple):
+    """A stretch of a timeline. unit: an index into the trace's units, or NO_UNIT."""
+
+    kind: Kind
+    unit: int
+    start: int
+    end: int
+
+
+class Transfer(NamedTuple):
+    """An all-gather or reduce-scatter from its start to the moment its result was there.
+
+    nbytes: of the unit's unsharded parameters or of their full gradients.
+    """
+
+    kind: Kind
+    unit: int
+    start: int
+    end: int
+    nbytes: int
+
+
+class TracedStep(NamedTuple):
+    number: int
+    start: int
+    end: int
+
+
+class Sample(NamedTuple):
+    """Bytes in use at a moment, one figure a category."""
+
+    time: int
+    nbytes: tuple[int, ...]
+
+
+class TracedUnit(NamedTuple):
+    """A unit as it was. comm: how its ranks communicate."""
+
+    name: str
+    unsharded_nbytes: int
+    shard_nbytes: int
+    comm: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Clock:
+    """How times of this rank compare with those of others.
+
+    origin_ns: the rank's own clock at time zero, when it left a barrier.
+    error_ns: how long it had been in that barrier. All ranks were in it at one moment, so zeros
+        differ by no more than the longest of these.
+    host: identifies the host's clock; ranks with the same one compare exactly, by their origins.
+    """
+
+    origin_ns: int
+    error_ns: int
+    host: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankTrace:
+    """Everything recorded of one rank. Raises TraceError if it contradicts itself.
+
+    recording: the same text on all ranks that were recorded together.
+    """
+
+    recording: str
+    rank: int
+    num_ranks: int
+    device: str
+    clock: Clock
+    units: tuple[TracedUnit, ...]
+    steps: tuple[TracedStep, ...]
+    timeline: tuple[Segment, ...]
+    transfers: tuple[Transfer, ...]
+    categories: tuple[str, ...]
+    samples: tuple[Sample, ...]
+
+    def __post_init__(self) -> None:
+        bounds = [
+            *((step.start, step.end) for step in self.steps),
+            *((segment.start, segment.end) for segment in self.timeline),
+            *((transfer.start, transfer.end) for transfer in self.transfers),
+        ]
+        if any(start > end for start, end in bounds):
+            raise TraceError(f"rank {self.rank}: a span ends before it starts")
+        for before, after in zip(self.timeline, self.timeline[1:], strict=False):
+            if before.end != after.start:
+                raise TraceError(f"rank {self.rank}: {before} and {after} do not follow each other")
+        numbers = {segment.unit for segment in self.timeline}
+        numbers.update(transfer.unit for transfer in self.transfers)
+        if not numbers <= {NO_UNIT, *range(len(self.units))}:
+            raise TraceError(f"rank {self.rank}: a span names a unit that is not listed")
+        if any(len(sample.nbytes) != len(self.categories) for sample in self.samples):
+            raise TraceError(f"rank {self.rank}: a sample has not one figure for each category")
+
+    def unit_name(self, unit: int) -> str:
+        return "" if unit == NO_UNIT else self.units[unit].name or "(root)"
+
+    def write(self, folder: Path) -> Path:
+        """Write `rank00003.json`, complete or not at all."""
+        path = folder / f"rank{self.rank:05d}.json"
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(self._as_json(), separators=(",", ":")), encoding="utf-8")
+        partial.replace(path)
+        return path
+
+    def _as_json(self) -> dict[str, Any]:
+        kinds = list(Kind)
+        return {
+            "schema": SCHEMA,
+            **{name: getattr(self, name) for name in _PLAIN},
+            "clock": dataclasses.asdict(self.clock),
+            "kinds": [kind.value for kind in kinds],
+            **{
+                name: [(kinds.index(span.kind), *span[1:]) for span in getattr(self, name)]
+                for name in ("timeline", "transfers")
+            },
+        }
+
+
+_PLAIN = ("recording", "rank", "num_ranks", "device", "units", "steps", "categories", "samples")
+
+
+def read_trace(path: Path) -> RankTrace:
+    """Read what `RankTrace.write` wrote. Raises TraceError naming the file."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields.get("schema") != SCHEMA:
+            raise TraceError(f"its schema is {fields.get('schema')!r}, not {SCHEMA!r}")
+        kinds = [Kind(name) for name in fields["kinds"]]
+        return RankTrace(
+            recording=fields["recording"],
+            rank=fields["rank"],
+            num_ranks=fields["num_ranks"],
+            device=fields["device"],
+            clock=Clock(**fields["clock"]),
+            units=tuple(TracedUnit(*unit) for unit in fields["units"]),
+            steps=tuple(TracedStep(*step) for step in fields["steps"]),
+            timeline=tuple(Segment(kinds[kind], *rest) for kind, *rest in fields["timeline"]),
+            transfers=tuple(Transfer(kinds[kind], *rest) for kind, *rest in fields["transfers"]),
+            categories=tuple(fields["categories"]),
+            samples=tuple(Sample(time, tuple(nbytes)) for time, nbytes in fields["samples"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise TraceError(
+            f"{path}: cannot be read as a trace ({error}). Record it again with `fullshard.trace`."
+        ) from error
+
+
+def read_traces(folder: Path) -> list[RankTrace]:
+    """Read the ranks of the newest recording in a folder, by rank; none if there are no files."""
+    paths = sorted(folder.glob("rank*.json"))
+    if not paths:
+        return []
+    newest = max(paths, key=lambda path: path.stat().st_mtime_ns)
+    traces = {path: read_trace(path) for path in paths}
+    recording = traces[newest].recording
+    return sorted(
+        (trace for trace in traces.values() if trace.recording == recording),
+        key=lambda trace: trace.rank,
+    )
+
+
+def aligned_origins(traces: Sequence[RankTrace]) -> list[int]:
+    """Return when each rank's time zero was, in nanoseconds since the first one's.
+
+    Ranks of one host share a clock; ranks of several are aligned by the barrier alone.
+    """
+    if len({trace.clock.host for trace in traces}) > 1:
+        return [0] * len(traces)
+    first = min((trace.clock.origin_ns for trace in traces), default=0)
+    return [trace.clock.origin_ns - first for trace in traces]

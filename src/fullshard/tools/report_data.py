@@ -1,0 +1,297 @@
+"""What the report says, as data: figures with their explanations, and what the charts draw."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from fullshard.plan.trace import Kind, RankTrace
+from fullshard.tools.config import TrainConfig
+from fullshard.tools.trace_metrics import (
+    CLOCK_HOW,
+    EXPOSED_HOW,
+    MEMORY_HOW,
+    STEP_HOW,
+    TIME_HOW,
+    UNIT_HOW,
+    aligned,
+    clock_error_ns,
+    common_steps,
+    exposed_ns,
+    peaks,
+    rows,
+    samples_of,
+    shares,
+    step_ns,
+    unit_costs,
+)
+
+_LAST_STEPS = 20  # that the final loss averages, as in summary.json
+
+SPEED_HOW = (
+    "Tokens of a step over all ranks (bytes of text), divided by the seconds of that step on rank 0, "
+    "from reading the text to the parameters' update. The figure is the median of all steps but the "
+    "first, which allocates memory."
+)
+LOSS_HOW = (
+    "Cross entropy in nats per byte, averaged over the ranks. The figure is the mean of the last "
+    f"{_LAST_STEPS} steps. The running mean gives a step the weight 0.95 for each step since. Unigram "
+    "entropy is the loss of a model that knows only how frequent each byte is."
+)
+PEAK_HOW = (
+    "The most memory that any rank has held during the run: resident host memory of the process on "
+    "the CPU, with Python and libraries; allocated device memory on a GPU."
+)
+TENSORS_HOW = (
+    "The most that the categories under Memory over a step add up to, in the recorded steps, on any "
+    "rank."
+)
+
+
+class Run(Protocol):
+    """What `report.read_run` reads."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> TrainConfig | None: ...
+    @property
+    def metrics(self) -> list[dict[str, Any]]: ...
+    @property
+    def summary(self) -> dict[str, Any] | None: ...
+    @property
+    def traces(self) -> list[RankTrace]: ...
+
+
+class Figure(NamedTuple):
+    """One number: raw with its unit for programs, as text for people, and how it is computed."""
+
+    name: str
+    label: str
+    value: float
+    unit: str
+    text: str
+    note: str
+    how: str
+
+
+def figures(run: Run) -> list[Figure]:
+    """Return the headline figures that this run has."""
+    found = []
+    if run.metrics:
+        found.append(_speed(run))
+    if run.traces:
+        found += _step_figures(run.traces)
+    elif run.metrics:
+        seconds = statistics.median(_after_first(run.metrics, "seconds"))
+        found.append(
+            Figure(
+                "step_seconds", "Step", seconds, "s", nanoseconds(seconds * 1e9),
+                "median of all but the first", "Seconds of a step on rank 0.",
+            )
+        )  # fmt: skip
+    found += _memory_figures(run)
+    if run.metrics:
+        losses = [entry["loss"] for entry in run.metrics][-_LAST_STEPS:]
+        loss = sum(losses) / len(losses)
+        entropy = _entropy(run)
+        note = f"nats per byte; unigram entropy {entropy:.2f}" if entropy else "nats per byte"
+        found.append(Figure("loss", "Loss", loss, "nats/byte", f"{loss:.3f}", note, LOSS_HOW))
+    return found
+
+
+def summary_data(run: Run) -> dict[str, Any]:
+    """Return what ``fullshard report --json`` prints."""
+    data: dict[str, Any] = {
+        "run": run.name,
+        "figures": {f.name: {"value": f.value, "unit": f.unit, "how": f.how} for f in figures(run)},
+    }
+    if not run.traces:
+        return data
+    data["steps"] = common_steps(run.traces)
+    data["ranks"] = [trace.rank for trace in run.traces]
+    data["clock_error_ns"] = clock_error_ns(run.traces)
+    data["time"] = {
+        "how": TIME_HOW,
+        "kinds": [{**s._asdict(), "kind": s.kind.value} for s in shares(run.traces)],
+    }
+    data["units"] = {"how": UNIT_HOW, "units": [cost._asdict() for cost in unit_costs(run.traces)]}
+    data["memory"] = {
+        "how": MEMORY_HOW,
+        "categories": list(run.traces[0].categories),
+        "peaks": [peak._asdict() for peak in peaks(run.traces)],
+    }
+    return data
+
+
+def page_data(run: Run) -> dict[str, Any]:
+    """Return everything that the page shows."""
+    data: dict[str, Any] = {
+        "name": run.name,
+        "facts": facts(run),
+        "figures": [figure._asdict() for figure in figures(run)],
+        "how": {
+            "time": TIME_HOW, "units": UNIT_HOW, "memory": MEMORY_HOW, "clock": CLOCK_HOW,
+            "loss": LOSS_HOW, "speed": SPEED_HOW,
+        },
+        "series": _series(run),
+        "trace": None,
+    }  # fmt: skip
+    if not run.traces:
+        return data
+    traces = run.traces
+    total, exposed = step_ns(traces), exposed_ns(traces)
+    costs = unit_costs(traces)
+    fence = next((s.ns for s in shares(traces) if s.kind is Kind.FENCE), 0.0)
+    data["trace"] = {
+        "steps": common_steps(traces),
+        "missing": traces[0].num_ranks - len(traces),
+        "clock_error": nanoseconds(clock_error_ns(traces)),
+        "one_host": clock_error_ns(traces) == 0,
+        "step_ns": total,
+        "exposed_ns": exposed,
+        "fence_ns": fence,
+        "shares": [{**s._asdict(), "kind": s.kind.value} for s in shares(traces)],
+        "units": [{**c._asdict(), "exposed_ns": c.exposed_ns} for c in costs],
+        "peaks": [{**p._asdict(), "total": p.total_nbytes} for p in peaks(traces)],
+        "kinds": [kind.value for kind in Kind],
+        "communication": [kind.value for kind in Kind if kind.is_communication],
+        "categories": list(traces[0].categories),
+        "names": [traces[0].unit_name(unit) for unit in range(len(traces[0].units))],
+        "ranks": [_rank_data(trace) for trace in aligned(traces)],
+    }
+    return data
+
+
+def facts(run: Run) -> list[str]:
+    """Say in a few words what was run."""
+    config, traces = run.config, run.traces
+    said = []
+    if config is not None:
+        rank_word = "rank" if config.ranks == 1 else "ranks"
+        said += [
+            f"model {config.model}",
+            f"{config.ranks} {config.device} {rank_word}",
+            config.dtype,
+            f"{config.global_batch} x {config.seq} bytes a step",
+        ]
+    elif traces:
+        said.append(f"{traces[0].num_ranks} ranks on {traces[0].device.split(':')[0]}")
+    if run.metrics:
+        said.append(f"{len(run.metrics)} steps")
+    if traces:
+        comm = dict.fromkeys(unit.comm for unit in traces[0].units)
+        said.append(f"{len(traces[0].units)} units over {', '.join(comm)}")
+    status = (run.summary or {}).get("status")
+    if run.config is not None and status != "finished":
+        said.append("stopped early" if status == "stopped" else "not finished")
+    return said
+
+
+def nanoseconds(value: float) -> str:
+    """Write a duration with three digits: 12.3 ms."""
+    for unit, size in (("s", 1e9), ("ms", 1e6)):
+        if value >= size:
+            return f"{_three(value / size)} {unit}"
+    return f"{_three(value / 1e3)} µs"
+
+
+def nbytes(value: float) -> str:
+    """Write a size with three digits: 12.3 MiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{_three(value / size)} {unit}"
+    return f"{value:.0f} B"
+
+
+def _three(value: float) -> str:
+    decimals = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{decimals}f}"
+
+
+def _speed(run: Run) -> Figure:
+    speed = statistics.median(_after_first(run.metrics, "tokens_per_second"))
+    return Figure(
+        "tokens_per_second", "Tokens per second", speed, "tokens/s", f"{speed:,.0f}",
+        "median of all but the first step", SPEED_HOW,
+    )  # fmt: skip
+
+
+def _step_figures(traces: Sequence[RankTrace]) -> list[Figure]:
+    total, exposed = step_ns(traces), exposed_ns(traces)
+    steps = common_steps(traces)
+    span = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    return [
+        Figure("step_seconds", "Step", total / 1e9, "s", nanoseconds(total), f"mean of {span}",
+               STEP_HOW),
+        Figure("exposed_share", "Exposed communication", exposed / total, "of the step",
+               f"{100 * exposed / total:.1f} %", f"{nanoseconds(exposed)} of a step", EXPOSED_HOW),
+    ]  # fmt: skip
+
+
+def _memory_figures(run: Run) -> list[Figure]:
+    found = []
+    if run.traces:
+        most = max(peaks(run.traces), key=lambda peak: peak.total_nbytes)
+        found.append(
+            Figure("peak_tensor_bytes", "Peak of tensors", most.total_nbytes, "bytes",
+                   nbytes(most.total_nbytes), f"rank {most.rank}, step {most.step}", TENSORS_HOW)
+        )  # fmt: skip
+    if run.metrics:
+        peak = (run.summary or {}).get("peak_memory_per_rank") or max(
+            entry["peak_memory"] for entry in run.metrics
+        )
+        found.append(
+            Figure("peak_memory", "Peak of a process", peak, "bytes", nbytes(peak),
+                   "most of any rank", PEAK_HOW)
+        )  # fmt: skip
+    return found
+
+
+def _series(run: Run) -> dict[str, Any] | None:
+    if not run.metrics:
+        return None
+    steps = common_steps(run.traces) if run.traces else []
+    return {
+        "steps": [entry["step"] for entry in run.metrics],
+        "loss": [entry["loss"] for entry in run.metrics],
+        "speed": [entry["tokens_per_second"] for entry in run.metrics],
+        "entropy": _entropy(run),
+        "traced": [steps[0], steps[-1]] if steps else None,
+        "cost": _tracing_cost(run.metrics, steps),
+    }
+
+
+def _tracing_cost(metrics: Sequence[dict[str, Any]], traced: Sequence[int]) -> float | None:
+    """Return by which factor recording made steps longer."""
+    others = [e["seconds"] for e in metrics[1:] if e["step"] not in traced]
+    own = [e["seconds"] for e in metrics if e["step"] in traced]
+    return statistics.median(own) / statistics.median(others) if own and others else None
+
+
+def _rank_data(trace: RankTrace) -> dict[str, Any]:
+    kinds = list(Kind)
+    lanes = {
+        kind: rows([moved for moved in trace.transfers if moved.kind is kind])
+        for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    }
+    return {
+        "rank": trace.rank,
+        "steps": trace.steps,
+        "timeline": [(kinds.index(s.kind), *s[1:]) for s in trace.timeline],
+        "lanes": [
+            {"kind": kind.value, "rows": [[moved[1:] for moved in row] for row in found]}
+            for kind, found in lanes.items()
+        ],
+        "samples": [
+            [(sample.time, *sample.nbytes) for sample in samples_of(trace, step)]
+            for step in trace.steps
+        ],
+    }
+
+
+def _entropy(run: Run) -> float | None:
+    return (run.summary or {}).get("unigram_entropy")
+
+
+def _after_first(metrics: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [entry[key] for entry in metrics[1:] or metrics]

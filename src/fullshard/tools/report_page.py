@@ -1,0 +1,67 @@
+"""The report's data as one HTML file: the template, style and scripts of `page/` put together."""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from fullshard.tools.report_data import nanoseconds, nbytes
+
+_PAGE = files("fullshard.tools") / "page"
+_SCRIPTS = ("drawing.js", "timeline.js", "charts.js")
+
+
+def render(data: dict[str, Any]) -> str:
+    """Return the page. It loads nothing: style, scripts and data are inside."""
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(ns=nanoseconds, nbytes=nbytes)
+    scripts = "\n".join(_read(name) for name in _SCRIPTS)
+    # `</script>` in a unit's name must not end the element that holds the data.
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return environment.from_string(_read("report.html")).render(
+        **{**data, "how_texts": data["how"]},
+        style=_read("report.css"),
+        scripts=scripts,
+        embedded=embedded,
+        **_sentences(data),
+    )
+
+
+def _sentences(data: dict[str, Any]) -> dict[str, str]:
+    """Say what the figures show, for the lines above and below them."""
+    said = {"speed_note": "", "units_lead": "", "memory_lead": ""}
+    cost = (data["series"] or {}).get("cost")
+    if cost is not None:
+        said["speed_note"] = (
+            f" Recorded steps took {cost:.2f} times the median of the others, which includes the "
+            "cost of recording."
+        )
+    trace = data["trace"]
+    if trace is None:
+        return said
+    units = trace["units"]
+    total = sum(unit["exposed_ns"] for unit in units)
+    fence = f"Ranks wait {nanoseconds(trace['fence_ns'])} a step for each other at fences, which are no unit's."
+    if total:
+        first = units[0]
+        said["units_lead"] = (
+            f"{first['name']} is the most exposed of {len(units)} units: "
+            f"{nanoseconds(first['exposed_ns'])} of {nanoseconds(total)} a step. {fence}"
+        )
+    else:
+        said["units_lead"] = f"No unit exposes any communication. {fence}"
+    most = max(trace["peaks"], key=lambda peak: peak["total"])
+    largest = max(range(len(most["nbytes"])), key=lambda index: most["nbytes"][index])
+    said["memory_lead"] = (
+        f"Rank {most['rank']} holds the most, {nbytes(most['total'])}, at "
+        f"{nanoseconds(most['offset_ns'])} of step {most['step']}; the largest part of it is "
+        f"{trace['categories'][largest]} ({nbytes(most['nbytes'][largest])})."
+    )
+    return said
+
+
+def _read(name: str) -> str:
+    return (_PAGE / name).read_text(encoding="utf-8")

@@ -1,0 +1,255 @@
+"""From traces to numbers: pure functions, and beside each what the report says about it.
+
+All figures are means over the recorded ranks and the steps that all of them recorded, so the parts
+of a step add up to it.
+"""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from fullshard.plan.trace import (
+    Kind,
+    RankTrace,
+    Sample,
+    Segment,
+    TracedStep,
+    Transfer,
+    aligned_origins,
+)
+
+GATHER_KINDS = (Kind.ALL_GATHER, Kind.WAIT_ALL_GATHER)
+REDUCE_KINDS = (Kind.REDUCE_SCATTER, Kind.WAIT_REDUCE_SCATTER)
+
+
+_Span = TypeVar("_Span", Segment, Transfer)
+
+
+class Share(NamedTuple):
+    """How long a step does something: mean, and the ranks with the least and the most of it."""
+
+    kind: Kind
+    ns: float
+    share: float
+    least_ns: float
+    most_ns: float
+
+
+TIME_HOW = (
+    "On the CPU a rank's thread does one thing at a time, and the recorder reads the clock "
+    "whenever that changes; on a GPU the same points are timing events on the compute stream. "
+    "Every moment belongs to the innermost thing that has begun and not ended, so the parts add up "
+    "to the step. Forward and backward are a unit's own, without the units inside it. Other is what "
+    "lies outside of units: data, loss, clipping, logging. Mean over recorded steps and ranks; least "
+    "and most are single ranks."
+)
+
+
+def shares(traces: Sequence[RankTrace]) -> list[Share]:
+    """Return where a step's time goes, in the order of `Kind`, without what takes none."""
+    per_rank = [_time_by_kind(trace, common_steps(traces)) for trace in traces]
+    total = step_ns(traces)
+    found = []
+    for kind in Kind:
+        figures = [by_kind.get(kind, 0.0) for by_kind in per_rank]
+        mean = sum(figures) / len(figures)
+        if mean:
+            found.append(Share(kind, mean, mean / total, min(figures), max(figures)))
+    return found
+
+
+STEP_HOW = (
+    "From one step's end to the next on each rank, as marked by the training loop or by the "
+    "optimizer. Mean over recorded steps and ranks."
+)
+
+
+def step_ns(traces: Sequence[RankTrace]) -> float:
+    """Return how long a step takes."""
+    steps = common_steps(traces)
+    lengths = [s.end - s.start for t in traces for s in t.steps if s.number in steps]
+    return sum(lengths) / len(lengths)
+
+
+EXPOSED_HOW = (
+    "Time of a step in which compute stands still for communication: starting or waiting for an "
+    "all-gather or a reduce-scatter, and waiting for other ranks at a fence. On the CPU, ranks of one "
+    "host copy and sum themselves, so that work counts as well. Mean over recorded steps and ranks."
+)
+
+
+def exposed_ns(traces: Sequence[RankTrace]) -> float:
+    """Return how much of a step is exposed communication."""
+    return sum(share.ns for share in shares(traces) if share.kind.is_communication)
+
+
+class UnitCost(NamedTuple):
+    """What a step communicates for one unit, in nanoseconds and bytes a step and rank.
+
+    gather_ns, reduce_ns: exposed. in_flight_ns: from start to result, whatever ran beside it.
+    """
+
+    name: str
+    gather_ns: float
+    reduce_ns: float
+    num_gathers: float
+    num_reduces: float
+    gather_nbytes: float
+    reduce_nbytes: float
+    in_flight_ns: float
+
+    @property
+    def exposed_ns(self) -> float:
+        return self.gather_ns + self.reduce_ns
+
+
+UNIT_HOW = (
+    "Exposed: the parts of the timeline in which compute stands still for this unit's all-gather "
+    "or reduce-scatter, starting it and waiting for it. In flight: from start to result, whatever ran "
+    "beside it. Size: the unit's unsharded parameters, or full gradients, times how often they were "
+    "communicated. Fences belong to no unit and are left out. Mean over recorded steps and ranks."
+)
+
+
+def unit_costs(traces: Sequence[RankTrace]) -> list[UnitCost]:
+    """Return every unit's communication, the most exposed first."""
+    steps = common_steps(traces)
+    count = len(traces) * len(steps)
+    names = [trace.unit_name(unit) for trace in traces[:1] for unit in range(len(trace.units))]
+    costs = []
+    for unit, name in enumerate(names):
+        segments = [s for t in traces for s in _in_steps(t, t.timeline, steps) if s.unit == unit]
+        moved = [m for t in traces for m in _in_steps(t, t.transfers, steps) if m.unit == unit]
+        gathers = [m for m in moved if m.kind is Kind.ALL_GATHER]
+        reduces = [m for m in moved if m.kind is Kind.REDUCE_SCATTER]
+        costs.append(
+            UnitCost(
+                name,
+                gather_ns=_length(s for s in segments if s.kind in GATHER_KINDS) / count,
+                reduce_ns=_length(s for s in segments if s.kind in REDUCE_KINDS) / count,
+                num_gathers=len(gathers) / count,
+                num_reduces=len(reduces) / count,
+                gather_nbytes=sum(m.nbytes for m in gathers) / count,
+                reduce_nbytes=sum(m.nbytes for m in reduces) / count,
+                in_flight_ns=_length(moved) / count,
+            )
+        )
+    return sorted(costs, key=lambda cost: -cost.exposed_ns)
+
+
+class Peak(NamedTuple):
+    """The moment at which a rank's categories add up to the most."""
+
+    rank: int
+    step: int
+    offset_ns: int  # since the step began
+    nbytes: tuple[int, ...]  # by category
+
+    @property
+    def total_nbytes(self) -> int:
+        return sum(self.nbytes)
+
+
+MEMORY_HOW = (
+    "Counted by the engine whenever a unit's memory changes, from the sizes of the tensors "
+    "themselves. Sharded parameters, gradient shards (in use, or kept for the next step) and optimizer "
+    "state: this rank's part. Unsharded parameters: private copies; what ranks of one host read in "
+    "place takes no memory. Full gradients: what autograd has left on unsharded parameters. Saved for "
+    "backward: distinct storages that autograd keeps, without parameters; what activation "
+    "checkpointing recomputes is not in it. Communication: this rank's part of the memory in "
+    "which gradients are staged, and scratch, as they are between steps. Temporary results inside an "
+    "operation are not counted. On a GPU, other is what the allocator holds beyond these."
+)
+
+
+def peaks(traces: Sequence[RankTrace]) -> list[Peak]:
+    """Return each rank's peak, by rank."""
+    steps = common_steps(traces)
+    found = []
+    for trace in traces:
+        best: Peak | None = None
+        for step in (step for step in trace.steps if step.number in steps):
+            for sample in samples_of(trace, step):
+                offset = max(sample.time, step.start) - step.start
+                peak = Peak(trace.rank, step.number, offset, sample.nbytes)
+                if best is None or peak.total_nbytes > best.total_nbytes:
+                    best = peak
+        if best is not None:
+            found.append(best)
+    return found
+
+
+def samples_of(trace: RankTrace, step: TracedStep) -> list[Sample]:
+    """Return a step's samples, beginning with the one in effect when it starts."""
+    times = [sample.time for sample in trace.samples]
+    first = max(bisect.bisect_right(times, step.start) - 1, 0)
+    return list(trace.samples[first : bisect.bisect_left(times, step.end)])
+
+
+CLOCK_HOW = (
+    "Ranks of one host read the same clock. Hosts are aligned by a barrier at the start, in which "
+    "all ranks were at one moment; the error is the longest time that any rank spent in it."
+)
+
+
+def clock_error_ns(traces: Sequence[RankTrace]) -> int:
+    """Return by how much times of different ranks may be off."""
+    if len({trace.clock.host for trace in traces}) == 1:
+        return 0
+    return max(trace.clock.error_ns for trace in traces)
+
+
+def common_steps(traces: Sequence[RankTrace]) -> list[int]:
+    """Return the numbers of the steps that every rank recorded."""
+    return sorted(set.intersection(*({step.number for step in t.steps} for t in traces)))
+
+
+def aligned(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return the traces with all times since the first rank's zero."""
+    return [
+        dataclasses.replace(
+            trace,
+            steps=tuple(s._replace(start=s.start + by, end=s.end + by) for s in trace.steps),
+            timeline=tuple(s._replace(start=s.start + by, end=s.end + by) for s in trace.timeline),
+            transfers=tuple(
+                s._replace(start=s.start + by, end=s.end + by) for s in trace.transfers
+            ),
+            samples=tuple(s._replace(time=s.time + by) for s in trace.samples),
+        )
+        for trace, by in zip(traces, aligned_origins(traces), strict=True)
+    ]
+
+
+def rows(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
+    """Lay transfers out in as few rows as possible without overlap: each in the first that is free.
+
+    Starting at 0, 2 and 4 and lasting 3 each, they make rows (0, 4) and (2).
+    """
+    found: list[list[Transfer]] = []
+    for transfer in sorted(transfers, key=lambda each: (each.start, each.end)):
+        row = next((row for row in found if row[-1].end <= transfer.start), None)
+        if row is None:
+            found.append([transfer])
+        else:
+            row.append(transfer)
+    return found
+
+
+def _time_by_kind(trace: RankTrace, steps: Sequence[int]) -> dict[Kind, float]:
+    inside = sorted(_in_steps(trace, trace.timeline, steps), key=lambda s: s.kind.value)
+    return {
+        kind: _length(segments) / len(steps)
+        for kind, segments in itertools.groupby(inside, key=lambda segment: segment.kind)
+    }
+
+
+def _in_steps(trace: RankTrace, spans: Iterable[_Span], steps: Sequence[int]) -> list[_Span]:
+    """Return what begins in one of these steps."""
+    windows = [(step.start, step.end) for step in trace.steps if step.number in steps]
+    return [span for span in spans if any(a <= span.start < b for a, b in windows)]
+
+
+def _length(spans: Iterable[Segment | Transfer]) -> float:
+    return float(sum(span.end - span.start for span in spans))

@@ -1,0 +1,195 @@
+"""`fullshard report`: the page, the numbers, and folders that do not have everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fullshard.tools import cli
+from fullshard.tools.config import TrainConfig
+from fullshard.tools.launch import Exit
+from fullshard.tools.recording import steps_to_trace
+from fullshard.tools.report import metrics_of, write_report
+from fullshard.tools.run_folder import RunFolder
+from tests.tools.test_trace_metrics import hand_made
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that elements nest, and collects what a browser would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.headings: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note an element and what it loads."""
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "data")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        """Close the innermost element."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """Note a heading's text."""
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+    @property
+    def data(self) -> dict[str, object]:
+        """What the scripts draw."""
+        found = re.search(r'<script type="application/json" id="data">(.*?)</script>', self.text)
+        assert found
+        return json.loads(found[1])
+
+
+def make_run(path: Path, *, steps: int = 30) -> Path:
+    """Write what `fullshard train` leaves, with 100 tokens a second and a loss that falls to 2."""
+    folder = RunFolder(path)
+    folder.start(TrainConfig(steps=steps), fingerprint="text", done=0)
+    for step in range(1, steps + 1):
+        folder.add_metrics(
+            {
+                "step": step, "loss": 2 + 3 / step, "seconds": 10.24 if step > 1 else 60.0,
+                "tokens_per_second": 100.0 if step > 1 else 17.0, "peak_memory": 2**30,
+            }
+        )  # fmt: skip
+    folder.write_summary(
+        {"status": "finished", "unigram_entropy": 3.25, "peak_memory_per_rank": 3 * 2**30}
+    )
+    return path
+
+
+def make_traced_run(path: Path) -> Path:
+    """Add a trace of two ranks."""
+    folder = RunFolder(make_run(path)).trace_folder
+    folder.mkdir()
+    for rank in range(2):
+        hand_made(rank).write(folder)
+    return path
+
+
+def figures(path: Path) -> dict[str, float]:
+    return {name: figure["value"] for name, figure in metrics_of(path)["figures"].items()}
+
+
+def test_the_page_has_every_part_and_loads_nothing(tmp_path: Path) -> None:
+    written = write_report(make_traced_run(tmp_path / "books"))
+    page = Page(written.page.read_text())
+    wanted = {
+        "books", "Tokens per second", "Exposed communication", "Where a step goes", "Timeline",
+        "Exposed communication per unit", "Memory over a step", "Loss",
+    }  # fmt: skip
+    assert wanted <= set(page.headings)
+    assert page.loads == ["data:,"]
+    assert not re.findall(r"url\(|@import|fetch\(|XMLHttpRequest|import\(", page.text)
+    # The only addresses are names of XML namespaces, which nothing loads.
+    assert set(re.findall(r"https?://[^\"' ]+", page.text)) <= {"http://www.w3.org/2000/svg"}
+    assert page.text.count("How this is computed") == len(page.data["figures"]) + 6
+    assert written.trace is not None
+    assert json.loads(written.trace.read_text())["traceEvents"]
+
+
+def test_numbers_of_a_run_are_those_that_were_put_in(tmp_path: Path) -> None:
+    found = figures(make_traced_run(tmp_path / "run"))
+    assert found["tokens_per_second"] == 100
+    assert found["step_seconds"] == 1100e-9
+    assert found["exposed_share"] == pytest.approx(300 / 1100)
+    assert found["peak_tensor_bytes"] == 40
+    assert found["peak_memory"] == 3 * 2**30
+    assert found["loss"] == pytest.approx(sum(2 + 3 / step for step in range(11, 31)) / 20)
+
+
+def test_every_number_says_how_it_is_computed(tmp_path: Path) -> None:
+    metrics = metrics_of(make_traced_run(tmp_path / "run"))
+    parts = [*metrics["figures"].values(), metrics["time"], metrics["units"], metrics["memory"]]
+    assert all(len(part["how"]) > 40 for part in parts)
+
+
+def test_a_run_without_a_trace_says_how_to_record_one(tmp_path: Path) -> None:
+    written = write_report(make_run(tmp_path / "run"))
+    page = Page(written.page.read_text())
+    assert written.trace is None
+    assert "No trace was recorded" in page.headings
+    assert "fullshard.trace(model" in page.text
+    assert {"Loss", "Tokens per second"} <= set(page.headings)
+    assert "Timeline" not in page.headings
+    assert figures(tmp_path / "run")["step_seconds"] == 10.24
+
+
+def test_traces_alone_make_a_page(tmp_path: Path) -> None:
+    hand_made(0).write(tmp_path)
+    page = Page(write_report(tmp_path).page.read_text())
+    assert "Timeline" in page.headings
+    assert "Tokens per second" not in page.headings
+    assert "1 of 2 ranks left no trace" in page.text
+
+
+def test_a_run_that_was_stopped_early_says_so(tmp_path: Path) -> None:
+    folder = RunFolder(make_run(tmp_path / "run"))
+    folder.summary_file.unlink()
+    assert "not finished" in write_report(folder.path).page.read_text()
+
+
+def test_names_cannot_break_the_page(tmp_path: Path) -> None:
+    trace = hand_made(0)
+    evil = trace.units[1]._replace(name="</script><b>&")
+    dataclasses.replace(trace, units=(trace.units[0], evil)).write(tmp_path)
+    page = Page(write_report(tmp_path).page.read_text())
+    assert "</script><b>&" in page.data["trace"]["names"]
+
+
+def test_the_command_writes_prints_and_refuses(tmp_path: Path) -> None:
+    run = make_traced_run(tmp_path / "run")
+    call = lambda *words: CliRunner().invoke(cli.app, ["report", *map(str, words)])  # noqa: E731
+    done = call(run)
+    assert done.exit_code == Exit.OK
+    assert done.output.split() == [str(run / "report.html"), str(run / "trace.json")]
+    other = call(run, "--out", tmp_path / "elsewhere" / "page.html")
+    assert other.exit_code == Exit.OK
+    assert (tmp_path / "elsewhere" / "page.html").is_file()
+    assert (tmp_path / "elsewhere" / "trace.json").is_file()
+    printed = json.loads(call(run, "--json").output)
+    assert printed["figures"]["tokens_per_second"]["value"] == 100
+    for folder, said in (
+        (tmp_path / "nothing", "nothing to report"),
+        (tmp_path, "nothing to report"),
+    ):
+        refused = call(folder)
+        assert refused.exit_code == Exit.USAGE
+        assert said in refused.output
+    (run / "trace" / "rank00001.json").write_text("{")
+    broken = call(run)
+    assert broken.exit_code == Exit.USAGE
+    assert "rank00001.json: cannot be read as a trace" in broken.output
+
+
+@pytest.mark.parametrize(
+    ("steps", "done", "asked", "expected"),
+    [
+        (30, 0, 3, range(14, 17)),
+        (350, 0, 3, range(174, 177)),
+        (350, 300, 3, range(324, 327)),
+        (5, 0, 3, range(1, 4)),
+        (3, 0, 3, range(1, 2)),
+        (1, 0, 3, range(1)),
+        (30, 0, 0, range(15, 15)),
+    ],
+)
+def test_steps_in_the_middle_are_traced(steps: int, done: int, asked: int, expected: range) -> None:
+    config = TrainConfig(steps=steps, trace_steps=asked)
+    assert steps_to_trace(config, done=done) == expected
