@@ -1,0 +1,375 @@
+"""What a rank's memory is used for, now: the numbers behind `fullshard.memory_report`.
+
+Every owner of memory says what it holds (`Unit`, `UnitBuffers`, `UnitGradients`, `Comm`, `Scratch`);
+here it is only put into categories and counted. Nothing is allocated, gathered or waited for, so it
+may be asked at any moment, from a hook in the middle of backward too.
+
+[Note: Counting once] A byte counts for the first category, in the order of `MemoryCategory`, that has it:
+storages may lie within another (a shard has a storage of its own within its unit's buffer), and a
+gradient may be known to the unit and to the user. Of memory that the ranks of a host share, a rank
+counts its own part: its shards, and what it stages. What is mapped in all is given apart.
+"""
+
+import bisect
+import collections
+import dataclasses
+import enum
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm.interface import Comm
+from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.iteration import Iteration
+from fullshard.engine.observe import format_nbytes
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.unit import Unit, comms_of
+from fullshard.errors import StateError
+from fullshard.plan.units import clean_name
+
+
+class MemoryCategory(enum.Enum):
+    """What memory is used for. Where two claim the same bytes, the first one here has them."""
+
+    SHARDS = "sharded parameters"
+    UNSHARDED = "unsharded parameters"
+    FULL_GRADIENTS = "full gradients"  # autograd's, those not reduced yet, sums not all-reduced
+    GRADIENT_SHARDS = "gradient shards"  # what ``.grad`` is
+    KEPT = "kept for gradients"  # gradient shards that the next step uses again
+    COMMUNICATION = "communication"  # staging, what collectives under way read, and scratch
+    OPTIMIZER = "optimizer state"
+    UNMANAGED = "not sharded"  # ignored parameters with their gradients, and buffers
+    OTHER = "activations and other"  # known where the device's allocator can be asked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes of one category. unit: its name, "" for the root's, None for what is no unit's."""
+
+    category: MemoryCategory
+    unit: str | None
+    device: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """This rank's memory at one moment; ``str()`` prints it, ``to_dict()`` is for JSON.
+
+    shared_nbytes: what of it is in memory that the ranks of this host share.
+    mapped_nbytes: that memory, as a whole.
+    """
+
+    rank: int
+    units: tuple[str, ...]
+    holdings: tuple[Holding, ...]
+    shared_nbytes: int
+    mapped_nbytes: int
+
+    def total(
+        self,
+        category: MemoryCategory | None = None,
+        *,
+        unit: str | None = None,
+        device: str | None = None,
+    ) -> int:
+        """Sum the bytes of what matches; None matches everything."""
+        return sum(
+            holding.nbytes
+            for holding in self.holdings
+            if category in (None, holding.category)
+            and unit in (None, holding.unit)
+            and device in (None, holding.device)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, with totals."""
+        values = dataclasses.asdict(self)
+        for holding in values["holdings"]:
+            holding["category"] = holding["category"].value
+        totals = {each.value: self.total(each) for each in MemoryCategory}
+        return values | {"total_nbytes": self.total(), "categories": totals}
+
+    def __str__(self) -> str:
+        head = f"rank {self.rank} holds {format_nbytes(self.total())}"
+        if self.mapped_nbytes:
+            head += (
+                f", {format_nbytes(self.shared_nbytes)} of it as its part of the "
+                f"{format_nbytes(self.mapped_nbytes)} that ranks of this host share"
+            )
+        devices = list(dict.fromkeys(holding.device for holding in self.holdings))
+        used = [category for category in MemoryCategory if self.total(category)]
+        of_units = [c for c in used if any(self.total(c, unit=unit) for unit in self.units)]
+        categories = _table(
+            ["category", *devices],
+            [[c.value, *(self.total(c, device=device) for device in devices)] for c in used],
+        )
+        units = _table(
+            ["unit", *(category.value for category in of_units)],
+            [
+                [unit or "(root)", *(self.total(category, unit=unit) for category in of_units)]
+                for unit in self.units
+            ],
+        )
+        return "\n".join([head, "", *categories, "", *units])
+
+
+def memory_report(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+) -> MemoryReport:
+    """Return what this rank's memory is used for now, by category and unit.
+
+    model: sharded, or with sharded modules in it; before its first forward as well.
+    optimizer: one or several, whose state is to be counted.
+
+    Waits for nothing and for no other rank. Raises StateError if nothing in the model is sharded.
+    """
+    states = _states_of(model)
+    names = _names_of_units(states)
+    units = [unit for state in states.values() for unit in state.units]
+    comms, devices = comms_of(units), list(dict.fromkeys(unit.device for unit in units))
+    ledger = _Ledger()
+    for unit in units:
+        for category, tensor in (*_buffers_of(unit), *_walk(unit)):
+            ledger.note(category, names[id(unit)], tensor)
+    for iteration in dict.fromkeys(state.known_iteration for state in states.values()):
+        for unit, category, tensor in _in_flight(iteration):
+            ledger.note(category, names.get(id(unit)), tensor)
+    free = (Runtime.of(device).scratch.free for device in devices)
+    for tensor in itertools.chain(*free, *(comm.kept for comm in comms)):
+        ledger.note(MemoryCategory.COMMUNICATION, None, tensor)
+    trained = {id(own.sharded): names[id(unit)] for unit in units for own in unit.holders}
+    for each in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
+        for parameter, state in each.state.items():
+            for tensor in _tensors_in(state):
+                ledger.note(MemoryCategory.OPTIMIZER, trained.get(id(parameter)), tensor)
+    for tensor in _unmanaged(model, units):
+        ledger.note(MemoryCategory.UNMANAGED, None, tensor)
+    return MemoryReport(
+        rank=dist.get_rank(),
+        units=tuple(dict.fromkeys(names[id(unit)] for unit in units)),
+        holdings=ledger.settle(_staged_nbytes(units), devices),
+        shared_nbytes=_shared_nbytes(units, comms),
+        mapped_nbytes=_mapped_nbytes(units, comms),
+    )
+
+
+_Use = tuple[MemoryCategory, torch.Tensor]
+
+
+def _buffers_of(unit: Unit) -> Iterator[_Use]:
+    """Yield the memory of a unit that does not take a walk over its parameters."""
+    if unit.buffers is not None:
+        for tensor in unit.buffers.shard_memory:
+            yield MemoryCategory.SHARDS, tensor
+        for tensor in unit.buffers.unsharded_memory:
+            yield MemoryCategory.UNSHARDED, tensor
+    for tensor in unit.extended_memory:
+        yield MemoryCategory.UNSHARDED, tensor
+    for tensor in (*unit.unreduced, *unit.gradients.partial_sums):
+        yield MemoryCategory.FULL_GRADIENTS, tensor
+    for tensor in unit.gathering:
+        yield MemoryCategory.COMMUNICATION, tensor
+
+
+def _walk(unit: Unit) -> Iterator[_Use]:
+    """Yield the rest, which does."""
+    for param in unit.params:
+        if param.is_extended or unit.buffers is None:
+            yield MemoryCategory.SHARDS, param.local
+    for tensor in _autograds(unit):
+        yield MemoryCategory.FULL_GRADIENTS, tensor
+    for shards in unit.gradients.pooled:
+        yield (
+            MemoryCategory.KEPT if shards.is_unused else MemoryCategory.GRADIENT_SHARDS,
+            shards.flat,
+        )
+    for holder in unit.holders:
+        if holder.sharded.grad is not None:
+            yield MemoryCategory.GRADIENT_SHARDS, holder.sharded.grad
+
+
+def _autograds(unit: Unit) -> Iterator[torch.Tensor]:
+    """Yield the gradients that autograd has left and nobody has taken yet."""
+    for param in unit.params:
+        if param.unsharded is not None and param.unsharded.grad is not None:
+            yield param.unsharded.grad
+
+
+def _in_flight(iteration: Iteration | None) -> Iterator[tuple[Unit, MemoryCategory, torch.Tensor]]:
+    """Yield what reductions under way hold, and whose they are."""
+    if iteration is None:
+        return
+    for reduction in iteration.in_flight:
+        (unit,) = (u for u in iteration.units if u.gradients is reduction.gradients)
+        for tensor in reduction.results:
+            yield unit, MemoryCategory.GRADIENT_SHARDS, tensor
+        for tensor in reduction.temporaries:
+            yield unit, MemoryCategory.COMMUNICATION, tensor
+
+
+def _unmanaged(model: nn.Module, units: Sequence[Unit]) -> Iterator[torch.Tensor]:
+    """Yield ignored parameters, their gradients, and buffers."""
+    managed = {id(form) for unit in units for param in unit.params for form in param.forms}
+    managed |= {id(holder.sharded) for unit in units for holder in unit.holders}
+    for parameter in model.parameters():
+        if id(parameter) not in managed:
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+    yield from model.buffers()
+
+
+def _states_of(model: nn.Module) -> dict[str, ModuleState]:
+    """Return the states in a model by the paths of their modules."""
+    paths: dict[ModuleState, list[str]] = {}
+    for path, module in model.named_modules():
+        if (state := state_of(module)) is not None:
+            paths.setdefault(state, []).append(clean_name(path))
+    if not paths:
+        raise StateError(
+            f"{type(model).__name__} is not sharded, nor is any module in it. Pass the module given "
+            "to fully_shard last, or the outermost wrapper."
+        )
+    return {", ".join(names): state for state, names in paths.items()}
+
+
+def _names_of_units(states: Mapping[str, ModuleState]) -> dict[int, str]:
+    """Name units as their root does, or, before it is known, by their place in this model."""
+    return {
+        id(unit): path if state.known_iteration is None else unit.name
+        for path, state in states.items()
+        for unit in state.all_units
+    }
+
+
+def _staged_nbytes(units: Sequence[Unit]) -> dict[str, int]:
+    """Return this rank's part of the memory that reductions are staged in, by device."""
+    devices = {comm: str(unit.device) for unit in units for comm in comms_of([unit])}
+    staged: dict[str, int] = collections.defaultdict(int)
+    for comm, device in devices.items():
+        staged[device] += comm.held_nbytes
+    return staged
+
+
+def _shared_nbytes(units: Sequence[Unit], comms: Sequence[Comm]) -> int:
+    shards = (
+        tensor.nbytes
+        for unit in units
+        if unit.buffers is not None and unit.buffers.mapped_nbytes
+        for tensor in unit.buffers.shard_memory
+    )
+    return sum(shards) + sum(comm.held_nbytes for comm in comms if comm.mapped_nbytes)
+
+
+def _mapped_nbytes(units: Sequence[Unit], comms: Sequence[Comm]) -> int:
+    shards = sum(unit.buffers.mapped_nbytes for unit in units if unit.buffers is not None)
+    return shards + sum(comm.mapped_nbytes for comm in comms)
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory that a tensor is made of."""
+    if isinstance(tensor, DTensor):
+        yield from _plain(tensor._local_tensor)
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
+    elif tensor.is_sparse:
+        yield tensor._indices()
+        yield tensor._values()
+    elif not tensor.is_meta:
+        yield tensor
+
+
+class _Ranges:
+    """Sorted ranges of addresses that do not touch each other."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def add(self, start: int, stop: int) -> int:
+        """Add a range; return how many bytes of it were in none before."""
+        first = bisect.bisect_left(self._stops, start)
+        last = bisect.bisect_right(self._starts, stop)
+        met = [*zip(self._starts[first:last], self._stops[first:last], strict=True)]
+        known = sum(max(min(stop, b) - max(start, a), 0) for a, b in met)
+        self._starts[first:last] = [min([start, *(a for a, _ in met)])]
+        self._stops[first:last] = [max([stop, *(b for _, b in met)])]
+        return stop - start - known
+
+
+class _Ledger:
+    """Collects what memory is used for, and counts it. See [Note: Counting once]."""
+
+    def __init__(self) -> None:
+        self._uses: list[tuple[MemoryCategory, str | None, torch.Tensor]] = []
+
+    def note(self, category: MemoryCategory, unit: str | None, tensor: torch.Tensor) -> None:
+        self._uses.append((category, unit, tensor))
+
+    def settle(
+        self, staged_nbytes: Mapping[str, int], devices: Sequence[torch.device]
+    ) -> tuple[Holding, ...]:
+        """Count every byte once.
+
+        staged_nbytes: this rank's part of staging memory, which is no tensor, by device.
+        devices: what else is allocated there is OTHER, where that can be told.
+        """
+        totals: dict[tuple[MemoryCategory, str | None, str], int] = {
+            (MemoryCategory.COMMUNICATION, None, device): nbytes
+            for device, nbytes in staged_nbytes.items()
+        }
+        on_device = collections.Counter(staged_nbytes)
+        seen: dict[str, _Ranges] = collections.defaultdict(_Ranges)
+        order = {category: position for position, category in enumerate(MemoryCategory)}
+        for category, unit, tensor in sorted(self._uses, key=lambda use: order[use[0]]):
+            for part in _plain(tensor):
+                storage = part.untyped_storage()
+                if storage.nbytes() == 0:
+                    continue
+                device, start = str(storage.device), storage.data_ptr()
+                new = seen[device].add(start, start + storage.nbytes())
+                on_device[device] += new
+                key = category, unit, device
+                totals[key] = totals.get(key, 0) + new
+        for where in devices:
+            if (allocated := Runtime.of(where).allocated_nbytes) is not None:
+                rest = allocated - on_device[str(where)]
+                totals[MemoryCategory.OTHER, None, str(where)] = max(rest, 0)
+        return tuple(Holding(*key, nbytes) for key, nbytes in totals.items() if nbytes)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str | int]]) -> list[str]:
+    """Lay out rows of a name and sizes, which are aligned to the right."""
+    texts = [[str(row[0]), *(_size(value) for value in row[1:])] for row in rows]
+    widths = [max(len(text) for text in column) for column in zip(head, *texts, strict=True)]
+    return [
+        "  ".join(
+            text.rjust(width) if position else text.ljust(width)
+            for position, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *texts)
+    ]
+
+
+def _size(value: str | int) -> str:
+    return value if isinstance(value, str) else format_nbytes(value) if value else "-"
