@@ -2,6 +2,7 @@
 #
 #   make train ARGS="--steps 50 --model tiny"     options of `fullshard train`
 #   make test PYTEST_ARGS="-k layout -x"          options of pytest
+#   make bench ARGS="--quick"                     options of `python -m bench`
 #   make PYTHON=python3.12 test                   another interpreter for a new .venv
 
 PYTHON ?= python3
@@ -10,6 +11,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CHECKED := src tests bench scripts
 
@@ -17,9 +19,10 @@ CHECKED := src tests bench scripts
 BASE := $(VENV)/.stamp-torch
 TRAIN := $(VENV)/.stamp-train
 TEST := $(VENV)/.stamp-test
+BENCH := $(VENV)/.stamp-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all bench format lint clean
+.PHONY: help train test test-all bench gpu-check format lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +45,14 @@ $(TEST): $(BASE) pyproject.toml
 	$(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[test]'
 	@touch $@ $(TRAIN)
 
+# DeepSpeed is only there to be compared with: without it the table says so. Nothing is compiled.
+$(BENCH): $(TRAIN)
+	@echo "==> $(VENV): fullshard[bench]"
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --quiet --no-build-isolation \
+		--constraint constraints.txt --editable '.[bench]' \
+		|| echo "==> DeepSpeed could not be installed; going on without it"
+	@touch $@
+
 train: $(TRAIN) ## train a 10M-parameter language model on this machine's devices
 	@$(BIN)/fullshard train $(ARGS)
 
@@ -56,8 +67,15 @@ lint: $(TEST) ## format check, lint and types
 	$(BIN)/ruff check $(wildcard $(CHECKED))
 	$(BIN)/mypy
 
-bench: $(TEST) ## every benchmark, as one table
-	$(BIN)/python -m bench
+bench: $(BENCH) ## every benchmark, as one table and under bench/results/
+	@$(BIN)/python -m bench --out $(ARGS)
+
+# Needs nothing but a Python with torch. Benchmarks run whatever the checks said; 2 means no GPU.
+gpu-check: export PYTHONPATH := src:.:$(PYTHONPATH)
+gpu-check: ## on one GPU: correctness and benchmarks, into bench/results/
+	@$(GPU_PYTHON) -m tests.gpu --out bench/results/gpu-checks.json; checks=$$?; \
+	test $$checks -ne 2 || exit 2; \
+	$(GPU_PYTHON) -m bench.gpu && exit $$checks
 
 format: $(TEST) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format $(wildcard $(CHECKED))

@@ -131,8 +131,8 @@ def test_pytorchs_fsdp_is_imported_by_install_alone(module: Path) -> None:
 
 @every_module
 def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
-    # Symmetric memory is CUDA's, and its pool has no interface that is not.
-    if _name(module) not in ("engine/runtime.py", "comm/collectives.py"):
+    # Symmetric memory is CUDA's, and its pool has no interface that is not; so is CUDA IPC.
+    if _name(module) not in ("engine/runtime.py", "comm/collectives.py", "comm/cuda_ipc.py"):
         names = {*_imports(module), *_attributes(module)}
         assert not {name for name in names if _is_within(name, "torch.cuda")}
 

@@ -14,7 +14,9 @@ from fullshard.comm.collectives import (
 )
 from fullshard.engine.flat_params import FlatParameter
 from fullshard.engine.grad_norm import clip_grad_norm_
+from fullshard.engine.memory import MemoryCategory, MemoryReport, memory_report
 from fullshard.engine.observe import describe
+from fullshard.engine.trace import Tracing, trace
 from fullshard.errors import (
     CommError,
     FullshardError,
@@ -56,6 +58,7 @@ from fullshard.meshes import (
     ShardPlacementResult,
 )
 from fullshard.migrate.report import MigrationReport, migrate_report
+from fullshard.optim.shard_step import step_on_shards
 from fullshard.policies import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -106,6 +109,8 @@ __all__ = [
     "LayoutError",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "MemoryCategory",
+    "MemoryReport",
     "MeshError",
     "MigrationReport",
     "MisuseError",
@@ -133,6 +138,7 @@ __all__ = [
     "StateError",
     "SymmMemAllGather",
     "SymmMemReduceScatter",
+    "Tracing",
     "UnshardHandle",
     "UnsupportedError",
     "always_wrap_policy",
@@ -143,6 +149,7 @@ __all__ = [
     "install",
     "lambda_auto_wrap_policy",
     "load_sharded_state",
+    "memory_report",
     "migrate_report",
     "register_fsdp_forward_method",
     "replicate",
@@ -150,6 +157,8 @@ __all__ = [
     "sharded_state",
     "share_comm_ctx",
     "size_based_auto_wrap_policy",
+    "step_on_shards",
+    "trace",
     "transformer_auto_wrap_policy",
     "uninstall",
     "wrap",

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from fullshard.comm.interface import Done, Reduction, ShardBuffer, Sum, Work, copy_in_gradients
+from fullshard.comm.interface import Done, Reduction, ShardBuffer, Sum, Work
 from fullshard.comm.liveness import naming_lost_ranks
+from fullshard.comm.packing import Region, copy_in_gradients
 from fullshard.comm.process_group import (
     Pending,
     PendingReduction,
@@ -228,7 +229,7 @@ class CollectivesComm(ProcessGroupComm):
             )
         return Pending(
             [work] if work is not None else [],
-            lambda: shards.copy_out_packed(region, unsharded, first),
+            lambda: shards.landing(unsharded).copy_out(Region(region)),
             (region,),
             self.group,
             label,

@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
-from fullshard.comm.interface import Reduction, copy_in_gradients
+from fullshard.comm.interface import Reduction
+from fullshard.comm.packing import copy_in_gradients
 from fullshard.plan.layout import BucketLayout
 from fullshard.policies import CommHook
 
@@ -13,6 +15,7 @@ from fullshard.policies import CommHook
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Reduced:
     present: tuple[bool, ...]
+    tensors: ClassVar[tuple[torch.Tensor, ...]] = ()
 
     def wait(self) -> tuple[bool, ...]:
         return self.present

@@ -7,7 +7,6 @@ store that the ranks met in; after an error the others look which of those proce
 import contextlib
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,26 +25,32 @@ def announce() -> None:
         store.set(_KEY.format(dist.get_rank()), f"{_host()} {os.getpid()}")
 
 
-@contextlib.contextmanager
-def naming_lost_ranks(group: dist.ProcessGroup, label: str) -> Iterator[None]:
+class naming_lost_ranks:  # noqa: N801  (a context manager, used like a function)
     """Turn a failed collective into an error that names the ranks that are gone.
 
     Raises PeerLostError if there are any, CommError with the backend's own words otherwise. An
     error that has nothing to do with communication (a wrong shape, say) stays as it is.
     """
-    try:
-        yield
-    except CommError:
-        raise
-    except RuntimeError as error:
+
+    __slots__ = ("_group", "_label")
+
+    def __init__(self, group: dist.ProcessGroup, label: str) -> None:
+        self._group = group
+        self._label = label
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CommError):
+            return
         if not _is_connection_error(error):
-            raise
-        where = f"{label} (rank {dist.get_rank()})"
-        lost = _lost_ranks(group)
-        if lost:
-            SharedMemory.give_up(lost[0])
+            return
+        where = f"{self._label} (rank {dist.get_rank()})"
+        lost = _lost_ranks(self._group)
         if not lost:
             raise CommError(f"{where}: a rank could not be reached: {error}") from error
+        SharedMemory.give_up(lost[0])
         names = ", ".join(f"rank {rank}" for rank in lost)
         raise PeerLostError(
             f"{where}: {names} died or left while this rank waited for it. The cause is in that "

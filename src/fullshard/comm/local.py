@@ -14,13 +14,15 @@ from fullshard.comm.interface import (
     ShardBuffer,
     Sum,
     Work,
-    copy_in_gradients,
     shard_views,
 )
+from fullshard.comm.packing import copy_in_gradients
 from fullshard.plan.layout import BucketLayout, DirectRule
 
 
 class _Present:
+    tensors = ()
+
     def __init__(self, grads: Sequence[torch.Tensor | None]) -> None:
         self._present = tuple(grad is not None for grad in grads)
 
@@ -48,26 +50,16 @@ class LocalComm(Comm):
         )
         shards = shard_views(bucket, flat, self.rank)
         num_direct = len(bucket.params) - len(bucket.packed)
-        return ShardBuffer(
-            bucket,
-            shards,
-            flat=flat,
-            gathered=shards[:num_direct],
-            packed_region=flat[bucket.packed_offset :],
-        )
+        return ShardBuffer(bucket, shards, flat=flat, gathered=shards[:num_direct])
 
     def all_gather(
         self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
     ) -> Work:
-        bucket, flat = shards.bucket, shards.flat
+        flat = shards.flat
         assert flat is not None
-        # One rank's direct shards lie as the unsharded buffer does: same order, same alignment.
-        if first == 0:
-            unsharded[: bucket.direct_numel].copy_(flat[: bucket.direct_numel], non_blocking=True)
-        region = flat[bucket.packed_offset :].to(
-            unsharded.device, unsharded.dtype, non_blocking=True
-        )
-        shards.copy_out_packed(region, unsharded, first)
+        # One rank's shards lie as the unsharded buffer does: same order, same alignment.
+        if unsharded.numel():
+            unsharded.copy_(flat[first:], non_blocking=True)
         return Done()
 
     def reduce_scatter(

@@ -3,10 +3,12 @@
 Direct parameters are gathered straight into place and their gradients are reduced straight from
 where autograd left them; the packed rest goes through one buffer. The best form differs:
 
-- NCCL: one coalesced all-gather and one coalesced reduce-scatter a bucket, native sums.
+- NCCL: one coalesced all-gather and one coalesced reduce-scatter a bucket, native sums. They are
+  called on a lane of their own and run there, so there is no stream of NCCL's to wait for.
 - Gloo: one asynchronous call a direct parameter (its coalescing manager is four times slower), and
   reduce-scatter as all-to-all plus a local sum, half the time of Gloo's own and deterministic:
   terms are added in rank order in float32 or wider.
+- Others: one call a direct parameter, native sums.
 
 Collectives are looked up on ``torch.distributed`` at call time, so that tools which replace them
 there (debug modes, tests) see every one.
@@ -28,14 +30,15 @@ from fullshard.comm.interface import (
     Sum,
     Work,
     add_in_order,
-    copy_in_gradients,
     shard_views,
 )
 from fullshard.comm.liveness import announce, naming_lost_ranks
+from fullshard.comm.packing import Region, Regions, copy_in_gradients
 from fullshard.comm.scratch import Scratch
 from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
 
 _FEW_RANKS = 8
+_SEPARATELY = contextlib.nullcontext()
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,7 +54,8 @@ class Pending:
     def wait(self) -> None:
         with naming_lost_ranks(self.group, self.label):
             for work in self.works:
-                work.wait()
+                if work is not None:  # it runs on the lane that called it
+                    work.wait()
         self.works.clear()
         self.finish()
         self.finish = nothing
@@ -62,6 +66,10 @@ class Pending:
 class PendingReduction:
     sums: Pending
     present: Callable[[], tuple[bool, ...]]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.sums.tensors
 
     def wait(self) -> tuple[bool, ...]:
         self.sums.wait()
@@ -87,12 +95,19 @@ class ProcessGroupComm(Comm):
         known = isinstance(group, dist.ProcessGroup)
         self.backend = dist.get_backend(group) if known else type(group).__name__  # a stand-in
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
+        self.sums_natively = known and "gloo" not in self.backend
+        self._gathered = Regions.of(device, "gather")
+        self._packed = Regions.of(device, "reduce")
         self.name = f"process group ({self.backend})"
         self.rule = DirectRule(even=True, min_nbytes=1 << 16 if self.is_nccl else 1 << 18)
 
     def over(self, group: dist.ProcessGroup) -> "ProcessGroupComm":
         """Return the same communication over another group of the same ranks."""
         return ProcessGroupComm(group, self.device)
+
+    @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        return [*self._gathered.free, *self._packed.free]
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
@@ -113,29 +128,33 @@ class ProcessGroupComm(Comm):
         assert first == 0
         if bucket.unsharded_numel == 0:
             return Done()
-        source = flat.to(unsharded.device, unsharded.dtype, non_blocking=True)
+        source = flat
+        if flat.dtype != unsharded.dtype or flat.device != unsharded.device:
+            source = flat.to(unsharded.device, unsharded.dtype, non_blocking=True)
         if bucket.is_flat:
             with naming_lost_ranks(self.group, label):
                 work = self._all_gather(unsharded, source)
             return Pending([work], nothing, (source,), self.group, label)
         works: list[Any] = []
+        landing = shards.landing(unsharded)
         with naming_lost_ranks(self.group, label), self._coalesced(works):
-            for param in bucket.direct:
-                target = unsharded.narrow(0, param.unsharded_offset, param.spec.numel)
+            for param, target in zip(bucket.direct, landing.direct, strict=True):
                 part = source.narrow(0, param.shard_offset, param.chunk_numel)
                 works.append(self._all_gather(target, part))
             if bucket.packed_numel == 0:
                 return Pending(works, nothing, (source,), self.group, label)
-            region = source.new_empty(self.size * bucket.packed_numel)
-            part = source.narrow(0, bucket.packed_offset, bucket.packed_numel)
-            works.append(self._all_gather(region, part))
-        return Pending(
-            works,
-            lambda: shards.copy_out_packed(region, unsharded, first),
-            (source, region),
-            self.group,
-            label,
-        )
+            region = self._gathered.take(self.size * bucket.packed_numel, source.dtype)
+            part = source
+            if bucket.packed_offset:
+                part = source.narrow(0, bucket.packed_offset, bucket.packed_numel)
+            works.append(self._all_gather(region.memory, part))
+        held = (source, region.memory)
+
+        def finish() -> None:
+            landing.copy_out(region)
+            self._gathered.give(region)
+
+        return Pending(works, finish, held, self.group, label)
 
     def gather_bytes(self, source: torch.Tensor, label: str) -> tuple[torch.Tensor, Work]:
         """Gather a 1-D tensor of the same size from every rank, rank by rank."""
@@ -152,20 +171,20 @@ class ProcessGroupComm(Comm):
         how: Sum,
     ) -> Reduction:
         with naming_lost_ranks(self.group, how.label):
-            if self.is_nccl:
+            if self.sums_natively:
                 return self._reduce_scatter_native(bucket, grads, out, how)
             return self._reduce_scatter_by_exchange(bucket, grads, out, how)
 
     def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
         wire = tensor.to(how.wire_dtype)
         with naming_lost_ranks(self.group, how.label):
-            work = dist.all_reduce(wire, group=self.group, async_op=True)
+            work = dist.all_reduce(wire, group=self.group, async_op=not self.is_nccl)
         finish = nothing if wire is tensor else lambda: _copy(tensor, wire)
         return Pending([work], finish, (wire,), self.group, how.label)
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
-        if self.is_nccl:
-            return reduce_dtype  # NCCL sums in the dtype that travels
+        if self.sums_natively:
+            return reduce_dtype  # the backend sums in the dtype that travels
         return super().accumulate_dtype(reduce_dtype)
 
     def _reduce_scatter_native(
@@ -177,40 +196,29 @@ class ProcessGroupComm(Comm):
     ) -> Reduction:
         tensors: list[torch.Tensor] = []
         works: list[Any] = []
-        if bucket.is_flat:
-            region = torch.empty(bucket.unsharded_numel, dtype=out.dtype, device=out.device)
-            copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
-            works.append(self._reduce_scatter(out, region))
-            tensors.append(region)
-            return self._native_reduction(works, tensors, grads, out, how)
+        region = None
+        averages = self.is_nccl and how.scaling.after == self.size  # saves a kernel
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         with self._coalesced(works):
-            for param, grad in zip(bucket.params, grads, strict=True):
-                if param.route is not Route.DIRECT:
-                    continue
+            for param, grad in zip(bucket.direct, grads, strict=False):
                 source = _wire_gradient(param, grad, out.dtype, out.device, how.scaling.before)
                 target = out.narrow(0, param.shard_offset, param.chunk_numel)
-                works.append(self._reduce_scatter(target, source))
+                works.append(self._reduce_scatter(target, source, op))
                 tensors.append(source)
-            if bucket.packed_numel:
-                region = self._pack(bucket, grads, out.dtype, out.device, how.scaling.before)
-                target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
-                works.append(self._reduce_scatter(target, region))
-                tensors.append(region)
-        return self._native_reduction(works, tensors, grads, out, how)
-
-    def _native_reduction(
-        self,
-        works: list[Any],
-        tensors: list[torch.Tensor],
-        grads: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
-        how: Sum,
-    ) -> Reduction:
+            if bucket.packed_numel or bucket.is_flat:
+                region = self._pack(bucket, grads, out.dtype, how.scaling.before)
+                target = out
+                if bucket.direct:
+                    target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
+                works.append(self._reduce_scatter(target, region.memory, op))
+                tensors.append(region.memory)
         # Whether another rank had a gradient is not asked: the answer would stall the host.
-        present = tuple(grad is not None for grad in grads)
+        present = tuple([grad is not None for grad in grads])
 
         def finish() -> None:
-            if how.scaling.after != 1.0:
+            if region is not None:
+                self._packed.give(region)
+            if not averages and how.scaling.after != 1.0:
                 out.div_(how.scaling.after)
 
         return PendingReduction(
@@ -233,7 +241,7 @@ class ProcessGroupComm(Comm):
             received = self._scratch.take(source.numel(), source.dtype)
             works.append(dist.all_to_all_single(received, source, group=self.group, async_op=True))
             sums.append((received.view(self.size, -1), target))
-            tensors.append(source)
+            tensors.extend((source, received))
             return received
 
         if bucket.is_flat:
@@ -244,13 +252,11 @@ class ProcessGroupComm(Comm):
                 exchange(source, out.narrow(0, param.shard_offset, param.chunk_numel))
         # One more element a parameter tells every rank whether anybody had a gradient for it.
         present = [grad is not None for grad in grads]
-        region = self._pack(
-            bucket, grads, how.wire_dtype, out.device, how.scaling.before, len(grads)
-        )
+        region = self._pack(bucket, grads, how.wire_dtype, how.scaling.before, len(grads))
         flags = torch.tensor(present, dtype=how.wire_dtype, device=out.device)
-        region.view(self.size, -1)[:, bucket.packed_numel :] = flags
+        region.memory.view(self.size, -1)[:, bucket.packed_numel :] = flags
         target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
-        received = exchange(region, target).view(self.size, -1)
+        received = exchange(region.memory, target).view(self.size, -1)
         sums[-1] = (received[:, : bucket.packed_numel], target)
 
         def finish() -> None:
@@ -259,6 +265,7 @@ class ProcessGroupComm(Comm):
             flags_seen.extend((received[:, bucket.packed_numel :] != 0).any(0).tolist())
             for terms, _ in sums:
                 self._scratch.give(terms)
+            self._packed.give(region)
 
         return PendingReduction(
             Pending(works, finish, tuple(tensors), self.group, how.label),
@@ -292,29 +299,29 @@ class ProcessGroupComm(Comm):
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
-        device: torch.device,
         divisor: float,
         num_extra: int = 0,
-    ) -> torch.Tensor:
-        """Return the packed parameters' gradients rank by rank, then ``num_extra`` elements.
+    ) -> Region:
+        """Return the packed parameters' gradients rank by rank, each with ``num_extra`` elements.
 
-        Zeros where there is padding.
+        Of a flat bucket, all gradients.
         """
-        numel = self.size * (bucket.packed_numel + num_extra)
-        region = torch.zeros(numel, dtype=dtype, device=device)
+        numel = bucket.shard_numel if bucket.is_flat else bucket.packed_numel
+        region = self._packed.take(self.size * (numel + num_extra), dtype)
         copy_in_gradients(bucket, grads, region, packed_only=True, divisor=divisor)
         return region
 
     def _coalesced(self, works: list[Any]) -> contextlib.AbstractContextManager[Any]:
         if not self.is_nccl:
-            return contextlib.nullcontext()
-        return _Coalesced(self.group, self.device, works)
+            return _SEPARATELY
+        return _Coalesced(self.group, works)
 
     def _all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        return all_gather(target, source, group=self.group, async_op=True)
+        return all_gather(target, source, group=self.group, async_op=not self.is_nccl)
 
-    def _reduce_scatter(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        return reduce_scatter(target, source, group=self.group, async_op=True)
+    def _reduce_scatter(self, target: torch.Tensor, source: torch.Tensor, op: Any) -> Any:
+        asynchronous = not self.is_nccl
+        return reduce_scatter(target, source, op=op, group=self.group, async_op=asynchronous)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
@@ -330,19 +337,21 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **options: Any) -
 
 
 class _Coalesced:
-    """Join the collectives issued inside into one launch, whose work replaces theirs."""
+    """Join the collectives issued inside into one launch on the current stream.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, works: list[Any]) -> None:
+    No device is named: that would take the other way of coalescing, call by call.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, works: list[Any]) -> None:
         self._works = works
-        self._manager = dist.distributed_c10d._coalescing_manager(group, device, async_ops=True)
+        self._manager = dist.distributed_c10d._coalescing_manager(group, async_ops=False)
 
     def __enter__(self) -> None:
-        self._joined = self._manager.__enter__()
+        self._manager.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._manager.__exit__(*exception)
         self._works.clear()
-        self._works.append(self._joined)
 
 
 def _sum_rows(terms: torch.Tensor, out: torch.Tensor, *, divisor: float) -> None:

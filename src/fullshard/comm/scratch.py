@@ -24,6 +24,12 @@ class Scratch:
         """Return the device's scratch memory, the same for all who ask."""
         return Scratch(device)
 
+    @property
+    def free(self) -> list[torch.Tensor]:
+        """What is kept and not lent."""
+        with self._lock:
+            return list(self._free)
+
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self._device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=self._device)  # a caching allocator
@@ -32,6 +38,8 @@ class Scratch:
             for position, memory in enumerate(self._free):
                 if memory.numel() >= nbytes:
                     return self._free.pop(position)[:nbytes].view(dtype)
+            if self._free:
+                self._free.pop()  # the largest: what is allocated instead serves both uses
         return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
 
     def give(self, tensor: torch.Tensor) -> None:

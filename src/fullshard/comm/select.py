@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.collectives import CollectivesComm
+from fullshard.comm.cuda_ipc import CudaIpc, ranks_share_a_gpu
+from fullshard.comm.device_memory import DeviceMemoryComm
 from fullshard.comm.interface import Comm
 from fullshard.comm.local import LocalComm
 from fullshard.comm.peer_memory import PeerMemoryComm
@@ -17,16 +19,26 @@ from fullshard.policies import CommChoice
 
 logger = logging.getLogger("fullshard")
 
-# One connection a group serves all its units; it ends with the group.
-_connected: "weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMemoryComm | str]"
+# One connection a group and device serves all units; it ends with the group. A text is why not.
+_connected: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Comm | str]]"
 _connected = weakref.WeakKeyDictionary()
+_sharing: "weakref.WeakKeyDictionary[dist.ProcessGroup, bool]" = weakref.WeakKeyDictionary()
 
 
-def select_comm(group: dist.ProcessGroup | None, device: torch.device, choice: CommChoice) -> Comm:
+def select_comm(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    choice: CommChoice,
+    *,
+    shards_on: torch.device | None = None,
+) -> Comm:
     """Return the communication for a group; None means a group of one.
 
-    AUTO takes peer memory where it can be had, else the process group and logs the reason. Raises
+    AUTO takes peer memory for CPU ranks of one host and for ranks that share a GPU, which NCCL does
+    not serve; else, or where it cannot be had, the process group, and logs the reason. Raises
     CommError if PEER_MEMORY is asked for and cannot be had. Every rank of the group has to call it.
+
+    shards_on: where shards are kept, if not on the device.
     """
     if group is None or group.size() == 1:
         return LocalComm()
@@ -34,17 +46,48 @@ def select_comm(group: dist.ProcessGroup | None, device: torch.device, choice: C
         return ProcessGroupComm(group, device)
     if choice is CommChoice.COLLECTIVES:
         return CollectivesComm(group, device)
-    if group not in _connected:
-        try:
-            _connected[group] = PeerMemoryComm(group, device)
-        except UnavailableError as reason:
-            _connected[group] = str(reason)
-            logger.info("peer memory is not used: %s", reason)
-    comm = _connected[group]
-    if isinstance(comm, PeerMemoryComm):
+    if choice is CommChoice.AUTO and device.type == "cuda" and not _share_a_gpu(group, device):
+        return ProcessGroupComm(group, device)
+    comm = _offloaded(device, shards_on) or _peer_memory(group, device)
+    if isinstance(comm, Comm):
         return comm
     if choice is CommChoice.PEER_MEMORY:
         raise CommError(f"Peer memory was asked for but cannot be had: {comm}. Use 'auto'.")
     fallback = ProcessGroupComm(group, device)
     fallback.name += f"; no peer memory: {comm}"
     return fallback
+
+
+def _offloaded(device: torch.device, shards_on: torch.device | None) -> str | None:
+    if shards_on is None or shards_on == device:
+        return None
+    return f"shards are on {shards_on}, and computing is on {device}"
+
+
+def _peer_memory(group: dist.ProcessGroup, device: torch.device) -> Comm | str:
+    """Return the group's connection, the same every time, or why there is none."""
+    known = _connected.setdefault(group, {})
+    if device not in known:
+        try:
+            known[device] = _connect(group, device)
+        except UnavailableError as reason:
+            known[device] = str(reason)
+            logger.info("peer memory is not used: %s", reason)
+    return known[device]
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    if device.type == "cpu":
+        return PeerMemoryComm(group, device)
+    if device.type == "cuda":
+        return DeviceMemoryComm(group, CudaIpc(device), "CUDA IPC")
+    raise UnavailableError(f"it serves CPU and CUDA ranks, this is {device.type}")
+
+
+def _share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ranks of the group compute on one GPU: found out once, by asking all."""
+    if group not in _sharing:
+        # Other backends may have no processes at all behind their ranks.
+        of_processes = any(name in dist.get_backend(group) for name in ("nccl", "gloo"))
+        _sharing[group] = of_processes and ranks_share_a_gpu(group, device)
+    return _sharing[group]

@@ -20,10 +20,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 
 from fullshard.errors import CommError, PeerLostError, PeerTimeoutError
@@ -99,17 +99,30 @@ class SharedMemory:
                 os.close(pidfd)
 
     @classmethod
-    def connect(cls, group: dist.ProcessGroup) -> "SharedMemory":
-        """Join the group's ranks. Raises UnavailableError on every rank if one of them cannot."""
+    def connect(
+        cls,
+        group: dist.ProcessGroup,
+        exchange: Callable[[Any, dist.ProcessGroup], list[Any]] | None = None,
+    ) -> "SharedMemory":
+        """Join the group's ranks. Raises UnavailableError on every rank if one of them cannot.
+
+        exchange: tells all ranks what each has to say; None takes the group's own collectives.
+        """
+        exchange = exchange or _exchange
         rank, size = group.rank(), group.size()
         control: mmap.mmap | None = None
         fd, problem = None, _platform_problem()
         if problem is None and rank == 0:
             fd = _create_file(size * _WORDS_PER_RANK * 8)
         mine = _Introduction(
-            rank, dist.get_rank(), os.getpid(), _host() if problem is None else "", fd, problem
+            rank,
+            dist.get_rank(),
+            os.getpid(),
+            host_identity() if problem is None else "",
+            fd,
+            problem,
         )
-        introductions: list[Any] = _exchange(mine, group)
+        introductions: list[Any] = exchange(mine, group)
         problem = _common_problem(introductions)
         if problem is None:
             try:
@@ -118,7 +131,7 @@ class SharedMemory:
                 )
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot open a peer's memory: {error}"
-        problems = [p for p in _exchange(problem, group) if p is not None]
+        problems = [p for p in exchange(problem, group) if p is not None]
         if fd is not None:
             os.close(fd)
         if problems or control is None:
@@ -248,7 +261,7 @@ def _platform_problem() -> str | None:
     return f"this Python lacks os.{missing[0]}" if missing else None
 
 
-def _host() -> str:
+def host_identity() -> str:
     """Name the set of processes that can open each other's files: kernel, pid space and user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
@@ -292,6 +305,7 @@ def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    devices = group._device_types
+    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
     timeout = getattr(options, "_timeout", None)
     return float(timeout.total_seconds()) if timeout is not None else 1800.0

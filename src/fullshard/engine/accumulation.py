@@ -45,6 +45,11 @@ class FlatAccumulation:
             self._views.update(whole_views(bucket, flat))
             self._flats.update({param.index: flat for param in bucket.params})
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The buffers of whole gradients, one a bucket."""
+        return list({id(flat): flat for flat in self._flats.values()}.values())
+
     @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add whole gradients, one a parameter, and show the sums."""

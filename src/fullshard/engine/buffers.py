@@ -25,7 +25,10 @@ from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.plan.layout import BucketLayout, UnitLayout, regroup
 
-_KEPT_NBYTES = 1 << 20  # a host buffer this small costs more to free than to keep
+_HAS_USE_COUNT = hasattr(torch.Tensor, "_use_count")
+_references = sys.getrefcount
+_storage_uses = torch._C._storage_Use_Count
+KEPT_NBYTES = 1 << 20  # a host buffer this small costs more to free than to keep
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,17 +38,21 @@ class _Unsharded:
     flat: torch.Tensor
     first: int
     nbytes: int
+    is_kept: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_kept = self.flat.is_cpu and self.nbytes <= KEPT_NBYTES
 
     @property
     def is_allocated(self) -> bool:
-        return self.flat.untyped_storage().size() == self.nbytes
+        return self.is_kept or self.flat.untyped_storage().size() == self.nbytes
 
     def allocate(self) -> None:
         if not self.is_allocated:
             self.flat.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
-        if self.flat.device.type != "cpu" or self.nbytes > _KEPT_NBYTES:
+        if not self.is_kept:
             self.flat.untyped_storage().resize_(0)
 
 
@@ -70,6 +77,7 @@ class UnitBuffers:
             for bucket in layout.buckets
         ]
         self._unsharded: list[_Unsharded] = []
+        self._moves = False
         self._views: dict[int, torch.Tensor] = {}
         self._shards = {
             param.index: shard
@@ -85,9 +93,34 @@ class UnitBuffers:
         """This rank's shards of each bucket in one piece; flat buckets have that."""
         return [buffer.flat for buffer in self._buckets if buffer.flat is not None]
 
+    @property
+    def shard_memory(self) -> list[torch.Tensor]:
+        """The memory of this rank's shards."""
+        return [
+            tensor
+            for buffer in self._buckets
+            for tensor in (buffer.shards if buffer.flat is None else [buffer.flat])
+        ]
+
+    @property
+    def unsharded_memory(self) -> list[torch.Tensor]:
+        """The memory of unsharded parameters and of what is kept for backward, not of shards."""
+        kept = (buffer.flat for buffer in self._kept)
+        return [flat for flat in (*(u.flat for u in self._unsharded), *kept) if flat is not None]
+
+    @property
+    def mapped_nbytes(self) -> int:
+        """What all ranks of the host share for the unit, 0 if they share nothing."""
+        return sum(buffer.mapped_nbytes for buffer in self._buckets)
+
     def shard(self, index: int) -> torch.Tensor:
         """This rank's shard of a parameter, in its local shape."""
         return self._shards[index]
+
+    @property
+    def moves(self) -> bool:
+        """Whether unsharding moves anything: not if all parameters are read in place."""
+        return self._moves or bool(self._kept)
 
     def unsharded(self, index: int) -> torch.Tensor:
         """The whole parameter in compute dtype; valid between unshard and free."""
@@ -103,6 +136,8 @@ class UnitBuffers:
 
     def start_unshard(self, label: str) -> list[Work]:
         """Start filling the unsharded buffers from all ranks' shards, or from what was kept."""
+        if not self.moves:
+            return []
         for unsharded in self._unsharded:
             unsharded.allocate()
         ready = self._runtime.record()
@@ -169,6 +204,7 @@ class UnitBuffers:
         with torch.inference_mode(False):
             for buffer in self._buckets:
                 self._bind_bucket(buffer, allow_in_place=allow_in_place)
+        self._moves = any(unsharded.nbytes for unsharded in self._unsharded)
 
     def _bind_bucket(self, buffer: ShardBuffer, *, allow_in_place: bool) -> None:
         bucket, device = buffer.bucket, self._runtime.device
@@ -180,7 +216,6 @@ class UnitBuffers:
         numel = bucket.unsharded_numel - first
         flat = torch.empty(numel, dtype=bucket.compute_dtype, device=device)
         unsharded = _Unsharded(flat, first, flat.untyped_storage().size())
-        unsharded.free()
         self._unsharded.append(unsharded)
         self.in_place |= in_place
         for position, param in enumerate(bucket.params):
@@ -195,6 +230,7 @@ class UnitBuffers:
                 torch.Size(param.spec.shape),
                 _contiguous_strides(param.spec.shape),
             )
+        unsharded.free()  # after `set_`, which makes a storage as large as the view needs
 
 
 def whole_views(bucket: BucketLayout, flat: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -233,25 +269,23 @@ class GradientShards:
         )
         self.views = [self.flat] if whole else shard_views(bucket, self.flat, rank)
         self.wrapped = [wrap(view) for wrap, view in zip(wraps, self.views, strict=True)]
-        self._own_uses = self._uses()
+        self._storages = [view.untyped_storage() for view in self.views]
+        self._addresses = [storage._cdata for storage in self._storages]
+        self._own_uses = self._uses() if _HAS_USE_COUNT else 0
 
     @property
     def is_unused(self) -> bool:
         """Whether no gradient is in use any more."""
-        return hasattr(torch.Tensor, "_use_count") and self._uses() == self._own_uses
+        return _HAS_USE_COUNT and self._uses() == self._own_uses
 
     def _uses(self) -> int:
-        return sum(map(_references, self.wrapped)) + sum(map(_storage_references, self.views))
-
-
-def _references(tensor: torch.Tensor) -> int:
-    """Count who refers to a tensor, from Python and from C++ (``.grad``)."""
-    return sys.getrefcount(tensor) + getattr(tensor, "_use_count", int)()
-
-
-def _storage_references(tensor: torch.Tensor) -> int:
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata)
+        """Count who refers to the gradients and their memory, from Python and from C++ (``.grad``)."""
+        uses = 0
+        for tensor in self.wrapped:
+            uses += _references(tensor) + tensor._use_count()  # type: ignore[attr-defined]
+        for storage, address in zip(self._storages, self._addresses, strict=True):
+            uses += _references(storage) + _storage_uses(address)
+        return uses
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -154,6 +154,11 @@ class ExtendedParameters:
             for item in self._items:
                 item.receive([next(columns) for _ in item.inputs], policy.param_dtype)
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What unsharded parameters are made of."""
+        return [tensor for item in self._items for tensor in (*item.outputs, *item.inner)]
+
     def free(self) -> None:
         for item in self._items:
             item.free()

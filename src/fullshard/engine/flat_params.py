@@ -193,6 +193,14 @@ class HiddenParameter(PieceParameter):
         return nn.Parameter(piece, requires_grad=original.requires_grad)
 
     @property
+    def is_only_registered(self) -> bool:
+        return False
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._holder.sharded.requires_grad
+
+    @property
     def holder(self) -> ShardHolder:
         return self._holder
 
@@ -249,7 +257,8 @@ class FlatHolder:
 
     @property
     def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
-        return list((getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}).values())
+        hooks = self.sharded._post_accumulate_grad_hooks
+        return [*hooks.values()] if hooks else []
 
     def wrap_shard(self, local: torch.Tensor) -> torch.Tensor:
         return local

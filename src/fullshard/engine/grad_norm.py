@@ -48,6 +48,7 @@ def clip_grad_norm_(
         part = _local_power(locals_, norm_type, device)
         for group in groups:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            part = _for_group(part, group)
             dist.all_reduce(part, op=op, group=group)
         parts.append(part)
     stacked = torch.stack([part.to(parts[0].device) for part in parts])
@@ -68,7 +69,16 @@ def _piece_groups(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     if isinstance(parameter, DTensor):
         return ()
     owner = owner_of(parameter)  # type: ignore[arg-type]
-    return (owner.shard_group,) if owner is not None and owner.shard_group is not None else ()
+    group = owner.shard_group if owner is not None else None
+    return (group,) if group is not None and group.size() > 1 else ()
+
+
+def _for_group(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return a number where the group can sum it: of offloaded gradients it is in host memory."""
+    devices = getattr(group, "_device_types", [])  # a stand-in has none
+    if not devices or part.device.type in {device.type for device in devices}:
+        return part
+    return part.to(devices[0])
 
 
 def _shard_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:

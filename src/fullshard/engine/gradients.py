@@ -11,6 +11,7 @@ keeps ``grad=None``.
 
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -18,9 +19,9 @@ import torch
 from fullshard.comm.hooked import reduce_by_hook
 from fullshard.comm.interface import Comm, Reduction, Scaling, Sum, shard_views
 from fullshard.engine.accumulation import show_gradient
-from fullshard.engine.buffers import GradientShards
+from fullshard.engine.buffers import KEPT_NBYTES, GradientShards
 from fullshard.engine.params import ManagedParameter, ShardHolder
-from fullshard.engine.runtime import Lane, Runtime
+from fullshard.engine.runtime import Lane, Runtime, no_grad
 from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout, rows_layout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
@@ -42,6 +43,31 @@ class _BucketPlan:
     holders: list[ShardHolder]
     pool: list[GradientShards] = dataclasses.field(default_factory=list)
     partial: torch.Tensor | None = None
+    recipe: "_Recipe | None" = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a holder has a gradient already."""
+        for holder in self.holders:  # noqa: SIM110  (a third of the cost of `any`)
+            if holder.sharded.grad is not None:
+                return True
+        return False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How a bucket is reduced under one configuration.
+
+    total_dtype: in which the sum over the shard axis is formed.
+    is_final: whether that sum is what the holders get, if they have no gradient yet.
+    """
+
+    config: UnitConfig
+    accumulated: bool
+    how: Sum
+    reduce_dtype: torch.dtype
+    total_dtype: torch.dtype
+    is_final: bool
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +89,11 @@ class InFlight:
     event: torch.Event | None = None
     is_finished: bool = False
 
+    @property
+    def is_for_host(self) -> bool:
+        """Whether the host has to wait before anybody reads the gradients."""
+        return self.event is not None and self.gradients.are_on_host
+
     def finish(self) -> None:
         """Form the sums and give them to the sharded parameters."""
         self.gradients.finish(self)
@@ -70,9 +101,21 @@ class InFlight:
 
     def release(self) -> None:
         """Let compute wait for it, and drop what it held."""
-        self.gradients.wait_for(self.event)
+        self.gradients.runtime.wait(self.event)
         self.buckets.clear()
         self.grads.clear()
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """The memory of gradients that are reduced into place."""
+        return [item.shards.flat for item in self.buckets if item.shards is not None]
+
+    @property
+    def temporaries(self) -> list[torch.Tensor]:
+        """What else it holds."""
+        totals = () if self.is_finished else (i.total for i in self.buckets if i.shards is None)
+        sources = (tensor for item in self.buckets for tensor in item.reduction.tensors)
+        return [*totals, *sources, *(grad for grad in self.grads if grad is not None)]
 
     def discard(self) -> None:
         """Wait for what is under way and forget the result."""
@@ -95,15 +138,18 @@ class UnitGradients:
         self._mesh = mesh
         self._shard_comm = shard_comm
         self._replicate_comm = replicate_comm
-        self._runtime = runtime
+        self.runtime = runtime
         self._params: list[ManagedParameter] = []
         self._specs: list[ParamSpec] = []
         self._flat_layout: UnitLayout | None = None
         self._plans: dict[tuple[bool, ...], list[_BucketPlan]] = {}
+        self._alive: weakref.WeakSet[GradientShards] = weakref.WeakSet()
 
     def use_comm(self, shard_comm: Comm) -> None:
         """Reduce like this over the shard axis; layouts stay as they are."""
         self._shard_comm = shard_comm
+        for plan in itertools.chain.from_iterable(self._plans.values()):
+            plan.recipe = None
 
     def bind(
         self,
@@ -133,6 +179,37 @@ class UnitGradients:
             needs[self._replicate_comm].append(bucket.shard_numel * wire.itemsize)
         return needs
 
+    def hand_over(self, grads: Sequence[torch.Tensor | None], config: UnitConfig) -> bool:
+        """Make full gradients the sharded parameters' own, where one rank has all of everything.
+
+        Returns False, and does nothing, if they have to be summed, scaled, cast or moved first.
+        """
+        if self._mesh.data_parallel_size > 1 or config.gradient_divide_factor not in (None, 1.0):
+            return False
+        if config.comm_hook or config.all_reduce_hook or config.reduce_scatter_unused_params:
+            return False
+        plans = self._plan()
+        for plan in plans:
+            recipe = self._recipe(plan, config, accumulated=False)
+            if not recipe.is_final or recipe.reduce_dtype != plan.bucket.dtype or _is_whole(plan):
+                return False
+        with no_grad():
+            for plan in plans:
+                for index, holder in zip(plan.indices, plan.holders, strict=True):
+                    grad = grads[index]
+                    if grad is not None and holder.sharded.requires_grad:
+                        self._hand_over(grad, holder)
+        return True
+
+    def _hand_over(self, grad: torch.Tensor, holder: ShardHolder) -> None:
+        local = holder.local_grad
+        if local is not None:
+            local.add_(grad)
+        else:
+            holder.sharded.grad = holder.wrap_shard(grad.to(holder.sharded.dtype).contiguous())
+        for hook in holder.post_accumulate_hooks:
+            hook(holder.sharded)
+
     def start(
         self, grads: Sequence[torch.Tensor | None], config: UnitConfig, *, accumulated: bool
     ) -> InFlight:
@@ -141,28 +218,26 @@ class UnitGradients:
         accumulated: whether they hold the sum of several backwards, in the reduce dtype.
         """
         in_flight = InFlight(self, [], config, list(grads))
-        ready = self._runtime.record()
-        scaling = self._scaling(config)
-        if self._mesh.replicate_size > 1:
-            scaling = Scaling(scaling.before, 1.0)  # the rest follows the all-reduce
-        with self._runtime.on(Lane.REDUCE), torch.no_grad():
-            self._runtime.wait(ready)
+        ready = self.runtime.record()
+        with self.runtime.on(Lane.REDUCE), no_grad():
+            self.runtime.wait(ready)
             for plan in self._plan():
-                shards, total = self._destination(plan, config)
+                recipe = self._recipe(plan, config, accumulated=accumulated)
+                shards, total = self._destination(plan, recipe)
                 full = [grads[index] for index in plan.indices]
                 if config.comm_hook is not None:
                     reduction = reduce_by_hook(config.comm_hook, plan.bucket, full, total)
                 else:
-                    wire_dtype = _wire_dtype(plan.bucket, config, accumulated=accumulated)
-                    how = Sum(wire_dtype, scaling, f"{self.label}: reduce-scatter")
-                    reduction = self._shard_comm.reduce_scatter(plan.bucket, full, total, how)
+                    reduction = self._shard_comm.reduce_scatter(
+                        plan.bucket, full, total, recipe.how
+                    )
                 in_flight.buckets.append(_BucketInFlight(plan, reduction, total, shards))
-        if not self._runtime.has_streams:
+        if not self.runtime.has_streams:
             in_flight.grads.clear()
         return in_flight
 
     def finish(self, in_flight: InFlight) -> None:
-        with self._runtime.on(Lane.REDUCE), torch.no_grad():
+        with self.runtime.on(Lane.REDUCE), no_grad():
             for item in in_flight.buckets:
                 present = item.reduction.wait()
                 if item.plan.bucket.is_flat or in_flight.config.reduce_scatter_unused_params:
@@ -175,7 +250,7 @@ class UnitGradients:
                     self._deposit_low(item, in_flight.config)
                 else:
                     self._deposit(item, present)
-            in_flight.event = self._runtime.record()
+            in_flight.event = self.runtime.record()
 
     def flat_gradients(self) -> list[torch.Tensor | None]:
         """Return the memory of flat gradients, a bucket at a time; None where they lie elsewhere."""
@@ -185,14 +260,43 @@ class UnitGradients:
         ]
 
     @property
+    def partial_sums(self) -> list[torch.Tensor]:
+        """Sums over the shard axis that wait for their all-reduce."""
+        plans = itertools.chain.from_iterable(self._plans.values())
+        return [plan.partial for plan in plans if plan.partial is not None]
+
+    @property
+    def pooled(self) -> list[GradientShards]:
+        """The memory of gradients that were reduced, in use or kept for the next step."""
+        plans = itertools.chain.from_iterable(self._plans.values())
+        return [shards for plan in plans for shards in plan.pool]
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of gradient shards: in use, being made, or kept for the next step."""
+        return sum(shards.flat.nbytes for shards in self._alive)
+
+    @property
     def overlaps(self) -> bool:
         return self._shard_comm.overlaps
 
-    def wait_for(self, event: torch.Event | None) -> None:
-        """Let compute wait for an event; the host as well, if it is to read the gradients."""
-        self._runtime.wait(event)
-        if self._params and self._params[0].local.is_cpu:
-            self._runtime.finish(event)
+    @property
+    def are_on_host(self) -> bool:
+        """Whether gradients are offloaded."""
+        return bool(self._params) and self._params[0].local.is_cpu
+
+    def free_unused(self) -> None:
+        """Free large gradient memory that nobody uses, where forward has a use for it.
+
+        Over process groups that is so: unsharded parameters come and go with every unit, and take
+        it from the allocator. Elsewhere memory is kept for the next backward, since new memory
+        costs page faults, and on devices views of small parameters cost more than their memory.
+        """
+        if self.runtime.has_streams or not self._shard_comm.overlaps:
+            return
+        for plan in itertools.chain.from_iterable(self._plans.values()):
+            if plan.bucket.shard_nbytes > KEPT_NBYTES:
+                plan.pool = [shards for shards in plan.pool if not shards.is_unused]
 
     @property
     def has_partial(self) -> bool:
@@ -206,7 +310,7 @@ class UnitGradients:
             plan.partial = None
 
     def _plan(self) -> list[_BucketPlan]:
-        mask = tuple(param.requires_grad for param in self._params)
+        mask = tuple([param.requires_grad for param in self._params])
         plans = self._plans.get(mask)
         if plans is None:
             trainable = [index for index, yes in enumerate(mask) if yes]
@@ -240,23 +344,40 @@ class UnitGradients:
         return plans
 
     def _destination(
-        self, plan: _BucketPlan, config: UnitConfig
+        self, plan: _BucketPlan, recipe: _Recipe
     ) -> tuple[GradientShards | None, torch.Tensor]:
         """Choose where a sum goes: into the gradients' own memory if it is final as it comes."""
-        dtype = _reduce_dtype(plan.bucket, config)
-        if config.comm_hook is None:
-            dtype = self._shard_comm.accumulate_dtype(dtype)
-        final = (
-            dtype == plan.bucket.dtype
-            and plan.holders[0].local.device == self._runtime.device
-            and (config.all_reduce_grads or self._mesh.replicate_size == 1)
-            and not config.keep_low_precision_grads
-            and all(holder.sharded.grad is None for holder in plan.holders)
-        )
-        if final:
-            shards = self._gradient_shards(plan, self._runtime.device)
+        if recipe.is_final and not plan.has_gradient:
+            shards = self._gradient_shards(plan, self.runtime.device)
             return shards, shards.flat
-        return None, self._runtime.scratch.take(plan.bucket.shard_numel, dtype)
+        return None, self.runtime.scratch.take(plan.bucket.shard_numel, recipe.total_dtype)
+
+    def _recipe(self, plan: _BucketPlan, config: UnitConfig, *, accumulated: bool) -> _Recipe:
+        known = plan.recipe
+        if known is not None and known.config is config and known.accumulated == accumulated:
+            return known
+        bucket = plan.bucket
+        reduce_dtype = total_dtype = _reduce_dtype(bucket, config)
+        if config.comm_hook is None and self._mesh.data_parallel_size > 1:
+            total_dtype = self._shard_comm.accumulate_dtype(reduce_dtype)
+        scaling = self._scaling(config)
+        if self._mesh.replicate_size > 1:
+            scaling = Scaling(scaling.before, 1.0)  # the rest follows the all-reduce
+        wire_dtype = _wire_dtype(bucket, config, accumulated=accumulated)
+        plan.recipe = _Recipe(
+            config,
+            accumulated,
+            Sum(wire_dtype, scaling, f"{self.label}: reduce-scatter"),
+            reduce_dtype,
+            total_dtype,
+            is_final=(
+                total_dtype == bucket.dtype
+                and plan.holders[0].local.device == self.runtime.device
+                and (config.all_reduce_grads or self._mesh.replicate_size == 1)
+                and not config.keep_low_precision_grads
+            ),
+        )
+        return plan.recipe
 
     def _reduce_replicas(self, item: _BucketInFlight, config: UnitConfig) -> bool:
         """Sum over the replicate axis. Returns False if that is put off."""
@@ -265,7 +386,7 @@ class UnitGradients:
         plan, total = item.plan, item.total
         if plan.partial is not None:
             total.add_(plan.partial)
-            self._runtime.scratch.give(plan.partial)
+            self.runtime.scratch.give(plan.partial)
             plan.partial = None
         if not config.all_reduce_grads:
             plan.partial = total
@@ -281,39 +402,44 @@ class UnitGradients:
         if config.all_reduce_hook is None:
             return
         stream = config.all_reduce_hook_stream
-        if stream is None or not self._runtime.has_streams:
+        if stream is None or not self.runtime.has_streams:
             config.all_reduce_hook(total)
             return
-        before = self._runtime.record()
+        before = self.runtime.record()
         with stream:
-            self._runtime.wait(before)
+            self.runtime.wait(before)
             config.all_reduce_hook(total)
-            after = self._runtime.record()
-        self._runtime.wait(after)
+            after = self.runtime.record()
+        self.runtime.wait(after)
 
     def _deposit(self, item: _BucketInFlight, present: Sequence[bool]) -> None:
         """Set or add to the sharded parameters' gradients."""
         plan, shards = item.plan, item.shards
-        if shards is None and all(holder.sharded.grad is None for holder in plan.holders):
-            shards = self._gradient_shards(plan, plan.holders[0].local.device)
+        device = plan.holders[0].local.device
+        is_first = not plan.has_gradient
+        if shards is None and (is_first or device != item.total.device):
+            shards = self._gradient_shards(plan, device)
             shards.flat.copy_(item.total, non_blocking=True)
+            if not is_first:  # the host adds
+                self.runtime.finish(self.runtime.record())
         views = shards.views if shards is not None else self._views(plan, item.total)
         for position, holder in enumerate(plan.holders):
-            if not present[position] or not _takes_gradient(plan, holder):
+            if not present[position] or (plan.bucket.is_flat and not _takes_gradient(holder)):
                 continue
-            local = holder.local_grad
-            if local is not None:
-                local.add_(views[position].to(local.device))
+            if shards is not None and is_first:
+                holder.sharded.grad = shards.wrapped[position]
+            elif (local := holder.local_grad) is not None:
+                local.add_(views[position])
             elif shards is not None:
                 holder.sharded.grad = shards.wrapped[position]
             else:
                 local = views[position].to(holder.local.device, holder.sharded.dtype, copy=True)
                 holder.sharded.grad = holder.wrap_shard(local)
             for hook in holder.post_accumulate_hooks:
-                self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
+                self.runtime.finish(self.runtime.record() if holder.local.is_cpu else None)
                 hook(holder.sharded)
         if item.shards is None:
-            self._runtime.scratch.give(item.total)
+            self.runtime.scratch.give(item.total)
         if shards is not None:
             plan.pool.append(shards)
             del plan.pool[:-_POOLED]
@@ -321,15 +447,16 @@ class UnitGradients:
     def _deposit_low(self, item: _BucketInFlight, config: UnitConfig) -> None:
         """Set or add to the gradients, in the reduce dtype."""
         dtype = _reduce_dtype(item.plan.bucket, config)
-        views = self._views(item.plan, item.total)
+        # If offloaded: one copy of all, which the host waits for.
+        views = self._views(item.plan, item.total.to(item.plan.holders[0].local.device))
         for holder, view in zip(item.plan.holders, views, strict=True):
-            if not _takes_gradient(item.plan, holder):
+            if item.plan.bucket.is_flat and not _takes_gradient(holder):
                 continue
             if holder.local_grad is not None:
                 holder.local_grad.add_(view)
                 continue
             show_gradient(holder.sharded, view.to(holder.local.device, dtype, copy=True))
-        self._runtime.scratch.give(item.total)
+        self.runtime.scratch.give(item.total)
 
     def _views(self, plan: _BucketPlan, total: torch.Tensor) -> list[torch.Tensor]:
         """View a sum as what each holder gets of it."""
@@ -342,14 +469,16 @@ class UnitGradients:
             if shards.is_unused and shards.flat.device == device:
                 return plan.pool.pop(position)
         with torch.inference_mode(False):
-            return GradientShards(
+            shards = GradientShards(
                 plan.bucket,
                 self._mesh.shard_rank,
                 device,
                 [holder.wrap_shard for holder in plan.holders],
                 whole=_is_whole(plan),
-                pin_memory=device != self._runtime.device,
+                pin_memory=device != self.runtime.device,
             )
+        self._alive.add(shards)
+        return shards
 
     def _scaling(self, config: UnitConfig) -> Scaling:
         """Return by what to divide: the number of ranks that see different data.
@@ -384,9 +513,9 @@ def _is_whole(plan: _BucketPlan) -> bool:
     return plan.bucket.is_flat and not isinstance(plan.holders[0], ManagedParameter)
 
 
-def _takes_gradient(plan: _BucketPlan, holder: ShardHolder) -> bool:
+def _takes_gradient(holder: ShardHolder) -> bool:
     """Whether there is anything to give: a rank may own nothing of a flat bucket's parameter."""
-    return not plan.bucket.is_flat or (holder.sharded.requires_grad and holder.sharded.numel() > 0)
+    return holder.sharded.requires_grad and holder.sharded.numel() > 0
 
 
 def _round(total: torch.Tensor, dtype: torch.dtype) -> None:
@@ -395,7 +524,8 @@ def _round(total: torch.Tensor, dtype: torch.dtype) -> None:
     A wider result would cost nothing, but programs expect the gradients that they know.
     """
     if dtype.itemsize < total.itemsize:
-        for block in total.split(_BLOCK):
+        # In blocks that stay in cache; on other devices a block would cost its launch.
+        for block in total.split(_BLOCK) if total.is_cpu else (total,):
             block.copy_(block.to(dtype))
 
 

@@ -41,8 +41,10 @@ from fullshard.engine.precision import (
     map_tensors,
     replace_differentiable,
 )
+from fullshard.engine.root_share import warn_of_large_root
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
+from fullshard.plan.trace import Kind
 from fullshard.plan.units import clean_name, contains, lowest_common_unit
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
 
@@ -61,6 +63,7 @@ class ModuleState:
     ) -> None:
         """hooks: False where the module's own methods do what 1, 3 and 8 stand for."""
         self.all_units = list(units)
+        self._units: list[Unit] | None = None  # those with parameters, once ties are resolved
         self._has_hooks = hooks
         self.training_state = TrainingState.IDLE
         self._reduced: UnitConfig | None = None  # what applies again after full precision
@@ -106,6 +109,8 @@ class ModuleState:
     @property
     def units(self) -> list[Unit]:
         """The units that own parameters."""
+        if self._units is not None:
+            return self._units
         return [unit for unit in self.all_units if unit.params]
 
     @property
@@ -151,6 +156,8 @@ class ModuleState:
                 )
         self._states = list(dict.fromkeys(named.values()))
         for state in self._states:
+            state._units = None
+        for state in self._states:
             name = ", ".join(clean_name(name) for name, other in named.items() if other is state)
             for unit in state.all_units:
                 unit.set_name(name)
@@ -159,10 +166,12 @@ class ModuleState:
         for unit in self.all_units:
             unit.become_root()
         for state in self._states:
+            state._units = state.units
             state._cast_buffers()
         units = [unit for state in self._states for unit in state.units]
         for unit in units:
             unit.adopt()
+        warn_of_large_root(root, units, self.units)
         self._own_iteration = Iteration(units)
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
@@ -285,10 +294,15 @@ class ModuleState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not torch.is_grad_enabled() or not self.units:
             return args, kwargs
-        inputs = differentiable_tensors((args, kwargs))
+        inputs = [
+            *differentiable_tensors(args),
+            *(differentiable_tensors(kwargs) if kwargs else ()),
+        ]
         if not inputs:
             return args, kwargs
-        return replace_differentiable((args, kwargs), mark_after_backward(self, inputs))
+        marked = iter(mark_after_backward(self, inputs))
+        args = replace_differentiable(args, marked)
+        return args, replace_differentiable(kwargs, marked) if kwargs else kwargs
 
     # 3
 
@@ -339,6 +353,8 @@ class ModuleState:
             iteration.start_backward_unshard(unit)
         for unit in self.units:
             unit.wait_unshard()
+        if iteration.observer is not None:
+            iteration.observer.enter(Kind.BACKWARD, self.units)
         if not self.backward_prefetch:
             for unit in reversed(self.units):
                 iteration.prefetch_backward(unit)
@@ -381,6 +397,7 @@ class ModuleState:
     def _before_state_dict(self, *_: Any) -> None:
         for unit in self.units:
             unit.reshard()
+            unit.finish_reading()
 
     def _after_load(self, *_: Any) -> None:
         self.follow_changes()

@@ -20,16 +20,19 @@ may write, as ever with autograd.
 
 import collections
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from fullshard.engine.gradients import InFlight
+from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.order import ForwardOrder
-from fullshard.engine.runtime import Lane, outside_transforms
+from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.plan.schedule import Recorder
+from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch, ShardedState
 
 
@@ -42,6 +45,7 @@ class Iteration:
         self.has_run = False
         self._number = {id(unit): number for number, unit in enumerate(self.units)}
         self._order = ForwardOrder(self.units)
+        self._checks_order = False
         self._recorder = Recorder()
         self._positions: dict[int, list[int]] = collections.defaultdict(list)
         self._in_flight: collections.deque[InFlight] = collections.deque()
@@ -51,6 +55,8 @@ class Iteration:
         self._expects_backward = False
         self._fenced_since_backward = True
         self.post_optim_event: torch.Event | None = None
+        self.observer: Observer | None = None
+        self._for_host: torch.Event | None = None  # when gradients are in host memory
         self.connect()
 
     def connect(self) -> None:
@@ -65,6 +71,12 @@ class Iteration:
         for comm in self._comms:
             comm.prepare(needs.get(comm, []))
 
+    def observe(self, observer: Observer | None) -> None:
+        """Tell this observer what happens from now on, or nobody."""
+        self.observer = observer
+        for unit in self.units:
+            unit.observer = observer
+
     # Forward
 
     @property
@@ -78,13 +90,17 @@ class Iteration:
 
     def begin_forward(self, root: Any) -> None:
         self.has_run = True
+        if self.observer is not None or profiler._is_profiler_enabled:
+            self.observe(follow_profiler(self.observer))
         self._forward_root = weakref.ref(root)
         self._expects_backward = torch.is_grad_enabled()
         self._recorder.start_pass()
+        self._checks_order = self._order.is_checked
         for unit in self.units:
             unit.follow_changes()
-        if self.units:
-            self.units[0].runtime.wait_on(Lane.ALL_GATHER, self.post_optim_event)
+        if self.units and self.units[0].runtime.has_streams:
+            # Compute as well: it reads shards in place, or tells peers that they may.
+            self.units[0].runtime.wait(self.post_optim_event)
         self.post_optim_event = None
         self.fence("before forward")
         self._fenced_since_backward = True
@@ -96,24 +112,29 @@ class Iteration:
         self, units: Sequence[Unit], *, prefetches: bool, is_training: bool = True
     ) -> None:
         """A module's forward starts: its units become usable."""
-        if is_training and not is_in_backward():
+        is_recomputation = is_in_backward()  # backward has its own order
+        if self._checks_order and is_training and not is_recomputation:
             for unit in units:
                 self._order.check(self._number[id(unit)])
         for unit in units:
             unit.unshard()
         for unit in units:
             unit.wait_unshard()
-            if is_in_backward():
-                continue  # a recomputation: backward has its own order
+            if is_recomputation:
+                continue
             following = self._recorder.next_unit(self._number[id(unit)])
             prefetches &= unit.config.forward_prefetch
-            if prefetches and following is not None and self.units[following].comm.overlaps:
+            if prefetches and following is not None and self.units[following].gains_from_prefetch:
                 self.units[following].unshard()
+        if self.observer is not None and not is_recomputation:
+            self.observer.enter(Kind.FORWARD, units)
 
     def end_units(self, units: Sequence[Unit], *, is_differentiable: bool) -> None:
         """A module's forward is over."""
         if is_in_backward():
             return  # its backward comes next
+        if self.observer is not None:
+            self.observer.leave(Kind.FORWARD, units)
         for unit in units:
             if self._expects_backward and is_differentiable:
                 position = self._recorder.expect_backward(self._number[id(unit)])
@@ -147,7 +168,7 @@ class Iteration:
         if not positions:
             return  # differentiated more often than it ran
         previous = self._recorder.before(positions.pop())
-        if previous is None or not self.units[previous].comm.overlaps:
+        if previous is None or not self.units[previous].gains_from_prefetch:
             return
         when = unit.config.backward_prefetch
         if when is BackwardPrefetch.BACKWARD_PRE:
@@ -161,12 +182,16 @@ class Iteration:
 
     @outside_transforms
     def after_backward(self, unit: Unit) -> None:
+        if self.observer is not None:
+            self.observer.leave(Kind.BACKWARD, (unit,))
         grads = unit.take_gradients()
         config = unit.config
         if config.reshard_after_backward:
             unit.reshard()
         else:
             unit.hide_unsharded()
+        if config.reduce_grads and unit.comm.overlaps:
+            self._finish_reductions(keep=0)  # over by now: this one takes their memory
         if not config.reduce_grads:
             unit.accumulate(grads)
         elif (in_flight := unit.reduce(grads)) is not None:
@@ -193,17 +218,29 @@ class Iteration:
                 if unit.state is ShardedState.GATHERING:  # prefetched, but never used
                     unit.wait_unshard()
                     unit.reshard()
+                    unit.finish_reading()
         self.fence("after backward")
 
     # Any time
 
+    @property
+    def in_flight(self) -> Sequence[InFlight]:
+        """Reductions that hold memory."""
+        return self._in_flight
+
     def fence(self, label: str) -> None:
         """See [Note: Fences]."""
+        if self.observer is not None:
+            self.observer.begin(Kind.FENCE)
         for comm in self._comms:
             comm.fence(label)
+        if self.observer is not None:
+            self.observer.end()
 
     def reset(self, *, keeps_gradients: bool) -> None:
         """Forget an iteration that an exception ended, and what backwards before it accumulated."""
+        if self.observer is not None:
+            self.observer.forget()
         for in_flight in self._in_flight:
             in_flight.discard()
         for comm in self._comms:
@@ -224,14 +261,30 @@ class Iteration:
             self._in_flight.append(then)
         unfinished = [item for item in self._in_flight if not item.is_finished]
         for item in unfinished[: max(len(unfinished) - keep, 0)]:
-            item.finish()
+            self._wait_for(item, item.finish)
         # A finished one still holds tensors that its lane reads; compute waits before they go.
         while len(self._in_flight) > self._max_in_flight and self._in_flight[0].is_finished:
-            self._in_flight.popleft().release()
+            self._release_first()
 
     def _release_events(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft().release()
+            self._release_first()
+        if self._for_host is not None:
+            self.units[0].runtime.finish(self._for_host)
+            self._for_host = None
+
+    def _release_first(self) -> None:
+        in_flight = self._in_flight.popleft()
+        self._wait_for(in_flight, in_flight.release)
+        if in_flight.is_for_host:
+            self._for_host = in_flight.event  # the lane's last one covers those before it
+
+    def _wait_for(self, in_flight: InFlight, wait: Callable[[], None]) -> None:
+        if self.observer is not None:
+            self.observer.begin(Kind.WAIT_REDUCE_SCATTER, in_flight.gradients)
+        wait()
+        if self.observer is not None:
+            self.observer.end()
 
 
 def is_in_backward() -> bool:

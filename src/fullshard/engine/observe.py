@@ -51,8 +51,8 @@ class UnitDescription:
             f"    mesh {self.mesh}; {self.communication}",
             f"    {self.dtypes}; reshard after forward: {self.reshard_after_forward}; "
             f"gradients divided by {self.divide_factor:g}",
-            f"    {moved}; this rank holds {_nbytes(self.shard_nbytes)} of "
-            f"{_nbytes(self.unsharded_nbytes)} unsharded",
+            f"    {moved}; this rank holds {format_nbytes(self.shard_nbytes)} of "
+            f"{format_nbytes(self.unsharded_nbytes)} unsharded",
         ]
         if any(extras):
             lines.append("    " + "; ".join(extra for extra in extras if extra))
@@ -67,7 +67,7 @@ class Description:
 
     def __str__(self) -> str:
         total = sum(unit.shard_nbytes for unit in self.units)
-        head = f"{len(self.units)} units, {_nbytes(total)} of parameters on this rank"
+        head = f"{len(self.units)} units, {format_nbytes(total)} of parameters on this rank"
         return "\n".join([head, *(str(unit) for unit in self.units)])
 
 
@@ -129,5 +129,6 @@ def _dtype(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _nbytes(nbytes: int) -> str:
+def format_nbytes(nbytes: int) -> str:
+    """Write a size as people read it."""
     return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:,.1f} KiB"

@@ -23,10 +23,13 @@ class ForwardOrder:
         self._current: list[int] = []
         self._has_warned = False
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether the user asked for it (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
+        return dist.get_debug_level() == dist.DebugLevel.DETAIL
+
     def check(self, number: int) -> None:
         """Compare the unit that runs now. Raises StateError, on all ranks, if others run another."""
-        if dist.get_debug_level() != dist.DebugLevel.DETAIL:
-            return
         position = len(self._current)
         self._current.append(number)
         if self._first is None:

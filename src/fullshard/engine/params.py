@@ -42,34 +42,34 @@ class Slot:
     def __init__(self, module: nn.Module, name: str) -> None:
         self.name = name
         self.module = weakref.ref(module)
-        self._parameters = module._parameters
+        self.registry = module._parameters
         # Such as nn.LSTM, which keeps lists of its weights up to date.
-        self._by_setattr = type(module).__setattr__ is not nn.Module.__setattr__
+        self.by_setattr = type(module).__setattr__ is not nn.Module.__setattr__
 
     @property
     def current(self) -> nn.Parameter | None:
-        return self._parameters.get(self.name)
+        return self.registry.get(self.name)
 
     def register(self, parameter: nn.Parameter) -> None:
-        module = self.module() if self._by_setattr else None
+        module = self.module() if self.by_setattr else None
         if module is None:
-            self._parameters[self.name] = parameter
+            self.registry[self.name] = parameter
         else:
             setattr(module, self.name, parameter)
 
     def remove(self) -> None:
         """Register nothing."""
-        self._parameters.pop(self.name, None)
+        self.registry.pop(self.name, None)
 
     def put_aside(self, tensor: torch.Tensor) -> None:
         """Make a tensor the module's attribute without registering it as a parameter."""
         module = self.module()
         if module is None:
             return
-        self._parameters.pop(self.name, None)
-        if self._by_setattr:
+        self.registry.pop(self.name, None)
+        if self.by_setattr:
             setattr(module, self.name, tensor)
-            self._parameters.pop(self.name, None)
+            self.registry.pop(self.name, None)
         module.__dict__[self.name] = tensor
 
     def take_back(self, parameter: nn.Parameter) -> None:
@@ -142,8 +142,13 @@ class ManagedParameter(abc.ABC):
         """The shape of this rank's shard."""
 
     @property
+    def is_only_registered(self) -> bool:
+        """Whether showing one of its two forms is setting an entry of each module's dictionary."""
+        return not any(slot.by_setattr for slot in self.slots)
+
+    @property
     def requires_grad(self) -> bool:
-        return self.holder.sharded.requires_grad
+        return self.sharded.requires_grad
 
     @property
     def holder(self) -> "ShardHolder":
@@ -175,7 +180,8 @@ class ManagedParameter(abc.ABC):
 
     @property
     def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
-        return list((getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}).values())
+        hooks = self.sharded._post_accumulate_grad_hooks
+        return [*hooks.values()] if hooks else []
 
     def take_gradient(self) -> torch.Tensor | None:
         """Take what autograd accumulated: this rank's whole tensor, to be reduced.
@@ -255,6 +261,10 @@ class ManagedParameter(abc.ABC):
         """Whether something else than its own forms is registered."""
         current = self.slots[0].current
         return all(current is not form for form in self.forms)
+
+    def has_moved(self, memory: torch.Tensor) -> bool:
+        """Whether the registered parameter is another, or its shard lies elsewhere than there."""
+        return self.is_replaced or not self.is_at(memory)
 
     @abc.abstractmethod
     def follow_replacement(self) -> None:
@@ -386,6 +396,11 @@ class DTensorParameter(ManagedParameter):
 
     def is_at(self, memory: torch.Tensor) -> bool:
         return self.local is memory
+
+    def has_moved(self, memory: torch.Tensor) -> bool:
+        if self.slots[0].current is self.sharded and self.local is memory:
+            return False  # as it nearly always is
+        return super().has_moved(memory)
 
     def move_shard(self, target: torch.Tensor) -> None:
         local = self.local

@@ -45,10 +45,17 @@ class Runtime:
         """Return the device's lanes, the same for every model on it."""
         return Runtime(device)
 
+    @property
+    def allocated_nbytes(self) -> int | None:
+        """What tensors occupy on the device; None where no allocator counts it."""
+        if self.device.type == "cpu":
+            return None
+        return torch.accelerator.memory_allocated(self.device)
+
     def on(self, lane: Lane) -> contextlib.AbstractContextManager[Any]:
         """Make a lane the current stream."""
         if not self.has_streams or lane is Lane.COMPUTE:
-            return contextlib.nullcontext()
+            return _NOTHING
         return self._stream(lane)
 
     def record(self) -> torch.Event | None:
@@ -64,11 +71,6 @@ class Runtime:
         if event is not None:
             torch.accelerator.current_stream(self.device).wait_event(event)
 
-    def wait_on(self, lane: Lane, event: torch.Event | None) -> None:
-        """Let a lane wait for an event."""
-        with self.on(lane):
-            self.wait(event if self.has_streams else None)
-
     def finish(self, event: torch.Event | None) -> None:
         """Let the host wait for an event."""
         if event is not None:
@@ -78,6 +80,24 @@ class Runtime:
         if lane not in self._streams:
             self._streams[lane] = torch.Stream(self.device, priority=-1)
         return self._streams[lane]
+
+
+class no_grad:  # noqa: N801  (torch's name)
+    """``torch.no_grad`` as a context alone, at a third of its cost."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        if self._before:
+            torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._before:
+            torch._C._set_grad_enabled(True)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -26,11 +26,14 @@ from fullshard.engine.buffers import UnitBuffers
 from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.flat_params import FlatHolder
 from fullshard.engine.gradients import InFlight, UnitGradients
+from fullshard.engine.observer import Observer
 from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
-from fullshard.engine.runtime import Lane, Runtime, outside_transforms
+from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
+from fullshard.engine.switch import Switch
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.layout import UnitLayout, retype, rows_layout
 from fullshard.plan.mesh import MeshPlan
+from fullshard.plan.trace import Kind
 from fullshard.policies import ShardedState, UnitConfig
 
 logger = logging.getLogger("fullshard")
@@ -81,13 +84,16 @@ class Unit:
         self.device = device
         self.config = config
         self.name = ""
+        self._gather_label = "root: all-gather"
         self.is_root = False
         self.runtime = Runtime.of(device)
-        self.comm = select_comm(mesh.shard_group, device, config.comm)
+        shards_on = torch.device("cpu") if config.offload_to_cpu else device
+        self.comm = select_comm(mesh.shard_group, device, config.comm, shards_on=shards_on)
         self.replicate_comm = select_comm(mesh.replicate_group, device, config.comm)
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
         self.reduce_group: dist.ProcessGroup | None = None  # set_separate_reduce_scatter_group
         self.state = ShardedState.SHARDED
+        self.observer: Observer | None = None
         self.params: list[ManagedParameter] = []
         self.buffers: UnitBuffers | None = None
         self.is_hidden = False  # unsharded, but the sharded parameters are registered
@@ -96,7 +102,8 @@ class Unit:
         holders = (param.holder for param in params)
         self.flat = next((each for each in holders if isinstance(each, FlatHolder)), None)
         self._flat_layout = layout
-        self._gathered_of: list[int] = []
+        self._gathered_of: list[int] = []  # of what may stay unsharded: the versions of the shards
+        self._switch: Switch | None = None
         self._accumulates = False
         self._accumulation: FlatAccumulation | None = None
         self._extended = ExtendedParameters([], mesh.mesh, 1, device)
@@ -113,6 +120,7 @@ class Unit:
     def set_params(self, params: Sequence[ManagedParameter]) -> None:
         """Take these parameters, and allocate their memory unless some are still on meta."""
         self.params = list(params)
+        self._switch = None
         for param in self.params:
             param.shard_group = self.mesh.shard_group
             param.show_sharded()
@@ -149,6 +157,7 @@ class Unit:
         Parameters may be replaced, moved or cast by others between steps: ``to_empty``,
         ``load_state_dict(assign=True)``, ``model.half()``. A change of dtype makes a new layout.
         """
+        self._switch = None
         for param in self.params:
             param.follow_replacement()
         on_meta = [param.name for param in self.params if param.local.is_meta]
@@ -176,7 +185,7 @@ class Unit:
             flat = None if self._flat_layout is None else layout
             self.gradients.bind(self.params, specs, flat)
             self._create_unsharded()
-        for holder in self._holders:
+        for holder in self.holders:
             self._check_device(holder)
         with torch.no_grad():
             self._move_shards()
@@ -190,7 +199,8 @@ class Unit:
             param.move_shard(self.buffers.shard(index))
 
     @property
-    def _holders(self) -> list[ShardHolder]:
+    def holders(self) -> list[ShardHolder]:
+        """What an optimizer updates: each parameter, or one for all of them."""
         return list(dict.fromkeys(param.holder for param in self.params))
 
     def _split(self) -> None:
@@ -257,6 +267,9 @@ class Unit:
 
         Parameters that stayed unsharded are freed if the shards were written to since.
         """
+        if self._switch is not None and not self._switch.is_current:
+            self._switch = None  # a parameter was registered in one more place
+        self.gradients.free_unused()
         if self.params and self._shards_moved():
             self.adopt()
         if self.is_unsharded and not self.is_held and self._shard_versions() != self._gathered_of:
@@ -273,41 +286,52 @@ class Unit:
 
     # Moving between states
 
-    @outside_transforms
     def unshard(self) -> None:
         """Start gathering the parameters; no effect if they are gathered or being gathered."""
-        if self.state in (ShardedState.GATHERING, ShardedState.UNSHARDED):
-            return
-        if not self.params:
-            return
+        is_sharded = self.state in (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD)
+        if is_sharded and self.params:
+            self._start_gather()
+
+    @outside_transforms
+    def _start_gather(self) -> None:
         assert self.buffers is not None
-        label = f"{self.name or 'root'}: all-gather"
-        works = self.buffers.start_unshard(label)
+        if self.observer is not None:
+            self.observer.begin(Kind.ALL_GATHER, self.gradients)
+        works = self.buffers.start_unshard(self._gather_label)
         if self._extended:
-            works.append(self._start_extended(label))
-        if self.runtime.has_streams:
+            works.append(self._start_extended(self._gather_label))
+        if works and self.runtime.has_streams:
             with self.runtime.on(Lane.ALL_GATHER):
                 for work in works:
                     work.wait()
                 self._gathered = self.runtime.record()
             works = []
         self._works = works
-        self._gathered_of = self._shard_versions()
+        may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
+        self._gathered_of = self._shard_versions() if may_stay else []
         self._enter(ShardedState.GATHERING)
+        if self.observer is not None:
+            self.observer.end()
 
-    @outside_transforms
     def wait_unshard(self) -> None:
         """Make the unsharded parameters usable and put them on the modules."""
-        if self.is_hidden:
+        if self.state is ShardedState.GATHERING:
+            self._use_gathered()
+        elif self.is_hidden:
             self._show_unsharded()
-        if self.state is not ShardedState.GATHERING:
-            return
+
+    @outside_transforms
+    def _use_gathered(self) -> None:
+        if self.observer is not None:
+            self.observer.begin(Kind.WAIT_ALL_GATHER, self.gradients)
         self._finish_gather()
         if self._extended_region is not None:
             self._extended.outputs(self._extended_region, self.config.mp_policy)
             self._extended_region = None
         self._show_unsharded()
         self._enter(ShardedState.UNSHARDED)
+        if self.observer is not None:
+            self.observer.end()
 
     def hide_unsharded(self) -> None:
         """Register the sharded parameters, but keep the unsharded ones for the next forward.
@@ -316,21 +340,33 @@ class Unit:
         """
         if self.is_flat and self.is_unsharded:
             self.is_hidden = True
-            for param in self.params:
-                param.show_sharded()
+            for each in self._shown():
+                each.show_sharded()
 
     def _show_unsharded(self) -> None:
         self.is_hidden = False
-        for param in self.params:
-            param.show_unsharded()
+        for each in self._shown():
+            each.show_unsharded()
 
-    @outside_transforms
+    def _shown(self) -> Sequence[Switch | ManagedParameter]:
+        """Return what shows the parameters in one form or the other."""
+        if self._switch is not None:
+            return (self._switch,)
+        is_simple = not self._extended and self.mesh.post_forward is None
+        if not is_simple or not all(param.is_only_registered for param in self.params):
+            return self.params
+        self._switch = Switch(self.params)
+        return (self._switch,)
+
     def reshard(self, *, after_forward: bool = False) -> None:
         """Free the unsharded parameters and put the sharded ones on the modules."""
         if after_forward and self.keeps_after_forward:
             return
-        if self.state in (ShardedState.SHARDED, ShardedState.GATHERING) or not self.params:
-            return
+        if self.state is ShardedState.UNSHARDED or self.state is ShardedState.SHARDED_POST_FORWARD:
+            self._free(after_forward=after_forward)
+
+    @outside_transforms
+    def _free(self, *, after_forward: bool) -> None:
         assert self.buffers is not None
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             if after_forward:
@@ -348,9 +384,16 @@ class Unit:
             self.buffers.free_unsharded()
             self._extended.free()
         self.is_hidden = False
-        for param in self.params:
-            param.show_sharded()
+        for each in self._shown():
+            each.show_sharded()
         self._enter(ShardedState.SHARDED)
+        if self.observer is not None:
+            self.observer.changed(self)
+
+    def finish_reading(self) -> None:
+        """Return once nothing reads shards in host memory any more, so that the host may write."""
+        if self.config.offload_to_cpu:
+            self.runtime.finish(self.runtime.record())
 
     def reset(self, *, keeps_gradients: bool) -> None:
         """Return to SHARDED from anywhere (after an exception)."""
@@ -366,6 +409,13 @@ class Unit:
         self._accumulates = False
         self.gradients.drop_partial()
         self._take_accumulated()
+
+    @property
+    def gains_from_prefetch(self) -> bool:
+        """Whether it helps to unshard early: that something moves, and by itself."""
+        if self.comm.overlaps:
+            return True
+        return self.runtime.has_streams and self.buffers is not None and self.buffers.moves
 
     @property
     def is_unsharded(self) -> bool:
@@ -386,7 +436,18 @@ class Unit:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take what autograd has accumulated, one full gradient a parameter."""
+        if self._switch is not None and self._switch.is_plain:
+            return self._switch.take_gradients()
         return [param.take_gradient() for param in self.params]
+
+    @property
+    def unreduced(self) -> list[torch.Tensor]:
+        """What `accumulate` keeps."""
+        if self._accumulation is not None:
+            return self._accumulation.memory
+        if not self._accumulates:
+            return []
+        return [p.accumulated_grad for p in self.params if p.accumulated_grad is not None]
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep full gradients for a later reduction, in the reduce dtype."""
@@ -414,7 +475,14 @@ class Unit:
             grads = self._take_accumulated()
         if all(grad is None for grad in grads) and not self.config.reduce_scatter_unused_params:
             return None
-        return self.gradients.start(grads, self.config, accumulated=accumulated)
+        if self.gradients.hand_over(grads, self.config):
+            return None
+        if self.observer is not None:
+            self.observer.begin(Kind.REDUCE_SCATTER, self.gradients)
+        in_flight = self.gradients.start(grads, self.config, accumulated=accumulated)
+        if self.observer is not None:
+            self.observer.end()
+        return in_flight
 
     def _take_accumulated(self) -> list[torch.Tensor | None]:
         if self._accumulation is not None:
@@ -426,6 +494,19 @@ class Unit:
             param.accumulated_grad = None
         return grads
 
+    # What it holds, beside its buffers and gradients
+
+    @property
+    def extended_memory(self) -> list[torch.Tensor]:
+        """What extended parameters are made of while they are unsharded."""
+        return self._extended.memory
+
+    @property
+    def gathering(self) -> list[torch.Tensor]:
+        """What a gather under way holds; it may read the shards themselves."""
+        region = [] if self._extended_region is None else [self._extended_region]
+        return [*region, *(tensor for work in self._works for tensor in work.tensors)]
+
     # Messages
 
     @property
@@ -434,6 +515,7 @@ class Unit:
 
     def set_name(self, name: str) -> None:
         self.name = name
+        self._gather_label = f"{name or 'root'}: all-gather"
         self.gradients.label = name or "root"
 
     def become_root(self) -> None:
@@ -457,7 +539,7 @@ class Unit:
 
     def _finish_gather(self) -> None:
         # Written through tensors of their own, so autograd sees no change of what it saved.
-        with torch.no_grad():
+        with no_grad():
             for work in self._works:
                 work.wait()
         self._works = []
@@ -466,6 +548,7 @@ class Unit:
 
     def _create_unsharded(self) -> None:
         assert self.buffers is not None
+        self._switch = None
         for index, param in enumerate(self._plain):
             param.create_unsharded(self.buffers.unsharded(index))
 
@@ -489,13 +572,13 @@ class Unit:
             return True
         if self.flat is not None:
             return not self.flat.is_at(buffers.flat_shards[0])
-        return any(param.is_replaced for param in self.params) or any(
-            not param.is_at(buffers.shard(index)) for index, param in enumerate(self._plain)
-        )
+        if self._extended and any(param.is_replaced for param in self.params):
+            return True
+        return any(param.has_moved(buffers.shard(i)) for i, param in enumerate(self._plain))
 
     def _shard_versions(self) -> list[int]:
         """Count the writes to each shard, through its DTensor or through its local tensor."""
-        return [own.sharded._version + own.local._version for own in self._holders]
+        return [own.sharded._version + own.local._version for own in self.holders]
 
     def _post_forward_comm(self) -> ProcessGroupComm | None:
         mesh = self.mesh.post_forward

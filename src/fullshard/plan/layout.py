@@ -176,6 +176,15 @@ class BucketLayout:
         return bool(self.params) and self.params[0].route is Route.FLAT
 
     @functools.cached_property
+    def is_gapless(self) -> bool:
+        """Whether a shard buffer is nothing but even shards of leading dims, one after the other."""
+        return (
+            bool(self.params)
+            and all(param.is_even and param.spec.shard_dim == 0 for param in self.params)
+            and not any(self.columns[1::2])
+        )
+
+    @functools.cached_property
     def columns(self) -> tuple[int, ...]:
         """Cut a rank's shard buffer: each parameter's chunk, then the padding after it.
 

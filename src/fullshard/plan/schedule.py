@@ -157,10 +157,12 @@ class Recorder:
         self.for_backward: list[int] = []  # forwards whose backward is still to come
         self._pass: list[int] = []
         self._last_pass: list[int] = []
+        self._agrees = True  # this pass with the last, so far
 
     def start_pass(self) -> None:
         """A forward of the whole model begins."""
         self._last_pass, self._pass = self._pass, []
+        self._agrees = True
 
     def next_unit(self, unit: int) -> int | None:
         """Record that ``unit`` runs forward now; return the unit that followed in the last pass.
@@ -170,9 +172,10 @@ class Recorder:
         """
         self._pass.append(unit)
         count = len(self._pass)
-        if len(self._last_pass) <= count or self._last_pass[:count] != self._pass:
+        if not self._agrees or len(self._last_pass) <= count:
             return None
-        return self._last_pass[count]
+        self._agrees = self._last_pass[count - 1] == unit
+        return self._last_pass[count] if self._agrees else None
 
     def expect_backward(self, unit: int) -> int:
         """Record a forward that will be differentiated; return its position."""

@@ -1,0 +1,239 @@
+"""How parameters lie in what collectives move, and copying them in and out.
+
+What is packed travels rank by rank: a *region* holds every rank's packed shards, one rank's after
+the other's. Making views of it costs more than copying a small parameter, and they are the same
+from step to step, so small regions are kept, lent again, and keep their views.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.plan.layout import BucketLayout, ParamLayout, Route
+
+Views = list[torch.Tensor]
+
+_KEPT_NBYTES = 1 << 20  # beyond, copying costs more than making views, and keeping memory too much
+
+
+class Region:
+    """1-D memory of ``shard_size`` equal parts, with views of the parameters in it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.kind = (memory.numel(), memory.dtype)
+        self.is_kept = memory.numel() * memory.itemsize <= _KEPT_NBYTES
+        self._views: dict[tuple[int, bool], tuple[BucketLayout, list[Views]]] = {}
+
+    def places(self, bucket: BucketLayout, *, packed_only: bool = True) -> list[Views]:
+        """Return, a parameter at a time, where its shards lie: part by part as in `shard_parts`.
+
+        An even parameter has one place, a matrix with a row from each rank. Ranks' parts may be
+        longer than the bucket needs.
+        """
+        key = (id(bucket), packed_only)
+        known = self._views.get(key)
+        if known is not None and known[0] is bucket:
+            return known[1]
+        places = _places(bucket, self.memory, packed_only=packed_only)
+        self._views[key] = (bucket, places)
+        return places
+
+
+class Regions:
+    """Lends regions: ``take`` one, and ``give`` it back once nothing reads it any more.
+
+    Lent again in the order of one lane, so that no event is needed between its users.
+    """
+
+    def __init__(self, device: torch.device, purpose: str) -> None:
+        self.purpose = purpose
+        self._device = device
+        self._free: dict[tuple[int, torch.dtype], list[Region]] = {}
+
+    @property
+    def free(self) -> list[torch.Tensor]:
+        """What is kept and not lent."""
+        return [region.memory for free in list(self._free.values()) for region in list(free)]
+
+    @staticmethod
+    @functools.cache
+    def of(device: torch.device, purpose: str) -> "Regions":
+        """Return the device's regions for one purpose, which is what one lane does."""
+        return Regions(device, purpose)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Region:
+        free = self._free.get((numel, dtype))
+        if free:
+            try:
+                return free.pop()
+            except IndexError:  # another rank of this process, as a thread, was faster
+                pass
+        with torch.inference_mode(False):
+            # Zeros, since padding travels too and may be summed.
+            return Region(torch.zeros(numel, dtype=dtype, device=self._device))
+
+    def give(self, region: Region) -> None:
+        if region.is_kept:
+            self._free.setdefault(region.kind, []).append(region)
+
+
+class Landing:
+    """Where gathered parameters belong in an unsharded buffer: views that are made once.
+
+    first: the element of the unsharded buffer at which ``unsharded`` begins.
+    direct: where each direct parameter belongs, 1-D; none if they are read in place.
+    """
+
+    def __init__(self, bucket: BucketLayout, unsharded: torch.Tensor, first: int) -> None:
+        self.unsharded = unsharded
+        self._bucket = bucket
+        self.direct: Views = []
+        self._packed: Views = []
+        for param in bucket.params:
+            is_packed = param.route is Route.PACKED
+            if not is_packed and first:
+                continue
+            whole = unsharded.narrow(0, param.unsharded_offset - first, param.spec.numel)
+            if not is_packed:
+                self.direct.append(whole)
+            elif param.is_even:
+                self._packed.append(whole.view(param.shard_size, param.chunk_numel))
+            else:
+                self._packed.extend(shard_parts(param, whole))
+
+    def copy_out(self, region: Region) -> None:
+        """Copy every packed parameter from the region of all ranks to where it belongs."""
+        if self._packed:
+            sources = [place for places in region.places(self._bucket) for place in places]
+            torch._foreach_copy_(self._packed, sources)
+
+
+def copy_in_gradients(
+    bucket: BucketLayout,
+    grads: Sequence[torch.Tensor | None],
+    region: Region | torch.Tensor,
+    *,
+    packed_only: bool = False,
+    divisor: float = 1.0,
+) -> None:
+    """Copy gradients, divided by ``divisor``, into a rank-major region; None becomes zeros.
+
+    region: each rank's shard buffer after the other, or only what is packed of it. It may have
+    more columns than that, but for a flat bucket, whose padding is set to zero.
+    """
+    if bucket.is_flat:
+        memory = region.memory if isinstance(region, Region) else region
+        _copy_in_flat(bucket, grads, memory, divisor)
+        return
+    if not isinstance(region, Region):
+        region = Region(region)
+    start = len(bucket.direct) if packed_only else 0
+    if region.is_kept and bucket.is_gapless and _copy_in_at_once(bucket, grads[start:], region):
+        if divisor != 1.0:
+            region.memory.div_(divisor)
+        return
+    all_places = region.places(bucket, packed_only=packed_only)
+    targets: Views = []
+    sources: Views = []
+    missing: Views = []
+    for param, grad, places in zip(bucket.params[start:], grads[start:], all_places, strict=True):
+        if grad is None:
+            missing.extend(places)
+            continue
+        targets.extend(places)
+        full = grad.contiguous()
+        if param.is_even:
+            sources.append(full.view(param.shard_size, -1))
+        else:
+            sources.extend(shard_parts(param, full))
+    if targets:
+        torch._foreach_copy_(targets, sources)
+        if divisor != 1.0:
+            torch._foreach_div_(targets, divisor)
+    if missing:
+        torch._foreach_zero_(missing)
+
+
+def _copy_in_at_once(
+    bucket: BucketLayout, grads: Sequence[torch.Tensor | None], region: Region
+) -> bool:
+    """Fill a small region by one operation, if it holds these gradients and nothing else."""
+    numel, dtype = region.kind
+    sources = [grad for grad in grads if grad is not None and grad.dtype == dtype]
+    if len(sources) < len(grads) or sum([grad.numel() for grad in sources]) != numel:
+        return False
+    torch._chunk_cat(sources, 0, bucket.shard_size, out=region.memory.view(bucket.shard_size, -1))
+    return True
+
+
+def _places(bucket: BucketLayout, region: torch.Tensor, *, packed_only: bool) -> list[Views]:
+    start = len(bucket.direct) if packed_only else 0
+    first = bucket.packed_offset if packed_only else 0
+    matrix = region.view(bucket.shard_size, -1)
+    stride = matrix.size(1)
+    columns = bucket.columns[2 * start :]
+    pieces = matrix.split_with_sizes((*columns, stride - sum(columns)), 1)[:-1:2]
+    return [
+        [piece]
+        if param.is_even
+        else shard_places(param, region, offset=param.shard_offset - first, stride=stride)
+        for param, piece in zip(bucket.params[start:], pieces, strict=True)
+    ]
+
+
+def _copy_in_flat(
+    bucket: BucketLayout,
+    grads: Sequence[torch.Tensor | None],
+    region: torch.Tensor,
+    divisor: float,
+) -> None:
+    columns = region.split_with_sizes(bucket.columns)
+    pieces, padding = columns[::2], columns[1::2]
+    found = [(piece, grad) for piece, grad in zip(pieces, grads, strict=True) if grad is not None]
+    if found:
+        torch._foreach_copy_([piece for piece, _ in found], [grad.reshape(-1) for _, grad in found])
+        if divisor != 1.0:
+            torch._foreach_div_([piece for piece, _ in found], divisor)
+    missing = [piece for piece, grad in zip(pieces, grads, strict=True) if grad is None]
+    blank = [part for part in (*missing, *padding) if part.numel()]
+    if blank:
+        torch._foreach_zero_(blank)
+
+
+def shard_parts(param: ParamLayout, full: torch.Tensor) -> list[torch.Tensor]:
+    """Split a parameter or its gradient into all shards of full size, and the shorter last one.
+
+    full: the parameter's elements, contiguous, in any shape.
+    """
+    if param.spec.numel == 0:
+        return []
+    rows = param.rows_per_shard
+    num_rows = param.spec.shape[param.spec.shard_dim]
+    whole, rest = divmod(num_rows, rows)
+    cube = full.view(param.outer_numel, num_rows, param.inner_numel)
+    parts = [cube[:, : whole * rows].unflatten(1, (whole, rows)).transpose(0, 1)]
+    if rest:
+        parts.append(cube[:, whole * rows :])
+    return parts
+
+
+def shard_places(
+    param: ParamLayout, region: torch.Tensor, *, offset: int, stride: int
+) -> list[torch.Tensor]:
+    """Return where `shard_parts` lie, part by part, in a rank-major region.
+
+    region: 1-D; rank r's shard of the parameter begins at ``offset + r * stride``.
+    """
+    if param.spec.numel == 0:
+        return []
+    base = region.storage_offset() + offset
+    outer, rows, inner = param.outer_numel, param.rows_per_shard, param.inner_numel
+    whole, rest = divmod(param.spec.shape[param.spec.shard_dim], rows)
+    full_shards = (whole, outer, rows, inner), (stride, rows * inner, inner, 1)
+    places = [region.as_strided(*full_shards, base)]
+    if rest:
+        last_shard = (outer, rest, inner), (rest * inner, inner, 1)
+        places.append(region.as_strided(*last_shard, base + whole * stride))
+    return places

@@ -1,0 +1,53 @@
+"""Showing all parameters of a unit in one form or the other at once."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.engine.params import ManagedParameter
+
+
+class Switch:
+    """Shows many parameters in one form or the other, where nothing but registering is to be done.
+
+    What `ManagedParameter.show_sharded` and `show_unsharded` do, for all parameters of a unit at a
+    fraction of the cost: it happens four times in a step.
+    """
+
+    def __init__(self, params: Sequence[ManagedParameter]) -> None:
+        self._entries = [
+            (slot.registry, slot.name, param.sharded, param.current_unsharded())
+            for param in params
+            for slot in param.slots
+        ]
+        self._params = params
+        self._num_slots = len(self._entries)
+        self.is_plain = all(param.form.unsharded is None for param in params)
+
+    @property
+    def is_current(self) -> bool:
+        return sum([len(param.slots) for param in self._params]) == self._num_slots
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Do what `ManagedParameter.take_gradient` does, for parameters that are plain tensors."""
+        grads: list[torch.Tensor | None] = []
+        for param in self._params:
+            unsharded = param.unsharded
+            assert unsharded is not None
+            grad = unsharded.grad
+            if grad is not None:
+                if grad.layout is not torch.strided:
+                    grad = param.take_gradient()  # says what is wrong
+                unsharded.grad = None
+            grads.append(grad)
+        return grads
+
+    def show_sharded(self) -> None:
+        for registry, name, sharded, _ in self._entries:
+            registry[name] = sharded
+
+    def show_unsharded(self) -> None:
+        for registry, name, sharded, unsharded in self._entries:
+            if unsharded.requires_grad is not sharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
+            registry[name] = unsharded

@@ -1,0 +1,9 @@
+"""Checks of the CUDA path on one GPU.
+
+    python -m tests.gpu                    every check, one line each; 1 if one failed, 2 without a GPU
+    python -m tests.gpu --only overlap     those whose name contains a word
+    python -m tests.gpu --device cpu       those that have a meaning there, over Gloo
+
+Needs nothing but torch: pytest runs the same checks through `test_gpu.py` where there is one. Every
+rank of a check is a process of its own, so that one that fails takes no other with it.
+"""

@@ -1,0 +1,169 @@
+"""`python -m tests.gpu`: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu.checks import CHECKS
+from tests.gpu.place import Place
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 150.0
+NO_GPU = 2
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a check ended: passed, failed or skipped, and what it said."""
+
+    name: str
+    outcome: str
+    seconds: float
+    text: str
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", default="", help="checks whose name contains this")
+    parser.add_argument("--jobs", type=int, default=3, help="checks at a time")
+    parser.add_argument("--out", type=Path, help="write the results here as JSON")
+    parser.add_argument("--list", action="store_true", help="print the names and end")
+    for name in ("run", "rank", "size", "store"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.list:
+        print("\n".join(CHECKS))
+        return 0
+    if options.run:
+        return run_rank(options)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU: torch.cuda.is_available() is False, so no check was run", file=sys.stderr)
+        return NO_GPU
+    names = [name for name in CHECKS if options.only in name]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = []
+        for result in pool.map(lambda name: run_check(name, options.device), names):
+            results.append(result)
+            print(f"{result.outcome:7} {result.seconds:6.1f} s  {result.name}: {_first(result)}")
+            sys.stdout.flush()
+    failed = [result for result in results if result.outcome == "failed"]
+    for result in failed:
+        print(f"\n--- {result.name}\n{result.text}")
+    print(
+        f"{len(results) - len(failed)} of {len(results)} checks did not fail on {_device(options)}"
+    )
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        found = {
+            "device": _device(options),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "date": time.strftime("%Y-%m-%d"),
+            "checks": [asdict(result) for result in results],
+        }
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
+    return 1 if failed else 0
+
+
+def run_check(name: str, device: str) -> Result:
+    """Run a check's ranks as processes, and say how it ended."""
+    check = CHECKS[name]
+    if check.needs_cuda and device != "cuda":
+        return Result(name, "skipped", 0.0, "needs CUDA")
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        command = [sys.executable, "-m", "tests.gpu", "--device", device, "--run", name]
+        command += ["--size", str(check.ranks), "--store", store, "--rank"]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                cwd=ROOT,
+                env=_environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(check.ranks)
+        ]
+        texts = [_collect(rank, start + LIMIT_S) for rank in ranks]
+    seconds = time.monotonic() - start
+    bad = [i for i, rank in enumerate(ranks) if rank.returncode != 0]
+    if bad:
+        said = [f"rank {i} (exit code {ranks[i].returncode}):\n{texts[i][-4000:]}" for i in bad]
+        return Result(name, "failed", seconds, "\n".join(said))
+    return Result(name, "passed", seconds, texts[0].strip().rpartition("\n")[2])
+
+
+def run_rank(options: argparse.Namespace) -> int:
+    """Be one rank of a check."""
+    check = CHECKS[options.run]
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    if options.device == "cuda":
+        torch.cuda.set_device(device)
+    rank, size = int(options.rank), int(options.size)
+    dist.init_process_group(
+        check.backend if options.device == "cuda" else "gloo",
+        store=dist.FileStore(options.store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=LIMIT_S),
+    )
+    try:
+        print(check.run(Place(device, rank, size)), flush=True)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # peers may be waiting, and so would destroying the group
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _collect(rank: subprocess.Popen[str], deadline: float) -> str:
+    try:
+        text, _ = rank.communicate(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        rank.kill()
+        text, _ = rank.communicate()
+        text += f"\nnot over after {LIMIT_S:.0f} s"
+    return text
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for equal bits
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def _device(options: argparse.Namespace) -> str:
+    return torch.cuda.get_device_name(0) if options.device == "cuda" else "the CPU"
+
+
+def _first(result: Result) -> str:
+    if result.outcome != "failed":
+        return result.text
+    return next((line for line in reversed(result.text.splitlines()) if line.strip()), "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
