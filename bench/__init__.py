@@ -1,16 +1,18 @@
-"""Benchmarks of fullshard against PyTorch's own data parallelism.
+"""Benchmarks of fullshard against PyTorch's own data parallelism and DeepSpeed.
 
 One script per question, each printing ratios against peers measured in the same run:
 
     python -m bench.step          step time, losses and host memory of training
+    python -m bench.alone         what one rank costs over the unwrapped model, to a percent
     python -m bench.host          host time per unit, at 8 and at 1,024 ranks
     python -m bench.memory        peak tensor bytes per rank over what must be there
-    python -m bench.collectives   all-gather and reduce-scatter against a memory copy
+    python -m bench.collectives   all-gather and reduce-scatter against a memory copy and Gloo
+    python -m bench.gpu           training on one GPU (`make gpu-check`)
     python -m bench.run_all       all of them in one table beside the goals (`make bench`)
 
 Run them from the repository root, on Linux (memory is read from /proc). Every script takes
-`--help`, `--json` and `--out FILE`. The other files are shared by them: `model` (what is trained),
-`implementations` (who trains it), `ranks` (the processes), `resident` and `tensor_bytes` (two ways
-to measure memory), `tables` (printing and JSON). `LOG.md` records what each change was expected to
-do and what it did.
+`--help` and `--json`, and `--out` to write its results. The other files are shared by them: `model`
+(what is trained), `implementations` and `zero3` (who trains it), `ranks` (the processes), `resident`
+and `tensor_bytes` (two ways to measure memory), `goals` (what ours should reach), `tables` (printing
+and JSON). `LOG.md` records what each change was expected to do and what it did.
 """

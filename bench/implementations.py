@@ -1,11 +1,10 @@
-"""Who trains the model: plain local compute, PyTorch's data parallelism, and fullshard.
+"""Who trains the model: plain local compute, PyTorch's data parallelism, DeepSpeed, and fullshard.
 
 Each implementation wraps the same model the way its documentation recommends: one unit per block
-and one for the rest.
+and one for the rest (DeepSpeed finds its own).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 
+from . import zero3
 from .model import GPT, BatchSize, Block, Shape, batches, build_model
 from .ranks import Rank
 
 Precision = Literal["fp32", "bf16"]
 OptimizerName = Literal["adamw", "foreach", "fused"]
+Sync = Literal["last", "each"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Work:
     """What is trained and how; the same value goes to every implementation.
 
     `mesh_shape` (4,) shards over four ranks, (2, 2) shards over two and replicates over two.
-    bf16 keeps float32 parameters and reductions, and computes in bfloat16.
+    bf16 keeps float32 parameters and reductions, and computes in bfloat16. `sync` says in which of
+    a step's micro-batches gradients travel between ranks.
     """
 
     shape: Shape = field(default_factory=Shape)
@@ -40,18 +42,36 @@ class Work:
     precision: Precision = "fp32"
     optimizer: OptimizerName = "adamw"
     num_microbatches: int = 1
+    sync: Sync = "last"
     mesh_shape: tuple[int, ...] = (2,)
 
 
-class Implementation(NamedTuple):
-    """A way to train: how it wraps the model, and how it goes through a micro-batch.
+class Wrapped(NamedTuple):
+    """What a rank trains with; DeepSpeed's engine is both."""
 
-    `microbatch(model, is_last)` returns the context for one forward and backward; gradients
-    travel between ranks only in the last one.
+    model: nn.Module
+    optimizer: Any
+
+
+def _in_order(_model: Any, num_microbatches: int) -> Iterable[int]:
+    return range(num_microbatches)
+
+
+class Implementation(NamedTuple):
+    """A way to train: how it wraps the model, and how it goes through a step's micro-batches.
+
+    `in_last` and `in_each` take the wrapped model and a number of micro-batches, and iterate over
+    them: gradients travel between ranks in the last one, or in each.
     """
 
-    wrap: Callable[[GPT, Work], nn.Module]
-    microbatch: Callable[[Any, bool], AbstractContextManager[Any]]
+    wrap: Callable[[GPT, Work], Wrapped]
+    in_last: Callable[[Any, int], Iterable[int]]
+    in_each: Callable[[Any, int], Iterable[int]] = _in_order
+
+    def microbatches(self, model: nn.Module, work: Work) -> Iterable[int]:
+        waits = work.sync == "last" and work.num_microbatches > 1
+        iterate = self.in_last if waits else self.in_each
+        return iterate(model, work.num_microbatches)
 
 
 class MasterCopy(nn.Module):
@@ -108,7 +128,10 @@ def _wrap_ddp(model: GPT, work: Work) -> nn.Module:
     return DistributedDataParallel(inner, gradient_as_bucket_view=True)
 
 
-def _wrap_fsdp1(model: GPT, work: Work, *, library: Any) -> nn.Module:
+def _wrap_fsdp1(
+    model: GPT, work: Work, *, library: Any, comm: Literal["auto", "process_group"] = "auto"
+) -> nn.Module:
+    fullshard.set_default_comm(comm)
     mixed = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     hybrid = len(work.mesh_shape) > 1
     strategy = library.ShardingStrategy
@@ -154,27 +177,71 @@ def _mesh(work: Work) -> DeviceMesh:
     return init_device_mesh("cpu", work.mesh_shape, mesh_dim_names=names)
 
 
-def _no_sync_until_last(model: Any, is_last: bool) -> AbstractContextManager[Any]:
-    context: AbstractContextManager[Any] = nullcontext() if is_last else model.no_sync()
-    return context
+def _wrap_deepspeed(model: GPT, work: Work) -> Wrapped:
+    optimizer = build_optimizer(model, work)
+    in_bf16 = work.precision == "bf16"
+    engine = zero3.wrap(model, optimizer, sequences=work.batch.sequences, in_bf16=in_bf16)
+    return Wrapped(engine, engine)
 
 
-def _set_requires_gradient_sync(model: Any, is_last: bool) -> AbstractContextManager[Any]:
-    model.set_requires_gradient_sync(is_last)
-    return nullcontext()
+def build_optimizer(model: nn.Module, work: Work) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=1e-4,
+        foreach=True if work.optimizer == "foreach" else None,
+        fused=True if work.optimizer == "fused" else None,
+    )
+
+
+def _with_optimizer(wrap: Callable[[GPT, Work], nn.Module]) -> Callable[[GPT, Work], Wrapped]:
+    def wrap_and_build(model: GPT, work: Work) -> Wrapped:
+        wrapped = wrap(model, work)
+        return Wrapped(wrapped, build_optimizer(wrapped, work))
+
+    return wrap_and_build
+
+
+def _no_sync(model: Any, num_microbatches: int) -> Iterator[int]:
+    with model.no_sync():
+        yield from range(num_microbatches - 1)
+    yield num_microbatches - 1
+
+
+def _requires_gradient_sync(model: Any, num_microbatches: int) -> Iterator[int]:
+    for i in range(num_microbatches):
+        model.set_requires_gradient_sync(i == num_microbatches - 1)
+        yield i
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "local": Implementation(_wrap_local, lambda _model, _is_last: nullcontext()),
-    "ddp": Implementation(_wrap_ddp, _no_sync_until_last),
-    "fsdp1": Implementation(partial(_wrap_fsdp1, library=fsdp), _no_sync_until_last),
-    "fsdp2": Implementation(_wrap_fsdp2, _set_requires_gradient_sync),
-    "fullshard": Implementation(partial(_wrap_fullshard, comm="auto"), _set_requires_gradient_sync),
-    "fullshard-fsdp1": Implementation(partial(_wrap_fsdp1, library=fullshard), _no_sync_until_last),
+    "local": Implementation(_with_optimizer(_wrap_local), _in_order),
+    "ddp": Implementation(_with_optimizer(_wrap_ddp), _no_sync),
+    "fsdp1": Implementation(_with_optimizer(partial(_wrap_fsdp1, library=fsdp)), _no_sync),
+    "fsdp2": Implementation(_with_optimizer(_wrap_fsdp2), _requires_gradient_sync),
+    "deepspeed": Implementation(_wrap_deepspeed, zero3.reduce_in_last, zero3.reduce_in_each),
+    "fullshard": Implementation(
+        _with_optimizer(partial(_wrap_fullshard, comm="auto")), _requires_gradient_sync
+    ),
+    "fullshard-fsdp1": Implementation(
+        _with_optimizer(partial(_wrap_fsdp1, library=fullshard)), _no_sync
+    ),
+    "fullshard-fsdp1-pg": Implementation(
+        _with_optimizer(partial(_wrap_fsdp1, library=fullshard, comm="process_group")), _no_sync
+    ),
     "fullshard-pg": Implementation(
-        partial(_wrap_fullshard, comm="process_group"), _set_requires_gradient_sync
+        _with_optimizer(partial(_wrap_fullshard, comm="process_group")), _requires_gradient_sync
     ),
 }
+
+
+def why_not(implementation: str, work: Work) -> str | None:
+    """Say why an implementation cannot do this work, None if it can."""
+    if implementation == "deepspeed":
+        if not zero3.is_installed():
+            return "not installed"
+        if len(work.mesh_shape) > 1:
+            return zero3.NO_HYBRID
+    return None
 
 
 class Training:
@@ -184,9 +251,8 @@ class Training:
         if implementation != "local":
             rank.init_gloo()
         self._implementation = IMPLEMENTATIONS[implementation]
-        self.model = self._implementation.wrap(build_model(work.shape), work)
-        self.optimizer = _build_optimizer(self.model, work.optimizer)
-        self._num_microbatches = work.num_microbatches
+        self.model, self.optimizer = self._implementation.wrap(build_model(work.shape), work)
+        self._work = work
         self._batches = batches(work.batch, vocab=work.shape.vocab, rank=rank.index)
 
     def run(self, num_steps: int) -> list[float]:
@@ -201,23 +267,12 @@ class Training:
 
     def backward_microbatches(self) -> Iterator[float]:
         """Run forward and backward of a step, yielding each micro-batch's part of the loss."""
-        for i in range(self._num_microbatches):
+        for _ in self._implementation.microbatches(self.model, self._work):
             tokens, targets = next(self._batches)
-            is_last = i == self._num_microbatches - 1
-            with self._implementation.microbatch(self.model, is_last):
-                loss = self.model(tokens, targets) / self._num_microbatches
-                loss.backward()
+            loss = self.model(tokens, targets) / self._work.num_microbatches
+            loss.backward()
             yield loss.item()
 
 
 def build_training(rank: Rank, *, implementation: str, work: Work) -> Training:
     return Training(rank, implementation, work)
-
-
-def _build_optimizer(model: nn.Module, name: OptimizerName) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=1e-4,
-        foreach=True if name == "foreach" else None,
-        fused=True if name == "fused" else None,
-    )

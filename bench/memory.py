@@ -42,7 +42,14 @@ from .resident import PeakPss, pss_nbytes
 from .tables import Progress, Table, add_output_options, emit, positive
 from .tensor_bytes import LiveTensors, shared_mappings
 
-SHARDED = ("fsdp1", "fsdp2", "fullshard", "fullshard-fsdp1", "fullshard-pg")
+SHARDED = (
+    "fsdp1",
+    "fsdp2",
+    "fullshard",
+    "fullshard-fsdp1",
+    "fullshard-pg",
+    "fullshard-fsdp1-pg",
+)
 _NUM_WARM_UP_STEPS = 2
 _NUM_STEPS = 2
 

@@ -1,217 +1,332 @@
 """Every benchmark in one table beside the goals.
 
-    python -m bench.run_all            about 25 minutes on 2 cores
-    python -m bench.run_all --quick    under 5 minutes: fewer rounds, settings and peers
+    python -m bench                             about 40 minutes on 2 cores
+    python -m bench --quick                     about 6: fewer rounds, settings and peers
+    python -m bench --only 4-ranks alone        some parts; with --quick, fewer rounds of them
+    python -m bench --out                       also bench/results/DATE-CPU.md and .json
 
 A goal that is missed does not fail the run; losses that differ or a rank that fails do (exit code
-1), after everything else has been measured.
+1), after everything else has been measured. DeepSpeed is compared where it is installed, as
+`make bench` does.
 """
 
 import argparse
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from . import collectives, host, memory, step
-from .implementations import IMPLEMENTATIONS, Work
+from . import alone, collectives, host, memory, step
+from .goals import (
+    AHEAD,
+    COLUMNS,
+    FACES,
+    HEADINGS,
+    Goal,
+    Row,
+    Section,
+    at_least,
+    at_most,
+    count_reached,
+)
+from .implementations import Work
 from .model import BatchSize
 from .ranks import RankError
-from .tables import Table, add_output_options, emit
+from .tables import Table, as_json, machine
 
-_COLUMNS = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "fullshard": "fullshard"}
+RESULTS = Path(__file__).parent / "results"
 _NBYTES_BEYOND_CACHE = 64 << 20
-_SHORT_LIST = ("local", "fsdp2", "fullshard")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: a number per implementation, and the limit fullshard should meet."""
-
-    what: str
-    values: Mapping[str, float]
-    limit: float | None
-    digits: int = 3
-
-    @property
-    def is_reached(self) -> bool | None:
-        return None if self.limit is None else self.values["fullshard"] <= self.limit
-
-    def cells(self) -> list[str]:
-        texts = [
-            f"{self.values[name]:,.{self.digits}f}" if name in self.values else ""
-            for name in _COLUMNS
-        ]
-        goal = "" if self.limit is None else f"<= {self.limit:.2f}"
-        reached = {None: "", True: "yes", False: "no"}[self.is_reached]
-        return [self.what, *texts, goal, reached]
+_EVERYBODY = ("local", *COLUMNS)
+_SHORT_LIST = ("local", "fsdp2", "fullshard", "fullshard-fsdp1")
+_PG = "fullshard-pg"
 
 
 @dataclass
 class Run:
     """What has been measured so far, and whether it may be trusted."""
 
-    rows: list[Row] = field(default_factory=list)
+    quick: bool = False
+    all_peers: bool = True
+    sections: list[Section] = field(default_factory=list)
     details: list[Table] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
-    losses_agree: bool = True
     failures: list[str] = field(default_factory=list)
+
+    @property
+    def num_rounds(self) -> int:
+        return 3 if self.quick else 7
 
 
 @dataclass(frozen=True)
-class StepGoals:
-    """A setting of `bench.step` and the limits on its ratios; None is shown without a goal."""
+class StepSetting:
+    """A setting of `bench.step` and the limits on its ratios; everywhere we should be ahead."""
 
-    plan: step.Plan
+    work: Work
     over_local: float | None = None
     over_fsdp2: float | None = None
     pss_over_fsdp2: float | None = None
+    num_rounds: int = 7
+    num_steps: int = 2
+    num_other_steps: int = 4  # to warm up, and to look at memory
+
+    def plan(self, run: Run) -> step.Plan:
+        return step.Plan(
+            self.work,
+            _EVERYBODY if run.all_peers else _SHORT_LIST,
+            num_rounds=min(self.num_rounds, run.num_rounds),
+            num_steps=self.num_steps,
+            num_warm_up_steps=self.num_other_steps,
+            num_memory_steps=self.num_other_steps,
+        )
 
 
-def step_settings(*, quick: bool) -> Iterator[StepGoals]:
-    """Yield the settings of the step benchmark, the most telling first."""
-    names = _SHORT_LIST if quick else tuple(IMPLEMENTATIONS)
-    num_rounds = 3 if quick else 7
+# Steps of four micro-batches, or of 16 times the tokens, take longer: fewer of them.
+STEP_SETTINGS = {
+    "2-ranks": StepSetting(Work(), 1.08, 0.65, 0.60),
+    "4-ranks": StepSetting(Work(batch=BatchSize(1, 128), mesh_shape=(4,)), 1.20, 0.55, 0.60),
+    "compute-bound": StepSetting(
+        Work(batch=BatchSize(8, 256)), 1.03, 0.93, num_rounds=5, num_steps=1, num_other_steps=2
+    ),
+    "bf16": StepSetting(Work(precision="bf16")),
+    "hsdp": StepSetting(Work(batch=BatchSize(1, 128), mesh_shape=(2, 2)), num_steps=1),
+    "accumulate": StepSetting(
+        Work(num_microbatches=4, sync="last"), num_rounds=5, num_steps=1, num_other_steps=2
+    ),
+    "accumulate-each": StepSetting(
+        Work(num_microbatches=4, sync="each"), num_rounds=5, num_steps=1, num_other_steps=2
+    ),
+}
 
-    def plan(work: Work, *, num_steps: int = 2) -> step.Plan:
-        return step.Plan(work, names, num_rounds=num_rounds, num_steps=num_steps)
 
-    yield StepGoals(plan(Work()), 1.08, 0.65, pss_over_fsdp2=0.60)
-    yield StepGoals(plan(Work(batch=BatchSize(1, 128), mesh_shape=(4,))), 1.20, 0.55)
-    if quick:
-        return
-    large = Work(batch=BatchSize(8, 256))
-    yield StepGoals(step.Plan(large, _SHORT_LIST, num_rounds=3, num_steps=1), 1.03, 0.93)
-    yield StepGoals(plan(Work(precision="bf16")), over_fsdp2=1.0)
-    yield StepGoals(
-        plan(Work(batch=BatchSize(1, 128), mesh_shape=(2, 2)), num_steps=1), over_fsdp2=1.0
+def run_step(run: Run, setting: StepSetting) -> None:
+    plan, title = setting.plan(run), step.title_of(setting.work)
+    batches = step.measure(plan, title=title)
+    run.sections.append(step_section(plan, setting, batches))
+    run.details.append(step.build_table(plan, batches, title=title))
+    run.results[title] = step.results_json(plan, batches)
+    if not step.losses_agree(batches, precision=setting.work.precision):
+        run.failures.append(f"{title}: the implementations' losses differ; see --details")
+
+
+def step_section(plan: step.Plan, setting: StepSetting, batches: Sequence[step.Batch]) -> Section:
+    comparisons = step.compare(batches)
+    fsdp2 = comparisons["fsdp2"]
+
+    def row(what: str, values: dict[str, float], goal: Goal | None) -> Row:
+        return Row(what, values, goal, plan.blanks)
+
+    def ratios(of: str) -> dict[str, float]:
+        spreads = {name: getattr(c, of) for name, c in comparisons.items()}
+        return {name: value.median for name, value in spreads.items() if value is not None}
+
+    pss = {name: c.pss_mb / fsdp2.pss_mb for name, c in comparisons.items()}
+    rows = [
+        row("time over local compute", ratios("over_local"), _limit(setting.over_local)),
+        row("time over FSDP2", ratios("over_fsdp2"), _limit(setting.over_fsdp2)),
+        row("time over the fastest of the others", ratios("over_fastest"), AHEAD),
+        row("host memory (PSS) over FSDP2", pss, _limit(setting.pss_over_fsdp2)),
+    ]
+    return Section(step.title_of(setting.work), rows)
+
+
+def _limit(limit: float | None) -> Goal | None:
+    return None if limit is None else at_most(limit)
+
+
+def run_alone(run: Run) -> None:
+    """One rank over the unwrapped model."""
+    names = alone.MEASURED if run.all_peers else _SHORT_LIST
+    results = alone.measure(names, num_rounds=10 if run.quick else 40)
+    wall = {name: alone.wall_ratio(results, name).median for name in results}
+    cpu = {name: alone.cpu_ratio(results, name).median for name in results}
+    rows = [
+        Row("time over the unwrapped model", wall, at_most(1.01)),
+        Row("CPU time over the unwrapped model", cpu, at_most(1.01)),
+    ]
+    run.sections.append(Section("one rank", rows))
+    run.details.append(alone.build_table(results))
+    run.results |= alone.results_json(results)
+
+
+def run_host(run: Run) -> None:
+    """Host time over FSDP2's, and at 1,024 ranks over the same implementation's at 8.
+
+    At 1,024 ranks the fake backend's own calls, which copy the shard once for every rank, grow with
+    the ranks whoever makes them; so the goal there is on the time without them.
+    """
+    results = host.measure([8, 1024], num_rounds=run.num_rounds)
+    at_8, at_1024 = (
+        {subject.implementation: r for subject, r in results.items() if subject.world_size == size}
+        for size in (8, 1024)
     )
-    yield StepGoals(plan(Work(num_microbatches=4), num_steps=1), over_fsdp2=1.0)
-    alone = step.Plan(Work(mesh_shape=(1,)), _SHORT_LIST, num_rounds=num_rounds, num_steps=2)
-    yield StepGoals(alone, over_local=1.01)
-
-
-def run_steps(run: Run, *, quick: bool) -> None:
-    for goals in step_settings(quick=quick):
-        work = goals.plan.work
-        title = step.title_of(work)
-        results = step.measure(goals.plan, title=title)
-        comparisons = step.compare(results)
-        over_local = {n: c.over_local.median for n, c in comparisons.items() if c.over_local}
-        over_fsdp2 = {n: c.over_fsdp2.median for n, c in comparisons.items() if c.over_fsdp2}
-        pss = {n: c.pss_mb / comparisons["fsdp2"].pss_mb for n, c in comparisons.items()}
-        run.rows += [
-            Row(f"{title}: time over local", over_local, goals.over_local),
-            Row(f"{title}: time over FSDP2", over_fsdp2, goals.over_fsdp2),
-            Row(f"{title}: PSS over FSDP2", pss, goals.pss_over_fsdp2),
+    over_fsdp2 = {name: host.over_fsdp2(results, host.Subject(name, 8)).median for name in at_8}
+    growth = {name: median(at_1024[name].unit_us) / median(at_8[name].unit_us) for name in at_8}
+    engines = {name: at_1024[name].engine_us / at_8[name].engine_us for name in at_8}
+    rows = [
+        Row("8 ranks: over FSDP2", over_fsdp2, at_most(0.25)),
+        Row("1,024 ranks over 8", growth),
+        Row("1,024 ranks over 8, less the backend's own", engines, at_most(1.0)),
+    ]
+    for size, measured in ((8, at_8), (1024, at_1024)):
+        optimizers = {name: median(r.optimizer_ratio) for name, r in measured.items()}
+        on_shards = {name: median(measured[name].shard_optimizer_ratio) for name in FACES}
+        rows += [
+            Row(f"{size:,} ranks: AdamW step over plain tensors", optimizers),
+            Row(f"{size:,} ranks: the same with step_on_shards", on_shards, at_most(1.05)),
         ]
-        run.details.append(step.build_table(goals.plan, results, title=title))
-        run.results[title] = step.results_json(goals.plan, results)
-        run.losses_agree &= step.losses_agree(results, precision=work.precision)
-
-
-def run_host(run: Run, *, quick: bool) -> None:
-    """Host time at 8 ranks, and at 1,024 over FSDP2's time at 8: it should not grow with ranks."""
-    results = host.measure([8, 1024], num_rounds=3 if quick else 7)
-    base = results[host.Subject("fsdp2", 8)]
-    for world_size in (8, 1024):
-        subjects = {
-            name: results[host.Subject(name, world_size)] for name in ("fsdp2", "fullshard")
-        }
-        totals = {n: median(r.unit_us) / median(base.unit_us) for n, r in subjects.items()}
-        engines = {n: r.engine_us / base.engine_us for n, r in subjects.items()}
-        optimizers = {name: median(r.optimizer_ratio) for name, r in subjects.items()}
-        ranks = f"{world_size:,} ranks"
-        run.rows += [
-            Row(
-                f"host time per unit, {ranks}, over FSDP2 at 8", totals, _goal_of_total(world_size)
-            ),
-            Row(f"host time per unit, {ranks}, less the fake backend's", engines, 0.25),
-            Row(f"AdamW step over plain tensors, {ranks}", optimizers, 1.05),
-        ]
+    run.sections.append(Section("host time per unit and step, fake backend", rows))
     run.details.append(host.build_table(results))
     run.results |= host.results_json(results)
 
 
-def _goal_of_total(world_size: int) -> float | None:
-    """At 1,024 ranks the fake backend's own calls take longer than the goal allows in all."""
-    return 0.25 if world_size == 8 else None
-
-
-def run_memory(run: Run, *, quick: bool) -> None:
-    implementations = ("fsdp2", "fullshard") if quick else memory.SHARDED
-    results = memory.measure([4] if quick else [4, 40], implementations=implementations)
+def run_memory(run: Run) -> None:
+    names = memory.SHARDED if run.all_peers else _SHORT_LIST[1:]
+    results = memory.measure([4] if run.quick else [4, 40], implementations=names)
+    rows = []
     for result in results:
         layers = f"{result.num_layers} layers"
         over_floor = {name: result.over_floor(name) for name in result.peaks}
         over_tight = {name: result.over_tight_floor(name) for name in result.peaks}
-        run.rows += [
-            Row(f"peak tensor bytes over floor, {layers}", over_floor, 1.05),
-            Row(f"peak tensor bytes over tight floor, {layers}", over_tight, None),
+        pss = {name: p.pss / result.peaks["fsdp2"].pss for name, p in result.peaks.items()}
+        rows += [
+            Row(f"{layers}: peak over the floor", over_floor, at_most(1.05)),
+            Row(f"{layers}: peak over the tight floor", over_tight),
+            Row(f"{layers}: PSS over FSDP2", pss),
         ]
         run.details.append(memory.build_table(result))
+    run.sections.append(Section("bytes of tensors per rank, 2 ranks", rows))
     run.results |= memory.results_json(results)
 
 
-def run_collectives(run: Run, *, quick: bool) -> None:
-    """Collectives over a memory copy; FSDP2's column is the Gloo call that it makes."""
-    sizes = [64] if quick else [1, 64]
+def run_collectives(run: Run) -> None:
+    """Our collectives over a memory copy and over Gloo's own, which FSDP2's column shows."""
     settings = [
         collectives.Setting(num_ranks, mib << 20)
-        for num_ranks in ([2] if quick else [2, 4])
-        for mib in sizes
+        for num_ranks in ([2] if run.quick else [2, 4])
+        for mib in ([64] if run.quick else [1, 64])
     ]
-    measured = collectives.measure(settings, num_rounds=3 if quick else 7)
-    forms = {"fsdp2": "Gloo", "fullshard": "fullshard peer memory"}
+    measured = collectives.measure(settings, num_rounds=run.num_rounds)
+    rows = []
     for setting, results in measured.items():
-        for kind in ("all-gather", "reduce-scatter"):
-            ratios = {
-                name: collectives.over_copy(results, collectives.Operation(kind, form)).median
-                for name, form in forms.items()
-            }
-            # 1 MiB is copied within the cache, which nothing that crosses processes can match.
-            limit = 3.0 if setting.nbytes >= _NBYTES_BEYOND_CACHE else None
-            run.rows.append(Row(f"{kind} over memory copy, {setting}", ratios, limit))
+        rows += collective_rows(setting, results)
         run.details.append(collectives.build_table(setting, results))
+    run.sections.append(Section("collectives on one host", rows))
     run.results |= collectives.results_json(measured)
 
 
-def build_table(run: Run, *, seconds: float) -> Table:
-    table = Table("all benchmarks", ["", *_COLUMNS.values(), "goal", "reached"])
-    table.rows = [row.cells() for row in run.rows]
-    goals = [row.is_reached for row in run.rows if row.is_reached is not None]
-    table.notes = [f"{sum(goals)} of {len(goals)} goals reached; {seconds / 60:.0f} minutes"]
+def collective_rows(setting: collectives.Setting, results: collectives.Results) -> Iterator[Row]:
+    """Yield rows with goals where the bytes do not fit the cache.
+
+    1 MiB is copied within it, which nothing that crosses processes can match.
+    """
+    forms = {
+        "fsdp2": "Gloo",
+        "fullshard": "fullshard peer memory",
+        _PG: "fullshard process group",
+    }
+    is_large = setting.nbytes >= _NBYTES_BEYOND_CACHE
+    for kind in ("all-gather", "reduce-scatter"):
+        operations = {name: collectives.Operation(kind, form) for name, form in forms.items()}
+        over_copy = {
+            name: collectives.over_copy(results, operation).median
+            for name, operation in operations.items()
+        }
+        goal = at_most(3.0, "fullshard") if is_large else None
+        yield Row(f"{setting}: {kind} over a memory copy", over_copy, goal)
+        faster = {_PG: collectives.over_gloo(results, operations[_PG]).median}
+        goal = at_least(1.8, _PG) if is_large and kind == "reduce-scatter" else None
+        yield Row(f"{setting}: {kind}, times as fast as Gloo's", faster, goal)
+
+
+def _step_part(name: str) -> Callable[[Run], None]:
+    return lambda run: run_step(run, STEP_SETTINGS[name])
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    **{name: _step_part(name) for name in STEP_SETTINGS},
+    "alone": run_alone,
+    "host": run_host,
+    "memory": run_memory,
+    "collectives": run_collectives,
+}
+_QUICK_PARTS = ("2-ranks", "4-ranks", "alone", "host", "memory", "collectives")
+
+
+def build_table(sections: Sequence[Section], *, seconds: float) -> Table:
+    table = Table("all benchmarks", HEADINGS)
+    for section in sections:
+        table.rows.append([section.title])
+        table.rows += [row.cells() for row in section.rows]
+    num_reached, num_goals = count_reached(sections)
+    notes = dict.fromkeys(note for section in sections for note in section.notes())
+    table.notes = [
+        f"{num_reached} of {num_goals} goals reached; {seconds / 60:.0f} minutes",
+        "as FSDP1: FullyShardedDataParallel; over Gloo: fully_shard without peer memory",
+        *notes,
+    ]
     return table
+
+
+def write_files(folder: Path, summary: Table, run: Run) -> Path:
+    """Write the tables as Markdown and everything measured as JSON, and return the former."""
+    where = machine()
+    cpu = re.sub(r"[^a-z0-9]+", "-", str(where["cpu"]).lower()).strip("-")
+    path = folder / f"{where['date']}-{cpu}.md"
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = [f"- {name}: {value}" for name, value in where.items() if value is not None]
+    parts = ["# Benchmarks\n", "\n".join(facts) + "\n"]
+    parts += [table.markdown() for table in [summary, *run.details]]
+    path.write_text("\n".join(parts))
+    path.with_suffix(".json").write_text(as_json(run.results) + "\n")
+    return path
 
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--quick", action="store_true", help="under 5 minutes")
+    parser.add_argument("--quick", action="store_true", help="few rounds, settings and peers")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PARTS), metavar="PART", help="|".join(PARTS)
+    )
     parser.add_argument("--details", action="store_true", help="also print every script's table")
-    add_output_options(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        nargs="?",
+        const=RESULTS,
+        metavar="DIR",
+        help="also write Markdown and JSON there, by default in bench/results",
+    )
     return parser.parse_args()
 
 
 def main() -> int:
     options = _parse_options()
-    run, start = Run(), time.perf_counter()
-    parts: list[Callable[..., None]] = [run_steps, run_host, run_memory, run_collectives]
-    for part in parts:
+    start = time.perf_counter()
+    run = Run(options.quick, all_peers=not options.quick or options.only is not None)
+    names = options.only or (_QUICK_PARTS if options.quick else PARTS)
+    for index, name in enumerate(names):
+        print(f"bench: {name} ({index + 1} of {len(names)})", file=sys.stderr, flush=True)
         try:
-            part(run, quick=options.quick)
+            PARTS[name](run)
         except RankError as error:
             # The other parts' minutes are not lost.
-            run.failures.append(str(error))
-    tables = run.details if options.details else []
-    summary = build_table(run, seconds=time.perf_counter() - start)
-    run.results["rows"] = [asdict(row) for row in run.rows]
-    emit(options, [*tables, summary], run.results)
-    if not run.losses_agree:
-        run.failures.append("the implementations' losses differ; see --details")
+            run.failures.append(f"{name}: {error}")
+    summary = build_table(run.sections, seconds=time.perf_counter() - start)
+    run.results["sections"] = [asdict(section) for section in run.sections]
+    if options.out is not None:
+        print(f"bench: wrote {write_files(options.out, summary, run)}", file=sys.stderr)
+    if options.json:
+        print(as_json(run.results))
+    else:
+        for table in [*(run.details if options.details else []), summary]:
+            table.print()
     for failure in run.failures:
         print(f"bench: {failure}", file=sys.stderr)
     return 1 if run.failures else 0

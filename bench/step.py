@@ -6,6 +6,10 @@ The ranks of all implementations stay alive. In each round every implementation 
 few steps while the others wait, and the order rotates from round to round. One step is zero_grad,
 forward, loss, backward and the optimizer. Exits with 1 if the losses of the data-parallel
 implementations differ.
+
+Where that would be more ranks than a machine of 24 GB holds, implementations are measured in
+batches, each with local compute and FSDP2 in it, so that ratios to these are still taken within a
+round; a ratio between two batches is the quotient of the ratios to FSDP2.
 """
 
 import argparse
@@ -18,7 +22,8 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from .implementations import IMPLEMENTATIONS, Work, build_training
+from .goals import PEERS
+from .implementations import IMPLEMENTATIONS, Work, build_training, why_not
 from .model import BatchSize
 from .ranks import RankGroup
 from .resident import PeakPss, pss_nbytes
@@ -33,21 +38,43 @@ from .tables import (
     spread,
 )
 
-_NUM_WARM_UP_STEPS = 4
-_NUM_MEMORY_STEPS = 4
-
 # "agree to 5 decimals", without the cliff of rounding: 1.000005 and 1.0000049 agree.
 _LOSS_TOLERANCE = 0.5e-5
+
+_BASES = ("local", "fsdp2")
+_MAX_RANKS_ALIVE = 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure whom."""
+    """How long to measure whom; who cannot do the work is left out (`blanks` says why)."""
 
     work: Work
     implementations: Sequence[str]
     num_rounds: int = 7
     num_steps: int = 3
+    num_warm_up_steps: int = 4
+    num_memory_steps: int = 4
+
+    @property
+    def able(self) -> list[str]:
+        return [name for name in self.implementations if why_not(name, self.work) is None]
+
+    @property
+    def blanks(self) -> dict[str, str]:
+        reasons = {name: why_not(name, self.work) for name in self.implementations}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    @property
+    def batches(self) -> list[list[str]]:
+        """Who is alive at the same time."""
+        limit = _MAX_RANKS_ALIVE // math.prod(self.work.mesh_shape)
+        bases = [name for name in self.able if name in _BASES]
+        others = [name for name in self.able if name not in _BASES]
+        if len(self.able) <= limit or not others:
+            return [self.able]
+        num_batches = math.ceil(len(others) / max(1, limit - len(bases)))
+        return [[*bases, *others[i::num_batches]] for i in range(num_batches)]
 
 
 @dataclass
@@ -65,36 +92,42 @@ class Measured:
     pss_nbytes: int = 0
 
 
-def measure(plan: Plan, *, title: str) -> dict[str, Measured]:
-    """Run the plan and return what each implementation did."""
-    num_stages = len(plan.implementations) * (plan.num_rounds + 2)
-    progress = Progress(title, num_stages=num_stages)
+Batch = dict[str, Measured]
+
+
+def measure(plan: Plan, *, title: str) -> list[Batch]:
+    """Run the plan and return what each implementation did, batch by batch."""
+    num_stages = sum(len(names) for names in plan.batches) * (plan.num_rounds + 2)
+    with Progress(title, num_stages=num_stages) as progress:
+        return [_measure_batch(plan, names, progress) for names in plan.batches]
+
+
+def _measure_batch(plan: Plan, names: Sequence[str], progress: Progress) -> Batch:
     with ExitStack() as stack:
-        groups = _start_groups(plan, stack)
+        groups = _start_groups(plan, names, stack)
         imported = {name: pss_nbytes(group.process_ids) for name, group in groups.items()}
         results = {name: Measured() for name in groups}
         for name, group in groups.items():
             progress.advance(f"{name} warms up")
             group.call("build")
-            _train(group, results[name], _NUM_WARM_UP_STEPS)
+            _train(group, results[name], plan.num_warm_up_steps)
         for index in range(plan.num_rounds):
-            for name in _rotated(plan.implementations, index):
+            for name in rotated(names, index):
                 progress.advance(f"{name} round {index + 1} of {plan.num_rounds}")
                 seconds = _train(groups[name], results[name], plan.num_steps)
                 results[name].step_seconds.append(seconds / plan.num_steps)
         for name, group in groups.items():
             progress.advance(f"{name} memory")
             with PeakPss(group.process_ids) as peak:
-                _train(group, results[name], _NUM_MEMORY_STEPS)
+                _train(group, results[name], plan.num_memory_steps)
             results[name].pss_nbytes = peak.peak_nbytes - imported[name]
-    progress.finish()
     return results
 
 
-def _start_groups(plan: Plan, stack: ExitStack) -> dict[str, RankGroup]:
+def _start_groups(plan: Plan, names: Sequence[str], stack: ExitStack) -> dict[str, RankGroup]:
     num_ranks = math.prod(plan.work.mesh_shape)
     groups = {}
-    for name in plan.implementations:
+    for name in names:
         build = partial(build_training, implementation=name, work=plan.work)
         groups[name] = stack.enter_context(RankGroup(name, build, num_ranks=num_ranks))
     for group in groups.values():
@@ -109,57 +142,85 @@ def _train(group: RankGroup, result: Measured, num_steps: int) -> float:
     return answer.seconds
 
 
-def _rotated(names: Sequence[str], index: int) -> list[str]:
+def rotated(names: Sequence[str], index: int) -> list[str]:
     start = index % len(names)
     return [*names[start:], *names[:start]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One implementation beside the others of the run; ratios are taken round by round."""
+    """One implementation beside the others of the run; see `time_ratio`.
+
+    `over_fastest` is the ratio to the peer that is fastest against FSDP2.
+    """
 
     step_ms: Spread
     over_local: Spread | None
     over_fsdp2: Spread | None
+    over_fastest: Spread | None
     pss_mb: float
 
 
-def compare(results: dict[str, Measured]) -> dict[str, Comparison]:
-    comparisons = {}
-    for name, result in results.items():
-        over = {
-            base: ratio_spread(result.step_seconds, results[base].step_seconds)
-            for base in ("local", "fsdp2")
-            if base in results
-        }
-        comparisons[name] = Comparison(
+def compare(batches: Sequence[Batch]) -> dict[str, Comparison]:
+    fastest = fastest_peer(batches)
+    return {
+        name: Comparison(
             step_ms=spread([1e3 * seconds for seconds in result.step_seconds]),
-            over_local=over.get("local"),
-            over_fsdp2=over.get("fsdp2"),
+            over_local=time_ratio(batches, name, "local"),
+            over_fsdp2=time_ratio(batches, name, "fsdp2"),
+            over_fastest=None if fastest is None else time_ratio(batches, name, fastest),
             pss_mb=result.pss_nbytes / 1e6,
         )
-    return comparisons
+        for name, result in merged(batches).items()
+    }
 
 
-def largest_loss_difference(results: dict[str, Measured], *, precision: str) -> float:
+def merged(batches: Sequence[Batch]) -> Batch:
+    """Return every implementation once, as it was first measured."""
+    return {name: result for batch in reversed(batches) for name, result in batch.items()}
+
+
+def time_ratio(batches: Sequence[Batch], name: str, base: str) -> Spread | None:
+    """Take the ratio round by round where both were in one batch, else by way of FSDP2."""
+    for batch in batches:
+        if name in batch and base in batch:
+            return ratio_spread(batch[name].step_seconds, batch[base].step_seconds)
+    if base == "fsdp2":
+        return None
+    ours, theirs = (time_ratio(batches, each, "fsdp2") for each in (name, base))
+    if ours is None or theirs is None:
+        return None
+    return Spread(ours.median / theirs.median, ours.low / theirs.high, ours.high / theirs.low)
+
+
+def fastest_peer(batches: Sequence[Batch]) -> str | None:
+    """Return the name of the fastest of the other libraries, None if none was measured."""
+    ratios = {name: time_ratio(batches, name, "fsdp2") for name in PEERS}
+    medians = {name: ratio.median for name, ratio in ratios.items() if ratio is not None}
+    return min(medians, key=lambda name: medians[name], default=None)
+
+
+def largest_loss_difference(batches: Sequence[Batch], *, precision: str) -> float:
     """Return the largest difference of mean losses at one step among comparable implementations.
 
     Local compute trains each rank on its own data. In bf16 DDP computes through autocast, which
     keeps norms and residuals in float32: another arithmetic than the sharded implementations'.
     """
     excluded = {"local", "ddp"} if precision == "bf16" else {"local"}
-    curves = [result.losses for name, result in results.items() if name not in excluded]
+    results = [item for batch in batches for item in batch.items()]
+    curves = [result.losses for name, result in results if name not in excluded]
     return max((max(losses) - min(losses) for losses in zip(*curves, strict=True)), default=0.0)
 
 
-def losses_agree(results: dict[str, Measured], *, precision: str) -> bool:
-    return largest_loss_difference(results, precision=precision) <= _LOSS_TOLERANCE
+def losses_agree(batches: Sequence[Batch], *, precision: str) -> bool:
+    return largest_loss_difference(batches, precision=precision) <= _LOSS_TOLERANCE
 
 
-def build_table(plan: Plan, results: dict[str, Measured], *, title: str) -> Table:
+def build_table(plan: Plan, batches: Sequence[Batch], *, title: str) -> Table:
+    results = merged(batches)
     headings = ["", "step ms", "over local", "over FSDP2", "PSS MB", "last loss"]
     table = Table(title, headings)
-    for name, comparison in compare(results).items():
+    for name, comparison in compare(batches).items():
         ratios = [comparison.over_local, comparison.over_fsdp2]
         table.rows.append(
             [
@@ -170,7 +231,7 @@ def build_table(plan: Plan, results: dict[str, Measured], *, title: str) -> Tabl
                 f"{results[name].losses[-1]:.5f}",
             ]
         )
-    difference = largest_loss_difference(results, precision=plan.work.precision)
+    difference = largest_loss_difference(batches, precision=plan.work.precision)
     num_losses = len(next(iter(results.values())).losses)
     table.notes = [
         f"median (lowest-highest) of {plan.num_rounds} rounds of {plan.num_steps} steps; "
@@ -178,22 +239,25 @@ def build_table(plan: Plan, results: dict[str, Measured], *, title: str) -> Tabl
         "PSS: peak over all ranks together, above what they held after import",
         f"losses of {num_losses} steps differ by at most {difference:.1e} "
         f"(allowed {_LOSS_TOLERANCE:.1e})",
+        *(f"{name}: {reason}" for name, reason in plan.blanks.items()),
     ]
     return table
 
 
-def results_json(plan: Plan, results: dict[str, Measured]) -> dict[str, Any]:
+def results_json(plan: Plan, batches: Sequence[Batch]) -> dict[str, Any]:
     """Return everything measured; a spread becomes [median, lowest, highest]."""
     return {
         "work": asdict(plan.work),
-        "comparison": {name: asdict(value) for name, value in compare(results).items()},
-        "measured": {name: asdict(result) for name, result in results.items()},
+        "comparison": {name: asdict(value) for name, value in compare(batches).items()},
+        "measured": [{name: asdict(result) for name, result in batch.items()} for batch in batches],
     }
 
 
 def title_of(work: Work) -> str:
     mesh = "x".join(map(str, work.mesh_shape))
-    accumulation = f", {work.num_microbatches} micro-batches" if work.num_microbatches > 1 else ""
+    accumulation = ""
+    if work.num_microbatches > 1:
+        accumulation = f", {work.num_microbatches} micro-batches, reduced in {work.sync}"
     return f"step: ranks {mesh}, batch {work.batch}, {work.precision}{accumulation}"
 
 
@@ -218,6 +282,12 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--seq", type=positive, default=128, help="tokens per sequence")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--accum", type=positive, default=1, help="micro-batches per step")
+    parser.add_argument(
+        "--sync",
+        choices=["last", "each"],
+        default="last",
+        help="the micro-batches in which gradients travel (no_sync in the others)",
+    )
     parser.add_argument("--optimizer", choices=["adamw", "foreach", "fused"], default="adamw")
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--steps", type=positive, default=3, help="steps per round")
@@ -235,13 +305,14 @@ def main() -> int:
         precision=options.dtype,
         optimizer=options.optimizer,
         num_microbatches=options.accum,
+        sync=options.sync,
         mesh_shape=options.mesh or (options.ranks,),
     )
     plan = Plan(work, options.impl, num_rounds=options.rounds, num_steps=options.steps)
     title = title_of(work)
-    results = measure(plan, title=title)
-    emit(options, [build_table(plan, results, title=title)], results_json(plan, results))
-    if not losses_agree(results, precision=work.precision):
+    batches = measure(plan, title=title)
+    emit(options, [build_table(plan, batches, title=title)], results_json(plan, batches))
+    if not losses_agree(batches, precision=work.precision):
         print("bench.step: the implementations' losses differ", file=sys.stderr)
         return 1
     return 0

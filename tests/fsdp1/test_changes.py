@@ -34,7 +34,11 @@ def test_parameters_may_change_their_dtype_under_an_optimizer(
         torch.testing.assert_close(parameter, alone.get_parameter(name))
 
 
-@orig_params
+@pytest.mark.parametrize(
+    "use_orig_params",
+    [False, pytest.param(True, marks=pytest.mark.long)],  # tracing anew takes 8 seconds
+    ids=["flat", "orig"],
+)
 @on_ranks(2)
 def test_a_compiled_wrapper_computes_the_same(api: Api, use_orig_params: bool) -> None:
     torch._dynamo.reset()

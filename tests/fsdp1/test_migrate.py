@@ -418,6 +418,7 @@ def test_what_cannot_be_reported_is_said(program: str, target: str, code: Exit, 
     assert said in result.output
 
 
+@pytest.mark.long  # the documentation's example runs under torchrun as well
 def test_under_torchrun_the_strategy_is_the_one_asked_for(program: str) -> None:
     done = _torchrun("-m", "fullshard", "migrate-report", f"{program}:wrapped", "--json")
     assert done.returncode == 0, done.stderr

@@ -16,24 +16,21 @@ from fullshard.policies import ParamStyle
 
 logger = logging.getLogger("fullshard")
 
-# What a process needs without any model is more: below, nobody shards to save memory.
-_SMALL_NBYTES = 16 << 20
+_SMALL_NBYTES = 1 << 20  # below, nobody shards to save memory
 
 
 def warn_of_large_root(root: nn.Module, units: Sequence[Unit], own: Sequence[Unit]) -> None:
     """Warn, on rank 0, if the root's ``own`` units have more than half of what all ``units`` have.
 
-    Not of a model for which it does not matter or cannot be helped: where little is left of the
-    root's parameters without its largest module (a tied embedding, one wide layer), or where
-    nothing is sharded anyway.
+    Not of a model for which it does not matter: a small one, or where nothing is sharded anyway.
     """
     total = sum(_nbytes(unit) for unit in units)
     of_root = sum(_nbytes(unit) for unit in own)
-    if dist.get_rank() != 0 or 2 * of_root <= total or own[0].mesh.plan.shard_size == 1:
+    if of_root < _SMALL_NBYTES or 2 * of_root <= total or own[0].mesh.plan.shard_size == 1:
         return
-    if of_root - max(_by_module(own).values()) < _SMALL_NBYTES:
+    if dist.get_rank() != 0:
         return
-    remedy = "Apply fully_shard to its blocks first, and to the model last."
+    remedy = "Apply fully_shard to its blocks and to a large embedding first, to the model last."
     if own[0].config.style is not ParamStyle.DTENSOR:
         remedy = "Pass auto_wrap_policy=ModuleWrapPolicy({Block}), with the class of its blocks."
     logger.warning(
@@ -50,16 +47,3 @@ def warn_of_large_root(root: nn.Module, units: Sequence[Unit], own: Sequence[Uni
 
 def _nbytes(unit: Unit) -> int:
     return unit.layout.unsharded_nbytes
-
-
-def _by_module(units: Sequence[Unit]) -> dict[int, int]:
-    """Sum the bytes of the parameters that each module has itself; a tied one is its first user's."""
-    sums: dict[int, int] = {}
-    for unit in units:
-        owners = {param.name: param.slots[0].module() for param in unit.params}
-        for bucket in unit.layout.buckets:
-            for param in bucket.params:
-                owner = id(owners[param.spec.name])
-                nbytes = param.spec.numel * bucket.compute_dtype.itemsize
-                sums[owner] = sums.get(owner, 0) + nbytes
-    return sums

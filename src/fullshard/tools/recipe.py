@@ -40,7 +40,8 @@ def build_optimizer(model: Llama, config: TrainConfig) -> torch.optim.Optimizer:
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=_BETAS, fused=True)
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=_BETAS, fused=True)
+    return fullshard.step_on_shards(adamw)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -1,0 +1,168 @@
+"""The parts of the benchmarks that are arithmetic: goals, ratios, intervals, tables, options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import run_all, step
+from bench.alone import Measured as AloneMeasured
+from bench.alone import cpu_ratio, wall_ratio
+from bench.collectives import MEMORY_COPY, Operation
+from bench.collectives import Measured as CollectiveMeasured
+from bench.collectives import Setting as CollectiveSetting
+from bench.goals import AHEAD, HEADINGS, Row, Section, at_least, at_most, count_reached
+from bench.implementations import IMPLEMENTATIONS, Work, why_not
+from bench.tables import Table, median_interval
+
+BOTH = {"fsdp2": 1.0, "fullshard": 0.5, "fullshard-fsdp1": 0.7}
+
+
+def test_a_goal_is_reached_by_both_faces_or_names_the_one_that_misses() -> None:
+    verdicts = [Row("", BOTH, goal).cells()[-1] for goal in (at_most(0.7), at_most(0.6), AHEAD)]
+    assert verdicts == ["yes", "no: as FSDP1", "yes"]
+    assert Row("", BOTH, at_most(0.4)).cells()[-1] == "no"
+    assert Row("", {"fullshard": 1.0}, AHEAD).cells()[-1] == "no", "a tie is not ahead"
+
+
+def test_what_was_not_measured_has_not_reached_its_goal() -> None:
+    row = Row("", {"fullshard": 0.5}, at_most(0.6))
+    assert row.missed_by == ["fullshard-fsdp1"]
+    assert row.is_reached is False
+
+
+def test_a_goal_may_ask_for_one_column_and_for_at_least() -> None:
+    values = {"fullshard-pg": 2.0}
+    assert Row("", values, at_least(1.8, "fullshard-pg")).is_reached is True
+    assert Row("", values, at_least(2.1, "fullshard-pg")).is_reached is False
+
+
+def test_rows_line_up_with_headings_and_blanks_are_explained() -> None:
+    row = Row("time", BOTH, at_most(1.08), {"deepspeed": "not installed"})
+    cells = dict(zip(HEADINGS, row.cells(), strict=True))
+    assert cells["FSDP2"] == "1.000"
+    assert cells["DeepSpeed"] == "-"
+    assert cells["DDP"] == ""
+    assert cells["goal"] == "<= 1.08"
+    assert Section("hsdp", [row, row]).notes() == ["hsdp: no DeepSpeed, not installed"]
+
+
+def test_goals_are_counted_over_sections() -> None:
+    rows = [Row("", BOTH, at_most(0.7)), Row("", BOTH, at_most(0.6)), Row("", BOTH)]
+    assert count_reached([Section("a", rows), Section("b", rows[:1])]) == (2, 3)
+
+
+def measured(*seconds: float, losses: tuple[float, ...] = (3.0, 2.0)) -> step.Measured:
+    return step.Measured(list(seconds), list(losses), pss_nbytes=1_000_000)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    # The second round was slow for everybody: the ratio of medians would be 1.5, not 2.
+    batch = {"fsdp2": measured(1.0, 10.0, 4.0), "fullshard": measured(2.0, 20.0, 6.0)}
+    ratio = step.time_ratio([batch], "fullshard", "fsdp2")
+    assert ratio == (2.0, 1.5, 2.0)
+    assert step.time_ratio([batch], "fullshard", "local") is None
+
+
+def test_ratios_between_batches_go_by_way_of_fsdp2() -> None:
+    batches = [
+        {"fsdp2": measured(1.0), "ddp": measured(0.5)},
+        {"fsdp2": measured(2.0), "fullshard": measured(0.5)},
+    ]
+    ratio = step.time_ratio(batches, "fullshard", "ddp")
+    assert ratio is not None
+    assert ratio.median == pytest.approx(0.5), "not 1, as their seconds are"
+    assert step.fastest_peer(batches) == "ddp"
+    assert list(step.merged(batches)) == ["fsdp2", "fullshard", "ddp"]
+    assert step.merged(batches)["fsdp2"].step_seconds == [1.0]
+
+
+def test_losses_of_every_batch_are_compared() -> None:
+    same = {"fsdp2": measured(1.0)}
+    other = {"fsdp2": measured(1.0), "fullshard": measured(1.0, losses=(3.0, 2.1))}
+    assert step.losses_agree([same, same], precision="fp32")
+    assert not step.losses_agree([same, other], precision="fp32")
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)])
+def test_batches_hold_everyone_once_beside_their_bases(mesh_shape: tuple[int, ...]) -> None:
+    plan = step.Plan(Work(mesh_shape=mesh_shape), list(IMPLEMENTATIONS))
+    others = [name for batch in plan.batches for name in batch if name not in ("local", "fsdp2")]
+    assert sorted(others) == sorted(set(plan.able) - {"local", "fsdp2"})
+    assert all({"local", "fsdp2"} <= set(batch) for batch in plan.batches)
+    assert (len(plan.batches) > 1) == (mesh_shape != (2,))
+
+
+def test_who_cannot_do_the_work_is_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.zero3.is_installed", lambda: False)
+    plan = step.Plan(Work(), ["fsdp2", "deepspeed"])
+    assert plan.able == ["fsdp2"]
+    assert plan.blanks == {"deepspeed": "not installed"}
+    monkeypatch.setattr("bench.zero3.is_installed", lambda: True)
+    assert why_not("deepspeed", Work()) is None
+    assert why_not("deepspeed", Work(mesh_shape=(2, 2))) == "shards over all ranks only"
+
+
+def test_every_setting_of_the_steps_asks_us_to_be_ahead() -> None:
+    names = ("fsdp2", "ddp", "fullshard", "fullshard-fsdp1")
+    batch = {name: measured(1.0, 1.0) for name in names}
+    for setting in run_all.STEP_SETTINGS.values():
+        plan = setting.plan(run_all.Run())
+        section = run_all.step_section(plan, setting, [batch])
+        assert AHEAD in [row.goal for row in section.rows]
+        assert plan.num_rounds >= 5
+
+
+def test_the_interval_of_a_median_is_by_order_statistics() -> None:
+    assert median_interval([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+    # The textbook's: the 14th and 27th of 40, the 2nd and 9th of 10.
+    assert median_interval([float(i) for i in range(1, 41)]) == (20.5, 14.0, 27.0)
+    assert median_interval([float(i) for i in range(1, 11)]) == (5.5, 2.0, 9.0)
+
+
+def test_one_rank_is_compared_in_wall_and_in_cpu_time() -> None:
+    results = {
+        "local": AloneMeasured([1.0, 2.0, 4.0], [1.0, 1.0, 1.0]),
+        "fullshard": AloneMeasured([1.5, 2.0, 8.0], [1.1, 1.1, 1.1]),
+    }
+    assert wall_ratio(results, "fullshard").median == 1.5
+    assert cpu_ratio(results, "fullshard").median == 1.1
+
+
+def test_only_bytes_beyond_the_cache_have_goals() -> None:
+    forms = ("Gloo", "fullshard peer memory", "fullshard process group")
+    results = {
+        Operation(kind, form): CollectiveMeasured([2.0 if form == "Gloo" else 1.0])
+        for kind in ("all-gather", "reduce-scatter")
+        for form in forms
+    }
+    results[Operation(MEMORY_COPY, "")] = CollectiveMeasured([0.5])
+    large = list(run_all.collective_rows(CollectiveSetting(2, 64 << 20), results))
+    assert [row.is_reached for row in large] == [True, None, True, True]
+    assert large[3].values == {"fullshard-pg": 2.0}
+    small = run_all.collective_rows(CollectiveSetting(2, 1 << 20), results)
+    assert {row.goal for row in small} == {None}
+
+
+def test_a_table_is_aligned_on_paper_too() -> None:
+    table = Table(
+        "all", ["", "FSDP2", "goal"], [["a section"], ["time", "1.00", "<= 1"]], ["a | b"]
+    )
+    assert table.plain().splitlines() == ["      FSDP2  goal", "a section", "time   1.00  <= 1"]
+    assert table.markdown().splitlines() == [
+        "## all", "", "|  | FSDP2 | goal |", "| --- | ---: | ---: |",
+        "| **a section** |  |  |", "| time | 1.00 | <= 1 |", "", "- a | b",
+    ]  # fmt: skip
+
+
+def test_results_are_written_as_markdown_and_json(tmp_path: Path) -> None:
+    run = run_all.Run(results={"x": 1})
+    table = run_all.build_table([Section("a", [Row("time", BOTH, AHEAD)])], seconds=60)
+    path = run_all.write_files(tmp_path / "results", table, run)
+    assert "| time |" in path.read_text()
+    assert "1 of 1 goals reached" in path.read_text()
+    written = json.loads(path.with_suffix(".json").read_text())
+    assert written["x"] == 1
+    assert written["machine"]["torch"] in path.read_text()
