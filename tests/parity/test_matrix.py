@@ -99,7 +99,14 @@ def test_three_ranks_train_as_one_process(api: Api, cell: Cell) -> None:
     _assert_trains_as_one_process(api, cell)
 
 
-@_cells([MLP], (4,), (2, 2))
+@_cells([MLP], (2, 2))
+@on_ranks(4)
+def test_four_ranks_on_two_axes_train_as_one_process(api: Api, cell: Cell) -> None:
+    _assert_trains_as_one_process(api, cell)
+
+
+@pytest.mark.long
+@_cells([MLP], (4,))
 @on_ranks(4)
 def test_four_ranks_train_as_one_process(api: Api, cell: Cell) -> None:
     _assert_trains_as_one_process(api, cell)
