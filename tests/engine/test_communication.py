@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.api import Api
+from tests.collectives import record_traffic
 from tests.custom_collectives import Watched, custom_gather, custom_reduce, public
 from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.models import MixedDtypes, UnevenMLP, mlp
@@ -460,3 +461,48 @@ def test_custom_collectives_allocate_for_themselves(api: Api, custom: str) -> No
             unit.set_symm_mem_for_comm()
     other.set_allocate_memory_from_process_group_for_comm(enable=False)
     assert_train_alike(alone, model)
+
+
+# How each way of communicating saves work
+
+
+@pytest.mark.apis("process_group")
+@pytest.mark.parametrize(
+    ("build", "features"),
+    [(mlp, 16), (UnevenMLP, 7), (_large, 512)],
+    ids=["small", "uneven", "direct"],
+)
+@on_ranks(2)
+def test_sums_of_the_backend_itself_train_alike(api: Api, build: Any, features: int) -> None:
+    """Gloo gets another form of reduce-scatter; NCCL's and all others' works over it as well."""
+    model = build()
+    alone = copy.deepcopy(model)
+    for unit in api.fully_shard(model)._fullshard_state.units:
+        unit.comm.sums_natively = True
+    with record_traffic() as traffic:
+        assert_train_alike(alone, model, features)
+    assert traffic.calls["reduce_scatter"] >= 3
+    assert "all_to_all" not in traffic.calls
+
+
+@pytest.mark.apis("peer_memory")
+@on_ranks(1)
+def test_one_rank_keeps_the_gradients_that_autograd_made(api: Api) -> None:
+    model = nn.Linear(4, 3)
+    model.bias.requires_grad_(False)
+    made: list[int] = []
+
+    def note(module: nn.Module, _: object) -> None:
+        module.weight.register_post_accumulate_grad_hook(
+            lambda whole: made.append(whole.grad.data_ptr())
+        )
+
+    api.fully_shard(model)
+    model.register_forward_pre_hook(note)  # after the engine's: sees the unsharded parameter
+    model(torch.ones(2, 4)).sum().backward()
+    first = local(model.weight.grad)
+    assert first.data_ptr() == made[0]
+    kept = first.clone()
+    model(torch.ones(2, 4)).sum().backward()  # added to, not replaced
+    torch.testing.assert_close(local(model.weight.grad), 2 * kept)
+    assert model.bias.grad is None
