@@ -115,7 +115,7 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Forget an iteration that an exception ended. The root's next forward does so itself."""
         state = _state(self)
-        if state.iteration is not None and not state.is_root:
+        if state.known_iteration is not None and not state.is_root:
             raise StateError("reset_iter_state must be called on the root FSDP module.")
         state.reset()
 

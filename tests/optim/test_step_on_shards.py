@@ -524,7 +524,6 @@ def test_hooks_and_closures_see_what_they_always_see(api: Api) -> None:
         for parameter, param in zip(parameters, optimizer.param_groups[0]["params"], strict=True):
             assert param is parameter
             assert isinstance(param.grad, DTensor)
-            assert param._local_tensor.grad is None
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -539,6 +538,45 @@ def test_hooks_and_closures_see_what_they_always_see(api: Api) -> None:
     assert optimizer.step(closure=closure) == 7.0
     assert optimizer.step() is None
     assert seen == [0, 0, 6, 6, 6, 6, 6, 6]
+
+
+@once
+@on_ranks(2)
+def test_gradients_that_come_again_are_followed(api: Api) -> None:
+    runs = _two_runs(api, MAKE["adamw"])
+    for model, optimizer in runs:
+        first, *others = model.parameters()
+        _train(model, optimizer, range(3))
+        if api.name != "torch" and optimizer is runs[0][1]:
+            assert optimizer._local_step._gradients_last  # type: ignore[attr-defined]
+        _backward(model, 3)
+        first.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        _train(model, optimizer, range(4, 7))
+        _backward(model, 7)
+        for parameter in others:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 2
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        _train(model, optimizer, range(8, 11))
+    _assert_same_runs(*runs)
+
+
+@once
+@on_ranks(2)
+def test_gradients_of_which_nobody_has_memory_any_more_are_not_held(api: Api) -> None:
+    """Unless the engine keeps their memory for the next ones."""
+    (model, optimizer), _ = _two_runs(api, MAKE["adamw"])
+    parameter = next(model.parameters())
+    for step in range(3):
+        _backward(model, step)
+        parameter.grad = parameter.grad * 2  # memory that is not the engine's
+        optimizer.step()
+        held = weakref.ref(parameter.grad._local_tensor)  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+        assert held() is None
 
 
 @once

@@ -91,8 +91,12 @@ class ShardBuffer:
         first: the element of the unsharded buffer at which ``unsharded`` begins.
         """
         if self._landing is None or self._landing.unsharded is not unsharded:
-            self._landing = Landing(self.bucket, unsharded, first)
+            self._landing = Landing(self.bucket, unsharded, first, self.flat)
         return self._landing
+
+    def forget_landing(self) -> None:
+        """Let go of the unsharded buffer that was filled last."""
+        self._landing = None
 
 
 class Comm(abc.ABC):
@@ -200,10 +204,20 @@ def shard_views(bucket: BucketLayout, flat: torch.Tensor, rank: int) -> list[tor
         offset, shape = bucket.shard_range(param, rank)
         start = (base + offset) * itemsize
         stop = start + math.prod(shape) * itemsize
-        view = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        view.set_(storage[start:stop])
-        views.append(view.view(shape))
+        views.append(tensor_over(storage[start:stop], 0, shape, flat.dtype))
     return views
+
+
+def tensor_over(
+    storage: torch.UntypedStorage, offset: int, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a contiguous tensor over a storage, from element ``offset`` on.
+
+    It is no view of another tensor: on those, operations in place cost more, which shows in
+    optimizers, and they share a version counter.
+    """
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset, tuple(shape))  # type: ignore[call-overload]
 
 
 def add_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: float) -> None:

@@ -42,20 +42,27 @@ class naming_lost_ranks:  # noqa: N801  (a context manager, used like a function
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, CommError):
-            return
-        if not _is_connection_error(error):
-            return
-        where = f"{self._label} (rank {dist.get_rank()})"
-        lost = _lost_ranks(self._group)
-        if not lost:
-            raise CommError(f"{where}: a rank could not be reached: {error}") from error
-        SharedMemory.give_up(lost[0])
-        names = ", ".join(f"rank {rank}" for rank in lost)
-        raise PeerLostError(
-            f"{where}: {names} died or left while this rank waited for it. The cause is in that "
-            "rank's own output; restart from the last checkpoint."
-        ) from error
+        if isinstance(error, RuntimeError):
+            name_lost_ranks(error, self._group, self._label)
+
+
+def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -> None:
+    """Raise what `naming_lost_ranks` says of an error, or return if it is none of communication.
+
+    For ``except`` where a context would cost too much.
+    """
+    if isinstance(error, CommError) or not _is_connection_error(error):
+        return
+    where = f"{label} (rank {dist.get_rank()})"
+    lost = _lost_ranks(group)
+    if not lost:
+        raise CommError(f"{where}: a rank could not be reached: {error}") from error
+    SharedMemory.give_up(lost[0])
+    names = ", ".join(f"rank {rank}" for rank in lost)
+    raise PeerLostError(
+        f"{where}: {names} died or left while this rank waited for it. The cause is in that "
+        "rank's own output; restart from the last checkpoint."
+    ) from error
 
 
 def _is_connection_error(error: RuntimeError) -> bool:

@@ -24,21 +24,36 @@ class Region:
         self.memory = memory
         self.kind = (memory.numel(), memory.dtype)
         self.is_kept = memory.numel() * memory.itemsize <= _KEPT_NBYTES
-        self._views: dict[tuple[int, bool], tuple[BucketLayout, list[Views]]] = {}
+        self._places: dict[tuple[object, bool], list[Views]] = {}
+        self._sources: dict[object, Views] = {}
+        self._matrices: dict[int, torch.Tensor] = {}
 
     def places(self, bucket: BucketLayout, *, packed_only: bool = True) -> list[Views]:
         """Return, a parameter at a time, where its shards lie: part by part as in `shard_parts`.
 
         An even parameter has one place, a matrix with a row from each rank. Ranks' parts may be
-        longer than the bucket needs.
+        longer than the bucket needs. Buckets that are alike have the same places.
         """
-        key = (id(bucket), packed_only)
-        known = self._views.get(key)
-        if known is not None and known[0] is bucket:
-            return known[1]
-        places = _places(bucket, self.memory, packed_only=packed_only)
-        self._views[key] = (bucket, places)
+        key = (bucket.geometry, packed_only)
+        places = self._places.get(key)
+        if places is None:
+            places = self._places[key] = _places(bucket, self.memory, packed_only=packed_only)
         return places
+
+    def sources(self, bucket: BucketLayout) -> Views:
+        """Return the places of all packed parameters in one list."""
+        sources = self._sources.get(bucket.geometry)
+        if sources is None:
+            sources = [place for places in self.places(bucket) for place in places]
+            self._sources[bucket.geometry] = sources
+        return sources
+
+    def rows(self, num_rows: int) -> torch.Tensor:
+        """Return the memory as a matrix with a row for each part."""
+        matrix = self._matrices.get(num_rows)
+        if matrix is None:
+            matrix = self._matrices[num_rows] = self.memory.view(num_rows, -1)
+        return matrix
 
 
 class Regions:
@@ -83,14 +98,29 @@ class Landing:
     """Where gathered parameters belong in an unsharded buffer: views that are made once.
 
     first: the element of the unsharded buffer at which ``unsharded`` begins.
-    direct: where each direct parameter belongs, 1-D; none if they are read in place.
+    flat: this rank's shard buffer, if shards lie in one piece.
+    direct: where each direct parameter belongs, 1-D; none if they are read in place. Of a flat
+        bucket, all of it.
+    sent: what this rank sends (see `sent_parts`), None if it has to be cast or moved first.
     """
 
-    def __init__(self, bucket: BucketLayout, unsharded: torch.Tensor, first: int) -> None:
+    def __init__(
+        self,
+        bucket: BucketLayout,
+        unsharded: torch.Tensor,
+        first: int,
+        flat: torch.Tensor | None = None,
+    ) -> None:
         self.unsharded = unsharded
+        self.sent: Views | None = None
+        if flat is not None and (flat.dtype, flat.device) == (unsharded.dtype, unsharded.device):
+            self.sent = sent_parts(bucket, flat)
         self._bucket = bucket
         self.direct: Views = []
         self._packed: Views = []
+        if bucket.is_flat:
+            self.direct.append(unsharded)
+            return
         for param in bucket.params:
             is_packed = param.route is Route.PACKED
             if not is_packed and first:
@@ -106,8 +136,17 @@ class Landing:
     def copy_out(self, region: Region) -> None:
         """Copy every packed parameter from the region of all ranks to where it belongs."""
         if self._packed:
-            sources = [place for places in region.places(self._bucket) for place in places]
-            torch._foreach_copy_(self._packed, sources)
+            torch._foreach_copy_(self._packed, region.sources(self._bucket))
+
+
+def sent_parts(bucket: BucketLayout, flat: torch.Tensor) -> Views:
+    """Cut a shard buffer into what travels apart: each direct parameter, and the packed ones."""
+    if bucket.is_flat:
+        return [flat]
+    parts = [flat.narrow(0, param.shard_offset, param.chunk_numel) for param in bucket.direct]
+    if bucket.packed_numel:
+        parts.append(flat.narrow(0, bucket.packed_offset, bucket.packed_numel))
+    return parts
 
 
 def copy_in_gradients(
@@ -130,7 +169,9 @@ def copy_in_gradients(
     if not isinstance(region, Region):
         region = Region(region)
     start = len(bucket.direct) if packed_only else 0
-    if region.is_kept and bucket.is_gapless and _copy_in_at_once(bucket, grads[start:], region):
+    if start:
+        grads = grads[start:]
+    if region.is_kept and bucket.is_gapless and _copy_in_at_once(bucket, grads, region, start):
         if divisor != 1.0:
             region.memory.div_(divisor)
         return
@@ -138,7 +179,7 @@ def copy_in_gradients(
     targets: Views = []
     sources: Views = []
     missing: Views = []
-    for param, grad, places in zip(bucket.params[start:], grads[start:], all_places, strict=True):
+    for param, grad, places in zip(bucket.params[start:], grads, all_places, strict=True):
         if grad is None:
             missing.extend(places)
             continue
@@ -157,14 +198,19 @@ def copy_in_gradients(
 
 
 def _copy_in_at_once(
-    bucket: BucketLayout, grads: Sequence[torch.Tensor | None], region: Region
+    bucket: BucketLayout, grads: Sequence[torch.Tensor | None], region: Region, start: int
 ) -> bool:
-    """Fill a small region by one operation, if it holds these gradients and nothing else."""
+    """Fill a small region by one operation, if it holds these gradients and nothing else.
+
+    start: the first of the bucket's parameters whose gradients these are.
+    """
     numel, dtype = region.kind
-    sources = [grad for grad in grads if grad is not None and grad.dtype == dtype]
-    if len(sources) < len(grads) or sum([grad.numel() for grad in sources]) != numel:
+    if numel != bucket.shard_size * (bucket.packed_numel if start else bucket.shard_numel):
         return False
-    torch._chunk_cat(sources, 0, bucket.shard_size, out=region.memory.view(bucket.shard_size, -1))
+    sources = [grad for grad in grads if grad is not None and grad.dtype is dtype]
+    if len(sources) < len(grads):
+        return False
+    torch._chunk_cat(sources, 0, bucket.shard_size, out=region.rows(bucket.shard_size))
     return True
 
 
@@ -209,13 +255,14 @@ def shard_parts(param: ParamLayout, full: torch.Tensor) -> list[torch.Tensor]:
     """
     if param.spec.numel == 0:
         return []
-    rows = param.rows_per_shard
+    outer, rows, inner = param.outer_numel, param.rows_per_shard, param.inner_numel
     num_rows = param.spec.shape[param.spec.shard_dim]
     whole, rest = divmod(num_rows, rows)
-    cube = full.view(param.outer_numel, num_rows, param.inner_numel)
-    parts = [cube[:, : whole * rows].unflatten(1, (whole, rows)).transpose(0, 1)]
+    stride, base = num_rows * inner, full.storage_offset()
+    parts = [full.as_strided((whole, outer, rows, inner), (rows * inner, stride, inner, 1), base)]
     if rest:
-        parts.append(cube[:, whole * rows :])
+        offset = base + whole * rows * inner
+        parts.append(full.as_strided((outer, rest, inner), (stride, inner, 1), offset))
     return parts
 
 

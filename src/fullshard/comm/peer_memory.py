@@ -30,6 +30,7 @@ from fullshard.comm.interface import (
     Sum,
     Work,
     add_in_order,
+    tensor_over,
 )
 from fullshard.comm.packing import Region, copy_in_gradients
 from fullshard.comm.ring import LINE, Ring, Stretch, WithoutResult, round_up
@@ -197,4 +198,7 @@ def _view(
     numel = math.prod(shape)
     if numel == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(shape)
+    flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+    if len(shape) == 1:
+        return flat
+    return tensor_over(flat.untyped_storage(), int(flat.storage_offset()), shape, dtype)

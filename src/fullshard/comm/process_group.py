@@ -32,13 +32,15 @@ from fullshard.comm.interface import (
     add_in_order,
     shard_views,
 )
-from fullshard.comm.liveness import announce, naming_lost_ranks
-from fullshard.comm.packing import Region, Regions, copy_in_gradients
+from fullshard.comm.liveness import announce, name_lost_ranks, naming_lost_ranks
+from fullshard.comm.packing import Landing, Region, Regions, copy_in_gradients, sent_parts
 from fullshard.comm.scratch import Scratch
 from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
 
 _FEW_RANKS = 8
-_SEPARATELY = contextlib.nullcontext()
+_NEW_NAMES = hasattr(dist, "all_gather_single")
+_ALL_GATHER = "all_gather_single" if _NEW_NAMES else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if _NEW_NAMES else "reduce_scatter_tensor"
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,6 +62,71 @@ class Pending:
         self.finish()
         self.finish = nothing
         self.tensors = ()
+
+
+@dataclasses.dataclass(slots=True)
+class _Gathering:
+    """An all-gather under way: what it sends and, of packed parameters, what it fills."""
+
+    works: list[Any]
+    sent: list[torch.Tensor]
+    region: Region | None
+    landing: Landing
+    comm: "ProcessGroupComm"
+    label: str
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return self.sent if self.region is None else [*self.sent, self.region.memory]
+
+    def wait(self) -> None:
+        try:
+            for work in self.works:
+                if work is not None:  # it runs on the lane that called it
+                    work.wait()
+        except RuntimeError as error:
+            name_lost_ranks(error, self.comm.group, self.label)
+            raise
+        if self.region is not None:
+            self.landing.copy_out(self.region)
+            self.comm.gathered.give(self.region)
+        self.sent, self.region = [], None
+
+
+@dataclasses.dataclass(slots=True)
+class _NativeSum:
+    """A reduce-scatter by the backend under way.
+
+    divisor: of the sums, once they are there.
+    """
+
+    works: list[Any]
+    sources: list[torch.Tensor]
+    region: Region | None
+    out: torch.Tensor
+    divisor: float
+    present: tuple[bool, ...]
+    comm: "ProcessGroupComm"
+    label: str
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return self.sources if self.region is None else [*self.sources, self.region.memory]
+
+    def wait(self) -> tuple[bool, ...]:
+        try:
+            for work in self.works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            name_lost_ranks(error, self.comm.group, self.label)
+            raise
+        if self.region is not None:
+            self.comm.packed.give(self.region)
+        if self.divisor != 1.0:
+            self.out.div_(self.divisor)
+        self.works, self.sources, self.region, self.divisor = [], [], None, 1.0
+        return self.present
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,8 +163,8 @@ class ProcessGroupComm(Comm):
         self.backend = dist.get_backend(group) if known else type(group).__name__  # a stand-in
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
         self.sums_natively = known and "gloo" not in self.backend
-        self._gathered = Regions.of(device, "gather")
-        self._packed = Regions.of(device, "reduce")
+        self.gathered = Regions.of(device, "gather")
+        self.packed = Regions.of(device, "reduce")
         self.name = f"process group ({self.backend})"
         self.rule = DirectRule(even=True, min_nbytes=1 << 16 if self.is_nccl else 1 << 18)
 
@@ -107,7 +174,7 @@ class ProcessGroupComm(Comm):
 
     @property
     def kept(self) -> Sequence[torch.Tensor]:
-        return [*self._gathered.free, *self._packed.free]
+        return [*self.gathered.free, *self.packed.free]
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
@@ -123,45 +190,33 @@ class ProcessGroupComm(Comm):
     def all_gather(
         self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
     ) -> Work:
-        bucket, flat = shards.bucket, shards.flat
-        assert flat is not None
         assert first == 0
+        bucket = shards.bucket
         if bucket.unsharded_numel == 0:
             return Done()
-        source = flat
-        if flat.dtype != unsharded.dtype or flat.device != unsharded.device:
-            source = flat.to(unsharded.device, unsharded.dtype, non_blocking=True)
-        if bucket.is_flat:
-            with naming_lost_ranks(self.group, label):
-                work = self._all_gather(unsharded, source)
-            return Pending([work], nothing, (source,), self.group, label)
-        works: list[Any] = []
         landing = shards.landing(unsharded)
-        with naming_lost_ranks(self.group, label), self._coalesced(works):
-            for param, target in zip(bucket.direct, landing.direct, strict=True):
-                part = source.narrow(0, param.shard_offset, param.chunk_numel)
-                works.append(self._all_gather(target, part))
-            if bucket.packed_numel == 0:
-                return Pending(works, nothing, (source,), self.group, label)
-            region = self._gathered.take(self.size * bucket.packed_numel, source.dtype)
-            part = source
-            if bucket.packed_offset:
-                part = source.narrow(0, bucket.packed_offset, bucket.packed_numel)
-            works.append(self._all_gather(region.memory, part))
-        held = (source, region.memory)
-
-        def finish() -> None:
-            landing.copy_out(region)
-            self._gathered.give(region)
-
-        return Pending(works, finish, held, self.group, label)
+        sent = landing.sent
+        if sent is None:
+            assert shards.flat is not None
+            cast = shards.flat.to(unsharded.device, unsharded.dtype, non_blocking=True)
+            sent = sent_parts(bucket, cast)
+        targets, region = landing.direct, None
+        if len(targets) < len(sent):
+            region = self.gathered.take(self.size * bucket.packed_numel, sent[-1].dtype)
+            targets = [*targets, region.memory]
+        try:
+            works = self._all_gather(targets, sent)
+        except RuntimeError as error:
+            name_lost_ranks(error, self.group, label)
+            raise
+        return _Gathering(works, sent, region, landing, self, label)
 
     def gather_bytes(self, source: torch.Tensor, label: str) -> tuple[torch.Tensor, Work]:
         """Gather a 1-D tensor of the same size from every rank, rank by rank."""
         region = source.new_empty(self.size * source.numel())
         with naming_lost_ranks(self.group, label):
-            work = self._all_gather(region, source)
-        return region, Pending([work], nothing, (source,), self.group, label)
+            works = self._all_gather([region], [source])
+        return region, Pending(works, nothing, (source,), self.group, label)
 
     def reduce_scatter(
         self,
@@ -170,10 +225,13 @@ class ProcessGroupComm(Comm):
         out: torch.Tensor,
         how: Sum,
     ) -> Reduction:
-        with naming_lost_ranks(self.group, how.label):
+        try:
             if self.sums_natively:
                 return self._reduce_scatter_native(bucket, grads, out, how)
             return self._reduce_scatter_by_exchange(bucket, grads, out, how)
+        except RuntimeError as error:
+            name_lost_ranks(error, self.group, how.label)
+            raise
 
     def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
         wire = tensor.to(how.wire_dtype)
@@ -194,36 +252,23 @@ class ProcessGroupComm(Comm):
         out: torch.Tensor,
         how: Sum,
     ) -> Reduction:
-        tensors: list[torch.Tensor] = []
-        works: list[Any] = []
-        region = None
-        averages = self.is_nccl and how.scaling.after == self.size  # saves a kernel
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        with self._coalesced(works):
-            for param, grad in zip(bucket.direct, grads, strict=False):
-                source = _wire_gradient(param, grad, out.dtype, out.device, how.scaling.before)
-                target = out.narrow(0, param.shard_offset, param.chunk_numel)
-                works.append(self._reduce_scatter(target, source, op))
-                tensors.append(source)
-            if bucket.packed_numel or bucket.is_flat:
-                region = self._pack(bucket, grads, out.dtype, how.scaling.before)
-                target = out
-                if bucket.direct:
-                    target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
-                works.append(self._reduce_scatter(target, region.memory, op))
-                tensors.append(region.memory)
+        scaling = how.scaling
+        targets, sources, region = [out], [], None
+        if bucket.direct:
+            targets = sent_parts(bucket, out)
+            sources = [
+                _wire_gradient(param, grad, out.dtype, out.device, scaling.before)
+                for param, grad in zip(bucket.direct, grads, strict=False)
+            ]
+        if bucket.packed_numel or bucket.is_flat:
+            region = self._pack(bucket, grads, out.dtype, scaling.before)
+            sources.append(region.memory)
+        averages = self.is_nccl and scaling.after == self.size  # saves a kernel
+        works = self._reduce_scatter(targets, sources, averages=averages)
+        divisor = 1.0 if averages else scaling.after
         # Whether another rank had a gradient is not asked: the answer would stall the host.
         present = tuple([grad is not None for grad in grads])
-
-        def finish() -> None:
-            if region is not None:
-                self._packed.give(region)
-            if not averages and how.scaling.after != 1.0:
-                out.div_(how.scaling.after)
-
-        return PendingReduction(
-            Pending(works, finish, tuple(tensors), self.group, how.label), lambda: present
-        )
+        return _NativeSum(works, sources, region, out, divisor, present, self, how.label)
 
     def _reduce_scatter_by_exchange(
         self,
@@ -265,7 +310,7 @@ class ProcessGroupComm(Comm):
             flags_seen.extend((received[:, bucket.packed_numel :] != 0).any(0).tolist())
             for terms, _ in sums:
                 self._scratch.give(terms)
-            self._packed.give(region)
+            self.packed.give(region)
 
         return PendingReduction(
             Pending(works, finish, tuple(tensors), self.group, how.label),
@@ -307,51 +352,59 @@ class ProcessGroupComm(Comm):
         Of a flat bucket, all gradients.
         """
         numel = bucket.shard_numel if bucket.is_flat else bucket.packed_numel
-        region = self._packed.take(self.size * (numel + num_extra), dtype)
+        region = self.packed.take(self.size * (numel + num_extra), dtype)
         copy_in_gradients(bucket, grads, region, packed_only=True, divisor=divisor)
         return region
 
-    def _coalesced(self, works: list[Any]) -> contextlib.AbstractContextManager[Any]:
+    def _all_gather(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> list[Any]:
+        """Start gathering every source into its target."""
         if not self.is_nccl:
-            return _SEPARATELY
-        return _Coalesced(self.group, works)
+            collective, group = getattr(dist, _ALL_GATHER), self.group
+            return [
+                collective(target, source, group=group, async_op=True)
+                for target, source in zip(targets, sources, strict=True)
+            ]
+        with self._coalesced(len(targets)):
+            for target, source in zip(targets, sources, strict=True):
+                all_gather(target, source, group=self.group, async_op=False)
+        return []
 
-    def _all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        return all_gather(target, source, group=self.group, async_op=not self.is_nccl)
+    def _reduce_scatter(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, averages: bool
+    ) -> list[Any]:
+        """Start summing every source into its target."""
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        if not self.is_nccl:
+            collective, group = getattr(dist, _REDUCE_SCATTER), self.group
+            return [
+                collective(target, source, op=op, group=group, async_op=True)
+                for target, source in zip(targets, sources, strict=True)
+            ]
+        with self._coalesced(len(targets)):
+            for target, source in zip(targets, sources, strict=True):
+                reduce_scatter(target, source, op=op, group=self.group, async_op=False)
+        return []
 
-    def _reduce_scatter(self, target: torch.Tensor, source: torch.Tensor, op: Any) -> Any:
-        asynchronous = not self.is_nccl
-        return reduce_scatter(target, source, op=op, group=self.group, async_op=asynchronous)
+    def _coalesced(self, num_calls: int) -> contextlib.AbstractContextManager[Any]:
+        """Join the collectives issued inside into one launch on the current stream.
+
+        No device is named: that would take the other way of coalescing, call by call.
+        """
+        if num_calls == 1:
+            return contextlib.nullcontext()
+        return dist.distributed_c10d._coalescing_manager(self.group, async_ops=False)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
     """Call ``torch.distributed``'s all-gather on 1-D tensors, whatever this version calls it."""
-    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return collective(output, source, **options)
+    return getattr(dist, _ALL_GATHER)(output, source, **options)
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
     """Call ``torch.distributed``'s reduce-scatter on 1-D tensors, whatever it is called here."""
-    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return collective(output, source, **options)
-
-
-class _Coalesced:
-    """Join the collectives issued inside into one launch on the current stream.
-
-    No device is named: that would take the other way of coalescing, call by call.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, works: list[Any]) -> None:
-        self._works = works
-        self._manager = dist.distributed_c10d._coalescing_manager(group, async_ops=False)
-
-    def __enter__(self) -> None:
-        self._manager.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._manager.__exit__(*exception)
-        self._works.clear()
+    return getattr(dist, _REDUCE_SCATTER)(output, source, **options)
 
 
 def _sum_rows(terms: torch.Tensor, out: torch.Tensor, *, divisor: float) -> None:

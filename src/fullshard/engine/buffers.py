@@ -17,15 +17,16 @@ private buffer is freed by resizing its storage to nothing, under the tensors th
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from fullshard.comm.interface import Comm, ShardBuffer, Work, shard_views
+from fullshard.comm.interface import Comm, ShardBuffer, Work, shard_views, tensor_over
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.plan.layout import BucketLayout, UnitLayout, regroup
 
-_HAS_USE_COUNT = hasattr(torch.Tensor, "_use_count")
+_tensor_uses: Any = getattr(torch.Tensor, "_use_count", None)
 _references = sys.getrefcount
 _storage_uses = torch._C._storage_Use_Count
 KEPT_NBYTES = 1 << 20  # a host buffer this small costs more to free than to keep
@@ -57,7 +58,10 @@ class _Unsharded:
 
 
 class UnitBuffers:
-    """Shards and unsharded parameters of one unit."""
+    """Shards and unsharded parameters of one unit.
+
+    shards: this rank's shard of each parameter, in its local shape.
+    """
 
     def __init__(
         self,
@@ -77,13 +81,15 @@ class UnitBuffers:
             for bucket in layout.buckets
         ]
         self._unsharded: list[_Unsharded] = []
+        self._freed: list[_Unsharded] = []  # those of them that do not stay allocated
         self._moves = False
         self._views: dict[int, torch.Tensor] = {}
-        self._shards = {
+        shards = {
             param.index: shard
             for buffer in self._buckets
             for param, shard in zip(buffer.bucket.params, buffer.shards, strict=True)
         }
+        self.shards = [shards[index] for index in range(len(shards))]
         self._kept: list[ShardBuffer] = []
         self._post_forward: ProcessGroupComm | None = None
         self._bind(allow_in_place=True)
@@ -113,10 +119,6 @@ class UnitBuffers:
         """What all ranks of the host share for the unit, 0 if they share nothing."""
         return sum(buffer.mapped_nbytes for buffer in self._buckets)
 
-    def shard(self, index: int) -> torch.Tensor:
-        """This rank's shard of a parameter, in its local shape."""
-        return self._shards[index]
-
     @property
     def moves(self) -> bool:
         """Whether unsharding moves anything: not if all parameters are read in place."""
@@ -138,22 +140,27 @@ class UnitBuffers:
         """Start filling the unsharded buffers from all ranks' shards, or from what was kept."""
         if not self.moves:
             return []
-        for unsharded in self._unsharded:
+        for unsharded in self._freed:
             unsharded.allocate()
+        if not self._runtime.has_streams:
+            return self._start_gathers(label)
         ready = self._runtime.record()
         with self._runtime.on(Lane.ALL_GATHER):
             self._runtime.wait(ready)  # the memory may have been freed by compute just now
-            if self._kept:
-                assert self._post_forward is not None
-                kept, self._kept = self._kept, []
-                return [
-                    self._post_forward.all_gather(buffer, unsharded.flat, label=label)
-                    for buffer, unsharded in zip(kept, self._unsharded, strict=True)
-                ]
+            return self._start_gathers(label)
+
+    def _start_gathers(self, label: str) -> list[Work]:
+        if self._kept:
+            assert self._post_forward is not None
+            kept, self._kept = self._kept, []
             return [
-                self._comm.all_gather(buffer, unsharded.flat, first=unsharded.first, label=label)
-                for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True)
+                self._post_forward.all_gather(buffer, unsharded.flat, label=label)
+                for buffer, unsharded in zip(kept, self._unsharded, strict=True)
             ]
+        return [
+            self._comm.all_gather(buffer, unsharded.flat, first=unsharded.first, label=label)
+            for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True)
+        ]
 
     def gather_whole(self, label: str) -> dict[int, torch.Tensor]:
         """Gather every parameter into memory of its own, in the dtype of the shards.
@@ -161,7 +168,7 @@ class UnitBuffers:
         If this rank has all, its shards themselves.
         """
         if self.layout.shard_size == 1:
-            return dict(self._shards)
+            return dict(enumerate(self.shards))
         whole = {}
         for buffer in self._buckets:
             bucket = buffer.bucket
@@ -169,11 +176,12 @@ class UnitBuffers:
                 bucket.unsharded_numel, dtype=bucket.dtype, device=self._runtime.device
             )
             self._comm.all_gather(buffer, flat, label=label).wait()
+            buffer.forget_landing()
             whole.update(whole_views(bucket, flat))
         return whole
 
     def free_unsharded(self) -> None:
-        for unsharded in self._unsharded:
+        for unsharded in self._freed:
             unsharded.free()
 
     def keep_post_forward(self, comm: ProcessGroupComm) -> dict[int, torch.Tensor]:
@@ -204,6 +212,7 @@ class UnitBuffers:
         with torch.inference_mode(False):
             for buffer in self._buckets:
                 self._bind_bucket(buffer, allow_in_place=allow_in_place)
+        self._freed = [unsharded for unsharded in self._unsharded if not unsharded.is_kept]
         self._moves = any(unsharded.nbytes for unsharded in self._unsharded)
 
     def _bind_bucket(self, buffer: ShardBuffer, *, allow_in_place: bool) -> None:
@@ -224,11 +233,8 @@ class UnitBuffers:
                 continue
             # Not a view of `flat`: the all-gather writes there, and must not advance the version
             # counter of what autograd has saved.
-            self._views[param.index] = torch.empty(0, dtype=flat.dtype, device=device).set_(
-                flat.untyped_storage(),
-                param.unsharded_offset - first,
-                torch.Size(param.spec.shape),
-                _contiguous_strides(param.spec.shape),
+            self._views[param.index] = tensor_over(
+                flat.untyped_storage(), param.unsharded_offset - first, param.spec.shape, flat.dtype
             )
         unsharded.free()  # after `set_`, which makes a storage as large as the view needs
 
@@ -261,6 +267,7 @@ class GradientShards:
         whole: bool,
         pin_memory: bool,
     ) -> None:
+        self.device = device
         self.flat = torch.empty(
             bucket.shard_numel,
             dtype=bucket.dtype,
@@ -271,26 +278,15 @@ class GradientShards:
         self.wrapped = [wrap(view) for wrap, view in zip(wraps, self.views, strict=True)]
         self._storages = [view.untyped_storage() for view in self.views]
         self._addresses = [storage._cdata for storage in self._storages]
-        self._own_uses = self._uses() if _HAS_USE_COUNT else 0
+        self._own_uses = self._uses() if _tensor_uses is not None else 0
 
     @property
     def is_unused(self) -> bool:
         """Whether no gradient is in use any more."""
-        return _HAS_USE_COUNT and self._uses() == self._own_uses
+        return _tensor_uses is not None and self._uses() == self._own_uses
 
     def _uses(self) -> int:
         """Count who refers to the gradients and their memory, from Python and from C++ (``.grad``)."""
-        uses = 0
-        for tensor in self.wrapped:
-            uses += _references(tensor) + tensor._use_count()  # type: ignore[attr-defined]
-        for storage, address in zip(self._storages, self._addresses, strict=True):
-            uses += _references(storage) + _storage_uses(address)
-        return uses
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, running = [], 1
-    for size in reversed(shape):
-        strides.append(running)
-        running *= max(size, 1)
-    return tuple(reversed(strides))
+        tensors, storages = self.wrapped, self._storages
+        uses = sum(map(_references, tensors)) + sum(map(_references, storages))
+        return uses + sum(map(_tensor_uses, tensors)) + sum(map(_storage_uses, self._addresses))

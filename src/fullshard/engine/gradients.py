@@ -60,6 +60,7 @@ class _Recipe:
 
     total_dtype: in which the sum over the shard axis is formed.
     is_final: whether that sum is what the holders get, if they have no gradient yet.
+    is_deposited: whether nothing happens to the sum before the holders get it.
     """
 
     config: UnitConfig
@@ -68,11 +69,13 @@ class _Recipe:
     reduce_dtype: torch.dtype
     total_dtype: torch.dtype
     is_final: bool
+    is_deposited: bool
 
 
 @dataclasses.dataclass(slots=True)
 class _BucketInFlight:
     plan: _BucketPlan
+    recipe: _Recipe
     reduction: Reduction
     total: torch.Tensor
     shards: GradientShards | None  # whose memory ``total`` is, or None: scratch
@@ -143,6 +146,7 @@ class UnitGradients:
         self._specs: list[ParamSpec] = []
         self._flat_layout: UnitLayout | None = None
         self._plans: dict[tuple[bool, ...], list[_BucketPlan]] = {}
+        self._current_plan: list[_BucketPlan] | None = None
         self._alive: weakref.WeakSet[GradientShards] = weakref.WeakSet()
 
     def use_comm(self, shard_comm: Comm) -> None:
@@ -164,6 +168,11 @@ class UnitGradients:
         self._params, self._specs = list(params), list(specs)
         self._flat_layout = flat_layout
         self._plans.clear()
+        self._current_plan = None
+
+    def look_again(self) -> None:
+        """Find out which parameters are trainable when that is next needed."""
+        self._current_plan = None
 
     def layout(self) -> UnitLayout:
         """Return the layout of the gradients of the parameters that are trainable now."""
@@ -217,40 +226,59 @@ class UnitGradients:
 
         accumulated: whether they hold the sum of several backwards, in the reduce dtype.
         """
-        in_flight = InFlight(self, [], config, list(grads))
+        if not self.runtime.has_streams:
+            with no_grad():
+                buckets = self._start_buckets(grads, config, accumulated=accumulated)
+            return InFlight(self, buckets, config, [])
         ready = self.runtime.record()
         with self.runtime.on(Lane.REDUCE), no_grad():
             self.runtime.wait(ready)
-            for plan in self._plan():
-                recipe = self._recipe(plan, config, accumulated=accumulated)
-                shards, total = self._destination(plan, recipe)
-                full = [grads[index] for index in plan.indices]
-                if config.comm_hook is not None:
-                    reduction = reduce_by_hook(config.comm_hook, plan.bucket, full, total)
-                else:
-                    reduction = self._shard_comm.reduce_scatter(
-                        plan.bucket, full, total, recipe.how
-                    )
-                in_flight.buckets.append(_BucketInFlight(plan, reduction, total, shards))
-        if not self.runtime.has_streams:
-            in_flight.grads.clear()
+            buckets = self._start_buckets(grads, config, accumulated=accumulated)
+        return InFlight(self, buckets, config, list(grads))
+
+    def _start_buckets(
+        self, grads: Sequence[torch.Tensor | None], config: UnitConfig, *, accumulated: bool
+    ) -> list[_BucketInFlight]:
+        in_flight = []
+        for plan in self._plan():
+            recipe = self._recipe(plan, config, accumulated=accumulated)
+            bucket = plan.bucket
+            shards, total = self._destination(plan, recipe)
+            full = [grads[index] for index in plan.indices]
+            if config.comm_hook is not None:
+                reduction = reduce_by_hook(config.comm_hook, bucket, full, total)
+            else:
+                reduction = self._shard_comm.reduce_scatter(bucket, full, total, recipe.how)
+            in_flight.append(_BucketInFlight(plan, recipe, reduction, total, shards))
         return in_flight
 
     def finish(self, in_flight: InFlight) -> None:
+        if not self.runtime.has_streams:
+            with no_grad():
+                for item in in_flight.buckets:
+                    self._finish_bucket(item)
+            return
         with self.runtime.on(Lane.REDUCE), no_grad():
             for item in in_flight.buckets:
-                present = item.reduction.wait()
-                if item.plan.bucket.is_flat or in_flight.config.reduce_scatter_unused_params:
-                    present = (True,) * len(present)
-                if not self._reduce_replicas(item, in_flight.config):
-                    continue
-                _round(item.total, _reduce_dtype(item.plan.bucket, in_flight.config))
-                self._run_hook(item.total, in_flight.config)
-                if in_flight.config.keep_low_precision_grads:
-                    self._deposit_low(item, in_flight.config)
-                else:
-                    self._deposit(item, present)
+                self._finish_bucket(item)
             in_flight.event = self.runtime.record()
+
+    def _finish_bucket(self, item: _BucketInFlight) -> None:
+        present, recipe = item.reduction.wait(), item.recipe
+        if recipe.is_deposited:
+            self._deposit(item, present)
+            return
+        config = recipe.config
+        if item.plan.bucket.is_flat or config.reduce_scatter_unused_params:
+            present = (True,) * len(present)
+        if not self._reduce_replicas(item, config):
+            return
+        _round(item.total, recipe.reduce_dtype)
+        self._run_hook(item.total, config)
+        if config.keep_low_precision_grads:
+            self._deposit_low(item, config)
+        else:
+            self._deposit(item, present)
 
     def flat_gradients(self) -> list[torch.Tensor | None]:
         """Return the memory of flat gradients, a bucket at a time; None where they lie elsewhere."""
@@ -310,6 +338,8 @@ class UnitGradients:
             plan.partial = None
 
     def _plan(self) -> list[_BucketPlan]:
+        if self._current_plan is not None:
+            return self._current_plan
         mask = tuple([param.requires_grad for param in self._params])
         plans = self._plans.get(mask)
         if plans is None:
@@ -319,6 +349,7 @@ class UnitGradients:
                 if self._flat_layout is None
                 else self._plan_flat(self._flat_layout, trainable)
             )
+        self._current_plan = plans
         return plans
 
     def _plan_rows(self, trainable: Sequence[int]) -> list[_BucketPlan]:
@@ -364,18 +395,28 @@ class UnitGradients:
         if self._mesh.replicate_size > 1:
             scaling = Scaling(scaling.before, 1.0)  # the rest follows the all-reduce
         wire_dtype = _wire_dtype(bucket, config, accumulated=accumulated)
+        is_final = (
+            total_dtype == bucket.dtype
+            and plan.holders[0].local.device == self.runtime.device
+            and (config.all_reduce_grads or self._mesh.replicate_size == 1)
+            and not config.keep_low_precision_grads
+        )
+        has_more_to_do = (
+            bucket.is_flat
+            or self._mesh.replicate_size > 1
+            or reduce_dtype.itemsize < total_dtype.itemsize
+            or config.all_reduce_hook is not None
+            or config.keep_low_precision_grads
+            or config.reduce_scatter_unused_params
+        )
         plan.recipe = _Recipe(
             config,
             accumulated,
             Sum(wire_dtype, scaling, f"{self.label}: reduce-scatter"),
             reduce_dtype,
             total_dtype,
-            is_final=(
-                total_dtype == bucket.dtype
-                and plan.holders[0].local.device == self.runtime.device
-                and (config.all_reduce_grads or self._mesh.replicate_size == 1)
-                and not config.keep_low_precision_grads
-            ),
+            is_final,
+            is_deposited=not has_more_to_do,
         )
         return plan.recipe
 
@@ -415,29 +456,33 @@ class UnitGradients:
     def _deposit(self, item: _BucketInFlight, present: Sequence[bool]) -> None:
         """Set or add to the sharded parameters' gradients."""
         plan, shards = item.plan, item.shards
-        device = plan.holders[0].local.device
-        is_first = not plan.has_gradient
-        if shards is None and (is_first or device != item.total.device):
-            shards = self._gradient_shards(plan, device)
-            shards.flat.copy_(item.total, non_blocking=True)
-            if not is_first:  # the host adds
-                self.runtime.finish(self.runtime.record())
+        if shards is None:
+            device = plan.holders[0].local.device
+            is_first = not plan.has_gradient
+            if is_first or device != item.total.device:
+                shards = self._gradient_shards(plan, device)
+                shards.flat.copy_(item.total, non_blocking=True)
+                if not is_first:  # the host adds
+                    self.runtime.finish(self.runtime.record())
         views = shards.views if shards is not None else self._views(plan, item.total)
+        is_flat = plan.bucket.is_flat
         for position, holder in enumerate(plan.holders):
-            if not present[position] or (plan.bucket.is_flat and not _takes_gradient(holder)):
+            if not present[position] or (is_flat and not _takes_gradient(holder)):
                 continue
-            if shards is not None and is_first:
-                holder.sharded.grad = shards.wrapped[position]
-            elif (local := holder.local_grad) is not None:
+            sharded = holder.sharded
+            if sharded.grad is not None:
+                local = holder.local_grad
+                assert local is not None
                 local.add_(views[position])
             elif shards is not None:
-                holder.sharded.grad = shards.wrapped[position]
+                sharded.grad = shards.wrapped[position]
             else:
-                local = views[position].to(holder.local.device, holder.sharded.dtype, copy=True)
-                holder.sharded.grad = holder.wrap_shard(local)
-            for hook in holder.post_accumulate_hooks:
-                self.runtime.finish(self.runtime.record() if holder.local.is_cpu else None)
-                hook(holder.sharded)
+                local = views[position].to(holder.local.device, sharded.dtype, copy=True)
+                sharded.grad = holder.wrap_shard(local)
+            if sharded._post_accumulate_grad_hooks:
+                for hook in holder.post_accumulate_hooks:
+                    self.runtime.finish(self.runtime.record() if holder.local.is_cpu else None)
+                    hook(sharded)
         if item.shards is None:
             self.runtime.scratch.give(item.total)
         if shards is not None:
@@ -466,7 +511,7 @@ class UnitGradients:
 
     def _gradient_shards(self, plan: _BucketPlan, device: torch.device) -> GradientShards:
         for position, shards in enumerate(plan.pool):
-            if shards.is_unused and shards.flat.device == device:
+            if shards.device == device and shards.is_unused:
                 return plan.pool.pop(position)
         with torch.inference_mode(False):
             shards = GradientShards(

@@ -22,6 +22,7 @@ that earlier micro-batches accumulated are kept if it came in forward.
 """
 
 import functools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ from fullshard.engine.precision import (
     replace_differentiable,
 )
 from fullshard.engine.root_share import warn_of_large_root
+from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.trace import Kind
@@ -72,7 +74,8 @@ class ModuleState:
         self.buffer_dtypes = weakref.WeakKeyDictionary()  # of buffers that were cast
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
-        self.iteration: weakref.ref[Iteration] | None = None
+        # Returns the iteration of the model this belongs to, None before its first use.
+        self.iteration: Callable[[], Iteration | None] = _no_iteration
         self._own_iteration: Iteration | None = None  # of a root
         self._root: weakref.ref[ModuleState] | None = None
         self._states: list[ModuleState] = [self]  # of a root: all below it
@@ -128,12 +131,12 @@ class ModuleState:
     @property
     def shared(self) -> Iteration:
         """The iteration of the model this belongs to; the first module to ask becomes its root."""
-        return self.known_iteration or self.initialise()
+        return self.iteration() or self.initialise()
 
     @property
     def known_iteration(self) -> Iteration | None:
         """The same, or None before the model's first use."""
-        return self.iteration() if self.iteration is not None else None
+        return self.iteration()
 
     def initialise(self) -> Iteration:
         """Make this the root: resolve names and ties, materialise the units, connect them."""
@@ -233,7 +236,7 @@ class ModuleState:
 
     # 1
 
-    @torch.compiler.disable
+    @eager
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -242,7 +245,8 @@ class ModuleState:
             self.shared.begin_units(self.units, prefetches=False)
             return cast_inputs(self.policy, args, kwargs)
         iteration = self.shared
-        if self.is_root and _is_left_over(iteration):
+        units = self.units
+        if self._own_iteration is not None and _is_left_over(iteration):
             self.reset(keeps_gradients=not iteration.has_stale_backward)
         is_first = self.training_state is not TrainingState.FORWARD
         if not self._to_run:
@@ -253,12 +257,13 @@ class ModuleState:
             iteration.begin_forward(self)
         args, kwargs = cast_inputs(self.policy, args, kwargs)
         prefetches = not self.forward_prefetch
-        iteration.begin_units(self.units, prefetches=prefetches, is_training=module.training)
+        iteration.begin_units(units, prefetches=prefetches, is_training=module.training)
         if is_first:
             for state in self.forward_prefetch:
                 for unit in state.units:
                     unit.unshard()
-            args, kwargs = self._mark_inputs(args, kwargs)
+            if units and torch.is_grad_enabled():
+                args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs
 
     def run_as_forward(
@@ -292,21 +297,21 @@ class ModuleState:
     def _mark_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not torch.is_grad_enabled() or not self.units:
-            return args, kwargs
-        inputs = [
-            *differentiable_tensors(args),
-            *(differentiable_tensors(kwargs) if kwargs else ()),
-        ]
+        inputs = differentiable_tensors(args)
+        if kwargs:
+            inputs += differentiable_tensors(kwargs)
         if not inputs:
             return args, kwargs
-        marked = iter(mark_after_backward(self, inputs))
-        args = replace_differentiable(args, marked)
-        return args, replace_differentiable(kwargs, marked) if kwargs else kwargs
+        marked = mark_after_backward(self, inputs)
+        if not kwargs and len(inputs) == len(args) and all(map(operator.is_, inputs, args)):
+            return marked, kwargs
+        rest = iter(marked)
+        args = replace_differentiable(args, rest)
+        return args, replace_differentiable(kwargs, rest) if kwargs else kwargs
 
     # 3
 
-    @torch.compiler.disable
+    @eager
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         policy = self.policy
         if self.training_state is TrainingState.PRE_BACKWARD:
@@ -340,23 +345,24 @@ class ModuleState:
 
     # 4
 
-    @torch.compiler.disable
+    @eager
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         iteration = self.shared
         iteration.begin_backward(self.end_backward)
         if self.training_state is TrainingState.PRE_BACKWARD:
             return grad
         self.training_state = TrainingState.PRE_BACKWARD
-        for unit in self.units:
+        units = self.units
+        for unit in units:
             if unit.is_unsharded:
                 unit.check_unchanged()
             iteration.start_backward_unshard(unit)
-        for unit in self.units:
+        for unit in units:
             unit.wait_unshard()
         if iteration.observer is not None:
-            iteration.observer.enter(Kind.BACKWARD, self.units)
+            iteration.observer.enter(Kind.BACKWARD, units)
         if not self.backward_prefetch:
-            for unit in reversed(self.units):
+            for unit in reversed(units):
                 iteration.prefetch_backward(unit)
         for state in self.backward_prefetch:
             for unit in reversed(state.units):
@@ -365,15 +371,16 @@ class ModuleState:
 
     # 6
 
-    @torch.compiler.disable
+    @eager
     def after_backward(self) -> None:
         self.training_state = TrainingState.POST_BACKWARD
+        iteration = self.shared
         for unit in reversed(self.units):
-            self.shared.after_backward(unit)
+            iteration.after_backward(unit)
 
     # 7
 
-    @torch.compiler.disable
+    @eager
     def end_backward(self) -> None:
         states = self.everyone
         finished = [
@@ -407,6 +414,10 @@ class ModuleState:
         for unit in self.units:
             if not any(param.local.is_meta for param in unit.params):
                 unit.follow_changes()
+
+
+def _no_iteration() -> None:
+    return None
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

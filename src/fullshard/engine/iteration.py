@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from fullshard.comm.interface import Comm
 from fullshard.engine.gradients import InFlight
 from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.order import ForwardOrder
@@ -61,7 +62,9 @@ class Iteration:
 
     def connect(self) -> None:
         """Take note of how the units communicate and how many reductions may be under way."""
-        self._comms = comms_of(self.units)
+        comms = comms_of(self.units)
+        self._fenced = [comm for comm in comms if type(comm).fence is not Comm.fence]
+        self._comms = comms
         buffers = (unit.config.reduce_scatter_max_input_buffers for unit in self.units)
         self._max_in_flight = max(buffers, default=1)
         needs: dict[Any, list[int]] = {}
@@ -232,7 +235,7 @@ class Iteration:
         """See [Note: Fences]."""
         if self.observer is not None:
             self.observer.begin(Kind.FENCE)
-        for comm in self._comms:
+        for comm in self._fenced:
             comm.fence(label)
         if self.observer is not None:
             self.observer.end()
@@ -257,13 +260,15 @@ class Iteration:
 
     def _finish_reductions(self, *, keep: int, then: InFlight | None = None) -> None:
         """Finish all but the last ``keep`` reductions, in the order they were started."""
+        in_flight = self._in_flight
         if then is not None:
-            self._in_flight.append(then)
-        unfinished = [item for item in self._in_flight if not item.is_finished]
-        for item in unfinished[: max(len(unfinished) - keep, 0)]:
-            self._wait_for(item, item.finish)
+            in_flight.append(then)
+        if len(in_flight) > keep:
+            unfinished = [item for item in in_flight if not item.is_finished]
+            for item in unfinished[: max(len(unfinished) - keep, 0)]:
+                self._wait_for(item, item.finish)
         # A finished one still holds tensors that its lane reads; compute waits before they go.
-        while len(self._in_flight) > self._max_in_flight and self._in_flight[0].is_finished:
+        while len(in_flight) > self._max_in_flight and in_flight[0].is_finished:
             self._release_first()
 
     def _release_events(self) -> None:

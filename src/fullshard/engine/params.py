@@ -398,7 +398,8 @@ class DTensorParameter(ManagedParameter):
         return self.local is memory
 
     def has_moved(self, memory: torch.Tensor) -> bool:
-        if self.slots[0].current is self.sharded and self.local is memory:
+        slot, sharded = self.slots[0], self.sharded
+        if slot.registry.get(slot.name) is sharded and sharded._local_tensor is memory:  # type: ignore[attr-defined]
             return False  # as it nearly always is
         return super().has_moved(memory)
 

@@ -50,6 +50,10 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
 
 def differentiable_tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers that require a gradient, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree] if tree.requires_grad else []
+    if type(tree) is tuple and _are_tensors(tree):
+        return [tensor for tensor in tree if tensor.requires_grad]
     found: list[torch.Tensor] = []
 
     def visit(tensor: torch.Tensor) -> torch.Tensor:

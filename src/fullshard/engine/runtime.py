@@ -98,6 +98,20 @@ class no_grad:  # noqa: N801  (torch's name)
 
 
 _NOTHING = contextlib.nullcontext()
+_compile_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``torch.compiler.disable``, at a third of its cost where nothing is compiled."""
+    disabled: Callable[_P, _R] = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling() or _compile_callback() is not None:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -21,12 +21,16 @@ class Switch:
             for slot in param.slots
         ]
         self._params = params
-        self._num_slots = len(self._entries)
+        self._slots = [param.slots for param in params]
         self.is_plain = all(param.form.unsharded is None for param in params)
 
     @property
     def is_current(self) -> bool:
-        return sum([len(param.slots) for param in self._params]) == self._num_slots
+        """Whether no parameter was frozen, made trainable or registered in one more place."""
+        for _, _, sharded, unsharded in self._entries:
+            if sharded.requires_grad is not unsharded.requires_grad:
+                return False
+        return sum(map(len, self._slots)) == len(self._entries)
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Do what `ManagedParameter.take_gradient` does, for parameters that are plain tensors."""
@@ -47,7 +51,5 @@ class Switch:
             registry[name] = sharded
 
     def show_unsharded(self) -> None:
-        for registry, name, sharded, unsharded in self._entries:
-            if unsharded.requires_grad is not sharded.requires_grad:
-                unsharded.requires_grad_(sharded.requires_grad)
+        for registry, name, _, unsharded in self._entries:
             registry[name] = unsharded

@@ -38,13 +38,6 @@ from fullshard.policies import ShardedState, UnitConfig
 
 logger = logging.getLogger("fullshard")
 
-_TRANSITIONS = {
-    ShardedState.SHARDED: {ShardedState.GATHERING},
-    ShardedState.GATHERING: {ShardedState.UNSHARDED, ShardedState.SHARDED},
-    ShardedState.UNSHARDED: {ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD},
-    ShardedState.SHARDED_POST_FORWARD: {ShardedState.GATHERING, ShardedState.SHARDED},
-}
-
 
 class UnitMesh(NamedTuple):
     """A mesh with its place in numbers and its process groups (None for an axis of one)."""
@@ -106,7 +99,7 @@ class Unit:
         self._switch: Switch | None = None
         self._accumulates = False
         self._accumulation: FlatAccumulation | None = None
-        self._extended = ExtendedParameters([], mesh.mesh, 1, device)
+        self._extended: ExtendedParameters | None = None
         self._extended_region: torch.Tensor | None = None
         self._plain: list[ManagedParameter] = []
         self._works: list[Work] = []
@@ -196,7 +189,7 @@ class Unit:
             (flat,) = self.buffers.flat_shards
             self.flat.move(flat)
         for index, param in enumerate(self._plain):
-            param.move_shard(self.buffers.shard(index))
+            param.move_shard(self.buffers.shards[index])
 
     @property
     def holders(self) -> list[ShardHolder]:
@@ -206,7 +199,8 @@ class Unit:
     def _split(self) -> None:
         """Tell plain parameters from extended ones, which users may make of them until first use."""
         plain = [param for param in self.params if not param.is_extended]
-        if plain == self._plain and len(self.params) == len(plain) + len(self._extended):
+        num_extended = 0 if self._extended is None else len(self._extended)
+        if plain == self._plain and len(self.params) == len(plain) + num_extended:
             return
         self.wait_unshard()
         self.reshard()
@@ -216,12 +210,12 @@ class Unit:
             if id(param) in changed:
                 param.unsharded = None  # made of other memory, and in another way
         self._plain = plain
-        self._extended = ExtendedParameters(
-            [p for p in self.params if p not in plain and isinstance(p, DTensorParameter)],
-            self.mesh.shard_mesh,
-            self.mesh.plan.shard_size,
-            self.device,
-        )
+        self._extended = None
+        extended = [p for p in self.params if p not in plain and isinstance(p, DTensorParameter)]
+        if extended:
+            self._extended = ExtendedParameters(
+                extended, self.mesh.shard_mesh, self.mesh.plan.shard_size, self.device
+            )
 
     def use_comm(self, comm: Comm) -> None:
         """Communicate like this over the shard axis from now on."""
@@ -267,8 +261,9 @@ class Unit:
 
         Parameters that stayed unsharded are freed if the shards were written to since.
         """
-        if self._switch is not None and not self._switch.is_current:
-            self._switch = None  # a parameter was registered in one more place
+        if self._switch is None or not self._switch.is_current:
+            self._switch = None
+            self.gradients.look_again()
         self.gradients.free_unused()
         if self.params and self._shards_moved():
             self.adopt()
@@ -288,7 +283,8 @@ class Unit:
 
     def unshard(self) -> None:
         """Start gathering the parameters; no effect if they are gathered or being gathered."""
-        is_sharded = self.state in (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD)
+        state = self.state
+        is_sharded = state is ShardedState.SHARDED or state is ShardedState.SHARDED_POST_FORWARD
         if is_sharded and self.params:
             self._start_gather()
 
@@ -298,9 +294,9 @@ class Unit:
         if self.observer is not None:
             self.observer.begin(Kind.ALL_GATHER, self.gradients)
         works = self.buffers.start_unshard(self._gather_label)
-        if self._extended:
-            works.append(self._start_extended(self._gather_label))
-        if works and self.runtime.has_streams:
+        if self._extended is not None:
+            works.append(self._start_extended(self._extended))
+        if self.runtime.has_streams and works:
             with self.runtime.on(Lane.ALL_GATHER):
                 for work in works:
                     work.wait()
@@ -309,7 +305,7 @@ class Unit:
         self._works = works
         may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
         self._gathered_of = self._shard_versions() if may_stay else []
-        self._enter(ShardedState.GATHERING)
+        self.state = ShardedState.GATHERING
         if self.observer is not None:
             self.observer.end()
 
@@ -326,10 +322,11 @@ class Unit:
             self.observer.begin(Kind.WAIT_ALL_GATHER, self.gradients)
         self._finish_gather()
         if self._extended_region is not None:
+            assert self._extended is not None
             self._extended.outputs(self._extended_region, self.config.mp_policy)
             self._extended_region = None
         self._show_unsharded()
-        self._enter(ShardedState.UNSHARDED)
+        self.state = ShardedState.UNSHARDED
         if self.observer is not None:
             self.observer.end()
 
@@ -345,6 +342,9 @@ class Unit:
 
     def _show_unsharded(self) -> None:
         self.is_hidden = False
+        if self._switch is not None:
+            self._switch.show_unsharded()
+            return
         for each in self._shown():
             each.show_unsharded()
 
@@ -352,7 +352,7 @@ class Unit:
         """Return what shows the parameters in one form or the other."""
         if self._switch is not None:
             return (self._switch,)
-        is_simple = not self._extended and self.mesh.post_forward is None
+        is_simple = self._extended is None and self.mesh.post_forward is None
         if not is_simple or not all(param.is_only_registered for param in self.params):
             return self.params
         self._switch = Switch(self.params)
@@ -378,15 +378,21 @@ class Unit:
             for index, param in enumerate(self.params):
                 assert isinstance(param, DTensorParameter)
                 param.show_post_forward(kept[index], self.mesh.post_forward)
-            self._enter(ShardedState.SHARDED_POST_FORWARD)
+            self.state = ShardedState.SHARDED_POST_FORWARD
+            self.is_held = False
             return
         else:
             self.buffers.free_unsharded()
-            self._extended.free()
+            if self._extended is not None:
+                self._extended.free()
         self.is_hidden = False
-        for each in self._shown():
-            each.show_sharded()
-        self._enter(ShardedState.SHARDED)
+        if self._switch is not None:
+            self._switch.show_sharded()
+        else:
+            for each in self._shown():
+                each.show_sharded()
+        self.state = ShardedState.SHARDED
+        self.is_held = False
         if self.observer is not None:
             self.observer.changed(self)
 
@@ -399,7 +405,7 @@ class Unit:
         """Return to SHARDED from anywhere (after an exception)."""
         if self.state is ShardedState.GATHERING:
             self._finish_gather()
-            self._enter(ShardedState.UNSHARDED)
+            self.state = ShardedState.UNSHARDED
         self.reshard()
         for param in self.params:
             if param.unsharded is not None:
@@ -473,9 +479,9 @@ class Unit:
             self.accumulate(grads)
             self._accumulates = False
             grads = self._take_accumulated()
-        if all(grad is None for grad in grads) and not self.config.reduce_scatter_unused_params:
+        if not self.config.reduce_scatter_unused_params and all(grad is None for grad in grads):
             return None
-        if self.gradients.hand_over(grads, self.config):
+        if self.mesh.plan.data_parallel_size == 1 and self.gradients.hand_over(grads, self.config):
             return None
         if self.observer is not None:
             self.observer.begin(Kind.REDUCE_SCATTER, self.gradients)
@@ -499,7 +505,7 @@ class Unit:
     @property
     def extended_memory(self) -> list[torch.Tensor]:
         """What extended parameters are made of while they are unsharded."""
-        return self._extended.memory
+        return [] if self._extended is None else self._extended.memory
 
     @property
     def gathering(self) -> list[torch.Tensor]:
@@ -532,19 +538,16 @@ class Unit:
 
     # Inside
 
-    def _enter(self, state: ShardedState) -> None:
-        assert state in _TRANSITIONS[self.state], f"{self.label}: {self.state} -> {state}"
-        self.state = state
-        self.is_held &= state in (ShardedState.GATHERING, ShardedState.UNSHARDED)
-
     def _finish_gather(self) -> None:
         # Written through tensors of their own, so autograd sees no change of what it saved.
-        with no_grad():
-            for work in self._works:
-                work.wait()
-        self._works = []
-        self.runtime.wait(self._gathered)
-        self._gathered = None
+        works, self._works = self._works, []
+        if works:
+            with no_grad():
+                for work in works:
+                    work.wait()
+        if self._gathered is not None:
+            self.runtime.wait(self._gathered)
+            self._gathered = None
 
     def _create_unsharded(self) -> None:
         assert self.buffers is not None
@@ -552,17 +555,17 @@ class Unit:
         for index, param in enumerate(self._plain):
             param.create_unsharded(self.buffers.unsharded(index))
 
-    def _start_extended(self, label: str) -> Work:
+    def _start_extended(self, extended: ExtendedParameters) -> Work:
         """Start gathering what extended parameters send, after the plain ones."""
         with self.runtime.on(Lane.ALL_GATHER), torch.no_grad():
-            source = self._extended.inputs(self.config.mp_policy)
+            source = extended.inputs(self.config.mp_policy)
             if self.mesh.plan.shard_size == 1:
                 self._extended_region = source
                 return Done()
             if self._bytes_comm is None:
                 assert self.mesh.shard_group is not None
                 self._bytes_comm = ProcessGroupComm(self.mesh.shard_group, self.device)
-            self._extended_region, work = self._bytes_comm.gather_bytes(source, label)
+            self._extended_region, work = self._bytes_comm.gather_bytes(source, self._gather_label)
             return work
 
     def _shards_moved(self) -> bool:
@@ -572,9 +575,12 @@ class Unit:
             return True
         if self.flat is not None:
             return not self.flat.is_at(buffers.flat_shards[0])
-        if self._extended and any(param.is_replaced for param in self.params):
+        if self._extended is not None and any(param.is_replaced for param in self.params):
             return True
-        return any(param.has_moved(buffers.shard(i)) for i, param in enumerate(self._plain))
+        for param, shard in zip(self._plain, buffers.shards, strict=True):
+            if param.has_moved(shard):
+                return True
+        return False
 
     def _shard_versions(self) -> list[int]:
         """Count the writes to each shard, through its DTensor or through its local tensor."""
@@ -586,7 +592,9 @@ class Unit:
         # not be shown as a DTensor of the smaller group if it is one over other axes as well.
         if mesh is None or not isinstance(self.comm, ProcessGroupComm):
             return None
-        if any(param.form.unsharded is not None for param in self.params) or self._extended:
+        if any(param.form.unsharded is not None for param in self.params):
+            return None
+        if self._extended is not None:
             return None
         if self._post_forward is None:
             self._post_forward = ProcessGroupComm(mesh.get_group(1), self.device)

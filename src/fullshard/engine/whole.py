@@ -119,7 +119,7 @@ def _hide(unit: Unit, options: WholeOptions) -> None:
     assert unit.buffers is not None
     for index, param in enumerate(unit.params):
         assert isinstance(param, PieceParameter)
-        shard = unit.buffers.shard(index)
+        shard = unit.buffers.shards[index]
         full, grad = param.hide_whole(shard)
         if not options.writeback or full.data_ptr() == shard.data_ptr():
             continue

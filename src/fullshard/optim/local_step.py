@@ -12,8 +12,8 @@ made only when somebody asks for it, and lives as long as somebody may write to 
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import chain
-from operator import is_
+from itertools import chain, repeat
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ class LocalStep:
         self._parameters: list[DTensor] = []
         self._shards: list[torch.Tensor] = []
         self._grad_specs: list[DTensorSpec | None] = []
+        # The gradients, if all fitted as they are. See [Note: Lasting gradients].
+        self._grads: list[weakref.ref[torch.Tensor]] = []
+        self._gradients_last = False
         # What to put back after a step.
         self._put_aside: list[list[torch.Tensor]] = []
 
@@ -75,8 +78,9 @@ class LocalStep:
         if not self._is_entered:
             return
         self._is_entered = False
-        for shard in self._shards:
-            shard.grad = None
+        if not self._gradients_last:
+            for shard in self._shards:
+                shard.grad = None
         for group, params in zip(self._groups(), self._put_aside, strict=True):
             group["params"] = params
         self._put_aside = []
@@ -117,20 +121,45 @@ class LocalStep:
         self._parameters = [p for p in chain.from_iterable(lists) if isinstance(p, DTensor)]
         self._shards = [parameter._local_tensor for parameter in self._parameters]
         self._grad_specs = [None] * len(self._shards)
+        self._grads = []
+        self._gradients_last = False
 
     def _give_gradients(self) -> None:
-        known = self._grad_specs
-        for index, (parameter, shard, spec) in enumerate(
-            zip(self._parameters, self._shards, known, strict=True)
-        ):
-            grad: Any = parameter.grad
+        """Set the shards' gradients.
+
+        [Note: Lasting gradients] The engine uses the memory of gradients again, and the DTensors
+        over it. If a step finds those of the step before, it leaves the shards' gradients set, so
+        that the next one has nothing to do. They hold no memory that the engine would free: what it
+        frees does not come again.
+        """
+        grads = [parameter.grad for parameter in self._parameters]
+        is_known = self._grads and all(map(is_, grads, [known() for known in self._grads]))
+        if is_known and all(map(is_not, grads, repeat(None))):
+            if not self._gradients_last:
+                self._set_gradients(grads)
+                self._gradients_last = True
+            return
+        self._gradients_last = False
+        all_fit = self._set_gradients(grads)
+        self._grads = [weakref.ref(grad) for grad in grads if grad is not None] if all_fit else []
+
+    def _set_gradients(self, grads: list[Any]) -> bool:
+        """Give each shard its part of a gradient; return whether all have one that fits as it is."""
+        specs = self._grad_specs
+        all_fit = True
+        for index, (grad, shard, spec) in enumerate(zip(grads, self._shards, specs, strict=True)):
             if grad is None:
-                continue
-            if getattr(grad, "_spec", grad) is spec:  # which fitted last time
+                shard.grad = None
+                all_fit = False
+            elif getattr(grad, "_spec", grad) is spec:  # which fitted last time
                 shard.grad = grad._local_tensor
-                continue
-            shard.grad = local_gradient(grad, parameter)
-            known[index] = grad._spec if grad.placements == parameter.placements else None
+            else:
+                parameter = self._parameters[index]
+                shard.grad = local_gradient(grad, parameter)
+                fits = grad.placements == parameter.placements
+                specs[index] = grad._spec if fits else None
+                all_fit &= fits
+        return all_fit
 
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()

@@ -167,9 +167,14 @@ class BucketLayout:
     unsharded_numel: int
     direct_numel: int
 
-    @property
+    @functools.cached_property
     def packed_numel(self) -> int:
         return self.shard_numel - self.packed_offset
+
+    @functools.cached_property
+    def geometry(self) -> object:
+        """The same object for all buckets that equal this one, so that it is compared quickly."""
+        return _geometry(self)
 
     @functools.cached_property
     def is_flat(self) -> bool:
@@ -223,7 +228,7 @@ class BucketLayout:
     def packed(self) -> tuple[ParamLayout, ...]:
         return tuple(p for p in self.params if p.route is Route.PACKED)
 
-    @property
+    @functools.cached_property
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
 
@@ -390,6 +395,11 @@ def regroup(bucket: BucketLayout, *, shard_size: int) -> BucketLayout:
         packed_offset=0,
         direct_numel=0,
     )
+
+
+@functools.cache
+def _geometry(_: BucketLayout) -> object:
+    return object()
 
 
 def _rows_bucket(
