@@ -1,7 +1,7 @@
 """Who trains the model: plain local compute, PyTorch's data parallelism, DeepSpeed, and fullshard.
 
 Each implementation wraps the same model the way its documentation recommends: one unit per block
-and one for the rest (DeepSpeed finds its own).
+and one for the rest (DeepSpeed finds its own); ours with `fully_shard` also `step_on_shards`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -193,10 +193,13 @@ def build_optimizer(model: nn.Module, work: Work) -> torch.optim.Optimizer:
     )
 
 
-def _with_optimizer(wrap: Callable[[GPT, Work], nn.Module]) -> Callable[[GPT, Work], Wrapped]:
+def _with_optimizer(
+    wrap: Callable[[GPT, Work], nn.Module], *, on_shards: bool = False
+) -> Callable[[GPT, Work], Wrapped]:
     def wrap_and_build(model: GPT, work: Work) -> Wrapped:
         wrapped = wrap(model, work)
-        return Wrapped(wrapped, build_optimizer(wrapped, work))
+        optimizer = build_optimizer(wrapped, work)
+        return Wrapped(wrapped, fullshard.step_on_shards(optimizer) if on_shards else optimizer)
 
     return wrap_and_build
 
@@ -220,7 +223,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "fsdp2": Implementation(_with_optimizer(_wrap_fsdp2), _requires_gradient_sync),
     "deepspeed": Implementation(_wrap_deepspeed, zero3.reduce_in_last, zero3.reduce_in_each),
     "fullshard": Implementation(
-        _with_optimizer(partial(_wrap_fullshard, comm="auto")), _requires_gradient_sync
+        _with_optimizer(partial(_wrap_fullshard, comm="auto"), on_shards=True),
+        _requires_gradient_sync,
     ),
     "fullshard-fsdp1": Implementation(
         _with_optimizer(partial(_wrap_fsdp1, library=fullshard)), _no_sync
@@ -229,7 +233,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         _with_optimizer(partial(_wrap_fsdp1, library=fullshard, comm="process_group")), _no_sync
     ),
     "fullshard-pg": Implementation(
-        _with_optimizer(partial(_wrap_fullshard, comm="process_group")), _requires_gradient_sync
+        _with_optimizer(partial(_wrap_fullshard, comm="process_group"), on_shards=True),
+        _requires_gradient_sync,
     ),
 }
 

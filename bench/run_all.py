@@ -265,7 +265,8 @@ def build_table(sections: Sequence[Section], *, seconds: float) -> Table:
     notes = dict.fromkeys(note for section in sections for note in section.notes())
     table.notes = [
         f"{num_reached} of {num_goals} goals reached; {seconds / 60:.0f} minutes",
-        "as FSDP1: FullyShardedDataParallel; over Gloo: fully_shard without peer memory",
+        "fullshard: fully_shard with step_on_shards; over Gloo: the same without peer memory; "
+        "as FSDP1: FullyShardedDataParallel",
         *notes,
     ]
     return table
