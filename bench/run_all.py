@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from . import alone, collectives, host, memory, step
+from . import alone, collectives, hiding, host, memory, step
 from .goals import (
     AHEAD,
     COLUMNS,
@@ -242,6 +242,16 @@ def collective_rows(setting: collectives.Setting, results: collectives.Results) 
         yield Row(f"{setting}: {kind}, times as fast as Gloo's", faster, goal)
 
 
+def run_hiding(run: Run) -> None:
+    nbytes, seconds = 8 << 20, 0.04
+    results = hiding.measure(nbytes=nbytes, seconds=seconds, num_rounds=run.num_rounds)
+    shares = {name: hiding.hidden(results, name).median for name in ("fsdp2", _PG)}
+    rows = [Row("share of communication hidden behind compute", shares)]
+    run.sections.append(Section("over Gloo, where cores are free for it", rows))
+    run.details.append(hiding.build_table(results, nbytes=nbytes, seconds=seconds))
+    run.results |= hiding.results_json(results)
+
+
 def _step_part(name: str) -> Callable[[Run], None]:
     return lambda run: run_step(run, STEP_SETTINGS[name])
 
@@ -252,6 +262,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "host": run_host,
     "memory": run_memory,
     "collectives": run_collectives,
+    "hiding": run_hiding,
 }
 _QUICK_PARTS = ("2-ranks", "4-ranks", "alone", "host", "memory", "collectives")
 

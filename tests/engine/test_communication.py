@@ -45,6 +45,13 @@ def _use_collectives(api: Api) -> None:
         api.set_default_comm("collectives")
 
 
+def _partly_empty() -> nn.Module:
+    """With a bucket that has no elements."""
+    model = mlp()
+    model[0].register_parameter("nothing", nn.Parameter(torch.zeros(0, 4, dtype=torch.float64)))
+    return model
+
+
 def _large() -> nn.Sequential:
     """Two layers of a weight that could travel alone and three vectors. (n, 512) -> same."""
     layers = [nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512)) for _ in range(2)]
@@ -469,8 +476,8 @@ def test_custom_collectives_allocate_for_themselves(api: Api, custom: str) -> No
 @pytest.mark.apis("process_group")
 @pytest.mark.parametrize(
     ("build", "features"),
-    [(mlp, 16), (UnevenMLP, 7), (_large, 512)],
-    ids=["small", "uneven", "direct"],
+    [(mlp, 16), (UnevenMLP, 7), (_large, 512), (_partly_empty, 16)],
+    ids=["small", "uneven", "direct", "partly_empty"],
 )
 @on_ranks(2)
 def test_sums_of_the_backend_itself_train_alike(api: Api, build: Any, features: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fullshard.comm.scratch import Scratch
+from fullshard.engine.whole import gather_whole
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
 from tests.models import mlp
@@ -229,6 +232,23 @@ def test_a_gradient_that_the_user_keeps_is_in_use(api: Api) -> None:
         "KEPT": 2 * SHARD,
     }
     del mine
+
+
+@on_ranks(2)
+def test_memory_of_whole_parameters_goes_with_them(api: Api) -> None:
+    model = wrap(api, layers(), "pieces")
+    run_step(model)
+    model.zero_grad()
+    for unit in model._state.shared.units:
+        whole = [tensor._base for tensor in gather_whole(unit)]
+        held = [weakref.ref(tensor) for tensor in whole]
+        assert all(tensor is not None for tensor in whole)
+        del whole
+        deadline = time.monotonic() + 5
+        while any(reference() is not None for reference in held):
+            # Gloo's own thread lets go of a finished call a moment after it was waited for.
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
 
 @on_ranks(2)

@@ -205,6 +205,17 @@ def test_parameters_of_different_dtypes_get_buckets_of_their_own() -> None:
     assert [[p.index for p in bucket.params] for bucket in layout.buckets] == [[0, 2], [1]]
 
 
+def test_buckets_of_one_geometry_are_known_by_one_object() -> None:
+    def bucket(name: str, rows: int, *, shard_size: int = 2) -> BucketLayout:
+        spec = ParamSpec(name, (rows, 4), torch.float32, torch.float32)
+        return rows_layout([spec], shard_size=shard_size).buckets[0]
+
+    first = bucket("layers.0.weight", 8)
+    assert bucket("layers.1.weight", 8).geometry is first.geometry
+    assert bucket("layers.0.weight", 6).geometry is not first.geometry
+    assert bucket("layers.0.weight", 8, shard_size=4).geometry is not first.geometry
+
+
 def test_a_dim_the_parameter_lacks_is_refused_by_name() -> None:
     spec = ParamSpec("blocks.0.bias", (4,), torch.float32, torch.float32, shard_dim=1)
     with pytest.raises(LayoutError, match=r"blocks\.0\.bias: cannot shard dim 1"):

@@ -76,7 +76,9 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint_on_any_number_of_rank
     assert run.losses() == pytest.approx(straight.losses, rel=1e-3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_run_asked_to_stop_saves_and_continues_exactly(
     straight: Straight, tmp_path: Path, number: signal.Signals
 ) -> None:

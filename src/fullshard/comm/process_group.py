@@ -253,16 +253,16 @@ class ProcessGroupComm(Comm):
         how: Sum,
     ) -> Reduction:
         scaling = how.scaling
-        targets, sources, region = [out], [], None
-        if bucket.direct:
-            targets = sent_parts(bucket, out)
-            sources = [
-                _wire_gradient(param, grad, out.dtype, out.device, scaling.before)
-                for param, grad in zip(bucket.direct, grads, strict=False)
-            ]
+        sources = [
+            _wire_gradient(param, grad, out.dtype, out.device, scaling.before)
+            for param, grad in zip(bucket.direct, grads, strict=False)
+        ]
+        targets = sent_parts(bucket, out) if sources else []
+        region = None
         if bucket.packed_numel or bucket.is_flat:
             region = self._pack(bucket, grads, out.dtype, scaling.before)
             sources.append(region.memory)
+            targets = targets or [out]
         averages = self.is_nccl and scaling.after == self.size  # saves a kernel
         works = self._reduce_scatter(targets, sources, averages=averages)
         divisor = 1.0 if averages else scaling.after
