@@ -82,8 +82,6 @@ class TrainingState(enum.Enum):
 class ShardedState(enum.Enum):
     """Where a unit's parameters are."""
 
-    __hash__ = object.__hash__  # an Enum's own is written in Python, and asked at every transition
-
     SHARDED = enum.auto()
     GATHERING = enum.auto()  # the all-gather is under way
     UNSHARDED = enum.auto()

@@ -51,6 +51,21 @@ def test_frozen_unit_passes_gradients_on_and_has_none(api: Api) -> None:
 
 
 @on_ranks(2)
+def test_parameter_frozen_between_forward_and_backward_gets_no_gradient(api: Api) -> None:
+    model = mlp(2)
+    api.fully_shard(model)
+    batch = make_batch(16)
+    model(batch).sum().backward()
+    model.zero_grad()
+    frozen, *others = model.parameters()
+    loss = model(batch).sum()
+    frozen.requires_grad_(requires_grad=False)
+    loss.backward()
+    assert frozen.grad is None
+    assert all(parameter.grad is not None for parameter in others)
+
+
+@on_ranks(2)
 def test_parameter_frozen_between_steps_gets_no_gradient(api: Api) -> None:
     model, batch = UnevenMLP(), make_batch(7)
     api.fully_shard(model)

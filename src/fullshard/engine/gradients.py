@@ -146,7 +146,6 @@ class UnitGradients:
         self._specs: list[ParamSpec] = []
         self._flat_layout: UnitLayout | None = None
         self._plans: dict[tuple[bool, ...], list[_BucketPlan]] = {}
-        self._current_plan: list[_BucketPlan] | None = None
         self._alive: weakref.WeakSet[GradientShards] = weakref.WeakSet()
 
     def use_comm(self, shard_comm: Comm) -> None:
@@ -168,11 +167,6 @@ class UnitGradients:
         self._params, self._specs = list(params), list(specs)
         self._flat_layout = flat_layout
         self._plans.clear()
-        self._current_plan = None
-
-    def look_again(self) -> None:
-        """Find out which parameters are trainable when that is next needed."""
-        self._current_plan = None
 
     def layout(self) -> UnitLayout:
         """Return the layout of the gradients of the parameters that are trainable now."""
@@ -338,8 +332,6 @@ class UnitGradients:
             plan.partial = None
 
     def _plan(self) -> list[_BucketPlan]:
-        if self._current_plan is not None:
-            return self._current_plan
         mask = tuple([param.requires_grad for param in self._params])
         plans = self._plans.get(mask)
         if plans is None:
@@ -349,7 +341,6 @@ class UnitGradients:
                 if self._flat_layout is None
                 else self._plan_flat(self._flat_layout, trainable)
             )
-        self._current_plan = plans
         return plans
 
     def _plan_rows(self, trainable: Sequence[int]) -> list[_BucketPlan]:

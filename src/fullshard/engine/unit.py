@@ -261,9 +261,8 @@ class Unit:
 
         Parameters that stayed unsharded are freed if the shards were written to since.
         """
-        if self._switch is None or not self._switch.is_current:
+        if self._switch is not None and not self._switch.is_current:
             self._switch = None
-            self.gradients.look_again()
         self.gradients.free_unused()
         if self.params and self._shards_moved():
             self.adopt()
