@@ -1,12 +1,13 @@
-"""Gradients of a flat unit that wait for a later reduction, shown as what they are.
+"""Whole gradients that wait for a later reduction.
 
-They are whole, where the parameters that users see are shards, and lie in one buffer a bucket. Users
-see them as ``.grad``: dropping or zeroing those (``optimizer.zero_grad()``) drops what is
-accumulated, as it would in training on one process. Reduced gradients of earlier backwards are
-put aside meanwhile, and the sum is added to them.
+Those of a flat unit lie in one buffer a bucket, and users see them as ``.grad``: dropping or zeroing
+those (``optimizer.zero_grad()``) drops what is accumulated, as it would in training on one process.
+Reduced gradients of earlier backwards are put aside meanwhile, and the sum is added to them. Those
+of other units stay where autograd left them, out of sight.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,8 +17,51 @@ from fullshard.engine.params import ManagedParameter, ShardHolder
 from fullshard.plan.layout import UnitLayout
 
 
-class FlatAccumulation:
+class Accumulation(Protocol):
     """The unreduced gradients of one unit."""
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What it keeps."""
+        ...
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add whole gradients, one a parameter."""
+        ...
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Return the sums, one a parameter, and forget them."""
+        ...
+
+
+class RowsAccumulation:
+    """Of parameters that are sharded one by one."""
+
+    def __init__(self, params: Sequence[ManagedParameter], dtype: torch.dtype | None) -> None:
+        """dtype: as what gradients are accumulated; None is their own."""
+        self._params = params
+        self._dtype = dtype
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return [p.accumulated_grad for p in self._params if p.accumulated_grad is not None]
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        for param, grad in zip(self._params, grads, strict=True):
+            if grad is not None and param.accumulated_grad is not None:
+                param.accumulated_grad.add_(grad)
+            elif grad is not None:
+                param.accumulated_grad = grad if self._dtype is None else grad.to(self._dtype)
+
+    def take(self) -> list[torch.Tensor | None]:
+        grads = [param.accumulated_grad for param in self._params]
+        for param in self._params:
+            param.accumulated_grad = None
+        return grads
+
+
+class FlatAccumulation:
+    """Of parameters in flat buffers, shown as what they are."""
 
     def __init__(
         self,

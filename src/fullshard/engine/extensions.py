@@ -20,8 +20,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.comm.interface import Done, Work
+from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.params import DTensorParameter
 from fullshard.errors import MisuseError
 from fullshard.plan.layout import ALIGNMENT_NBYTES
@@ -123,16 +126,42 @@ class ExtendedParameters:
         self,
         params: Sequence[DTensorParameter],
         mesh: DeviceMesh | None,
-        size: int,
+        group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
+        """mesh, group: over which they are sharded; None if that is no group or no mesh."""
         self._items = [_Extended(param) for param in params]
-        self._mesh, self._size, self._device = mesh, size, device
+        self._mesh, self._device = mesh, device
+        self._size = 1 if group is None else group.size()
+        self._comm = None
+        if group is not None and self._size > 1:
+            self._comm = ProcessGroupComm(group, device)
+        self._region: torch.Tensor | None = None  # bytes of all ranks, rank by rank
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def inputs(self, policy: MixedPrecisionPolicy) -> torch.Tensor:
+    @torch.no_grad()
+    def start(self, policy: MixedPrecisionPolicy, label: str) -> Work:
+        """Start gathering what they send."""
+        source = self._inputs(policy)
+        if self._comm is None:
+            self._region = source
+            return Done()
+        self._region, work = self._comm.gather_bytes(source, label)
+        return work
+
+    def finish(self, policy: MixedPrecisionPolicy) -> None:
+        """Make the unsharded parameters of what was gathered."""
+        assert self._region is not None
+        widths = [_width(tensor) for item in self._items for tensor in item.inputs]
+        columns = iter(self._region.view(self._size, -1).split_with_sizes(widths, 1))
+        with torch.inference_mode(False), torch.no_grad():
+            for item in self._items:
+                item.receive([next(columns) for _ in item.inputs], policy.param_dtype)
+        self._region = None
+
+    def _inputs(self, policy: MixedPrecisionPolicy) -> torch.Tensor:
         """Return the bytes that this rank sends: every input of every parameter, one by one."""
         for item in self._items:
             item.param.check_extension()
@@ -146,13 +175,10 @@ class ExtendedParameters:
             piece[:nbytes].view(tensor.dtype).copy_(tensor.view(-1))
         return flat
 
-    def outputs(self, region: torch.Tensor, policy: MixedPrecisionPolicy) -> None:
-        """Take all ranks' bytes, rank by rank, and make the unsharded parameters."""
-        widths = [_width(tensor) for item in self._items for tensor in item.inputs]
-        columns = iter(region.view(self._size, -1).split_with_sizes(widths, 1))
-        with torch.inference_mode(False), torch.no_grad():
-            for item in self._items:
-                item.receive([next(columns) for _ in item.inputs], policy.param_dtype)
+    @property
+    def gathering(self) -> list[torch.Tensor]:
+        """What a gather under way fills."""
+        return [] if self._region is None else [self._region]
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -160,6 +186,7 @@ class ExtendedParameters:
         return [tensor for item in self._items for tensor in (*item.outputs, *item.inner)]
 
     def free(self) -> None:
+        self._region = None
         for item in self._items:
             item.free()
 

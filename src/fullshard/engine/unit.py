@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm.interface import Comm, Done, Work
+from fullshard.comm.interface import Comm, Work
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
-from fullshard.engine.accumulation import FlatAccumulation
+from fullshard.engine.accumulation import Accumulation, FlatAccumulation, RowsAccumulation
 from fullshard.engine.buffers import UnitBuffers
 from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.flat_params import FlatHolder
@@ -97,15 +97,12 @@ class Unit:
         self._flat_layout = layout
         self._gathered_of: list[int] = []  # of what may stay unsharded: the versions of the shards
         self._switch: Switch | None = None
-        self._accumulates = False
-        self._accumulation: FlatAccumulation | None = None
+        self._accumulation: Accumulation | None = None
         self._extended: ExtendedParameters | None = None
-        self._extended_region: torch.Tensor | None = None
         self._plain: list[ManagedParameter] = []
         self._works: list[Work] = []
         self._gathered: torch.Event | None = None
         self._post_forward: ProcessGroupComm | None = None
-        self._bytes_comm: ProcessGroupComm | None = None
         self.set_params(params)
 
     # Parameters and memory
@@ -214,7 +211,7 @@ class Unit:
         extended = [p for p in self.params if p not in plain and isinstance(p, DTensorParameter)]
         if extended:
             self._extended = ExtendedParameters(
-                extended, self.mesh.shard_mesh, self.mesh.plan.shard_size, self.device
+                extended, self.mesh.shard_mesh, self.mesh.shard_group, self.device
             )
 
     def use_comm(self, comm: Comm) -> None:
@@ -294,7 +291,8 @@ class Unit:
             self.observer.begin(Kind.ALL_GATHER, self.gradients)
         works = self.buffers.start_unshard(self._gather_label)
         if self._extended is not None:
-            works.append(self._start_extended(self._extended))
+            with self.runtime.on(Lane.ALL_GATHER):  # after the plain ones
+                works.append(self._extended.start(self.config.mp_policy, self._gather_label))
         if self.runtime.has_streams and works:
             with self.runtime.on(Lane.ALL_GATHER):
                 for work in works:
@@ -320,10 +318,8 @@ class Unit:
         if self.observer is not None:
             self.observer.begin(Kind.WAIT_ALL_GATHER, self.gradients)
         self._finish_gather()
-        if self._extended_region is not None:
-            assert self._extended is not None
-            self._extended.outputs(self._extended_region, self.config.mp_policy)
-            self._extended_region = None
+        if self._extended is not None:
+            self._extended.finish(self.config.mp_policy)
         self._show_unsharded()
         self.state = ShardedState.UNSHARDED
         if self.observer is not None:
@@ -411,7 +407,6 @@ class Unit:
                 param.unsharded.grad = None
         if keeps_gradients:
             return
-        self._accumulates = False
         self.gradients.drop_partial()
         self._take_accumulated()
 
@@ -448,35 +443,24 @@ class Unit:
     @property
     def unreduced(self) -> list[torch.Tensor]:
         """What `accumulate` keeps."""
-        if self._accumulation is not None:
-            return self._accumulation.memory
-        if not self._accumulates:
-            return []
-        return [p.accumulated_grad for p in self.params if p.accumulated_grad is not None]
+        return [] if self._accumulation is None else self._accumulation.memory
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep full gradients for a later reduction, in the reduce dtype."""
-        self._accumulates = True
-        reduce_dtype = self.config.mp_policy.reduce_dtype
-        if self._flat_layout is not None:
-            if self._accumulation is None:
-                self._accumulation = FlatAccumulation(
-                    self.layout, self.params, self.device, reduce_dtype
-                )
-            self._accumulation.add(grads)
-            return
-        for param, grad in zip(self.params, grads, strict=True):
-            if grad is not None and param.accumulated_grad is not None:
-                param.accumulated_grad.add_(grad)
-            elif grad is not None:
-                param.accumulated_grad = grad if reduce_dtype is None else grad.to(reduce_dtype)
+        if self._accumulation is None:
+            dtype = self.config.mp_policy.reduce_dtype
+            self._accumulation = (
+                RowsAccumulation(self.params, dtype)
+                if self._flat_layout is None
+                else FlatAccumulation(self.layout, self.params, self.device, dtype)
+            )
+        self._accumulation.add(grads)
 
     def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
         """Start reducing gradients and what was accumulated before; None if there is nothing."""
-        accumulated, self._accumulates = self._accumulates, False  # the same on every rank
+        accumulated = self._accumulation is not None  # the same on every rank
         if accumulated:
             self.accumulate(grads)
-            self._accumulates = False
             grads = self._take_accumulated()
         if not self.config.reduce_scatter_unused_params and all(grad is None for grad in grads):
             return None
@@ -490,14 +474,8 @@ class Unit:
         return in_flight
 
     def _take_accumulated(self) -> list[torch.Tensor | None]:
-        if self._accumulation is not None:
-            grads = self._accumulation.take()
-            self._accumulation = None
-            return grads
-        grads = [param.accumulated_grad for param in self.params]
-        for param in self.params:
-            param.accumulated_grad = None
-        return grads
+        waiting, self._accumulation = self._accumulation, None
+        return [] if waiting is None else waiting.take()
 
     # What it holds, beside its buffers and gradients
 
@@ -509,7 +487,7 @@ class Unit:
     @property
     def gathering(self) -> list[torch.Tensor]:
         """What a gather under way holds; it may read the shards themselves."""
-        region = [] if self._extended_region is None else [self._extended_region]
+        region = [] if self._extended is None else self._extended.gathering
         return [*region, *(tensor for work in self._works for tensor in work.tensors)]
 
     # Messages
@@ -553,19 +531,6 @@ class Unit:
         self._switch = None
         for index, param in enumerate(self._plain):
             param.create_unsharded(self.buffers.unsharded(index))
-
-    def _start_extended(self, extended: ExtendedParameters) -> Work:
-        """Start gathering what extended parameters send, after the plain ones."""
-        with self.runtime.on(Lane.ALL_GATHER), torch.no_grad():
-            source = extended.inputs(self.config.mp_policy)
-            if self.mesh.plan.shard_size == 1:
-                self._extended_region = source
-                return Done()
-            if self._bytes_comm is None:
-                assert self.mesh.shard_group is not None
-                self._bytes_comm = ProcessGroupComm(self.mesh.shard_group, self.device)
-            self._extended_region, work = self._bytes_comm.gather_bytes(source, self._gather_label)
-            return work
 
     def _shards_moved(self) -> bool:
         """Whether a shard is no longer the registered parameter over the unit's memory."""
