@@ -57,7 +57,7 @@ _NUM_UNITS = _NUM_BLOCKS + 1
 _WIDTH = 64
 _NUM_WARM_UP_STEPS = 5
 _NUM_PROFILED_STEPS = 5
-_SECONDS_FOR_A_ROUND = 0.5
+_SECONDS_FOR_A_ROUND = 0.25
 
 # Part of the name under which a profile lists every function of torch's C++ process groups.
 _BACKEND_MARK = "torch._C._distributed_c10d"
@@ -241,7 +241,7 @@ class Measured:
         return median(self.unit_us) - self.backend_us
 
 
-def measure(world_sizes: Sequence[int], *, num_rounds: int = 7) -> dict[Subject, Measured]:
+def measure(world_sizes: Sequence[int], *, num_rounds: int = 15) -> dict[Subject, Measured]:
     """Measure PyTorch's and our two APIs at every world size, against the unwrapped model."""
     subjects = [Subject(name, size) for size in world_sizes for name in _SHARD]
     progress = Progress("host", num_stages=num_rounds + 1)
@@ -319,7 +319,7 @@ def _parse_options() -> argparse.Namespace:
         prog="python -m bench.host", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--world-sizes", type=positive, nargs="+", default=[8, 1024])
-    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--rounds", type=positive, default=15)
     add_output_options(parser)
     return parser.parse_args()
 

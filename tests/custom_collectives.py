@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.process_group import all_gather, reduce_scatter
+from fullshard.comm.calls import all_gather, reduce_scatter
 from tests.api import Api
 
 

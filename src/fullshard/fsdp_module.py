@@ -154,7 +154,11 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for compatibility: sums are always plain sums, divided apart from them."""
+        """Divide sums of gradients apart from forming them, if ``enable``.
+
+        NCCL forms means by itself, which saves a kernel. Other backends are only asked for sums.
+        """
+        self._configure(False, force_sum_reduction=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

@@ -131,6 +131,7 @@ class UnitConfig:
     comm_hook: reduces instead of the unit. Flat styles only.
     keep_low_precision_grads: leave gradients in the reduce dtype. Flat styles only.
     cast_root_inputs: cast_forward_inputs of the unit that turns out to be the root, if not None.
+    force_sum_reduction: let no backend average; divide what it has summed.
     buffer_dtype: floating-point buffers of the unit's modules, cast once, at the first use.
     reduce_scatter_max_input_buffers: how many reductions may hold their input at once.
     """
@@ -144,6 +145,7 @@ class UnitConfig:
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     reduce_scatter_unused_params: bool = False
+    force_sum_reduction: bool = False
     gradient_divide_factor: float | None = None
     reduce_scatter_max_input_buffers: int = 1
     style: ParamStyle = ParamStyle.DTENSOR

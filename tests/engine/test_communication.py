@@ -492,6 +492,31 @@ def test_sums_of_the_backend_itself_train_alike(api: Api, build: Any, features: 
     assert "all_to_all" not in traffic.calls
 
 
+@pytest.mark.apis("process_group")
+@pytest.mark.parametrize("is_forced", [False, True])
+@on_ranks(2)
+def test_backend_that_averages_does_so_unless_sums_are_forced(api: Api, is_forced: bool) -> None:
+    """As NCCL does; Gloo can as well."""
+    model = mlp()
+    alone = copy.deepcopy(model)
+    for layer in model:
+        api.fully_shard(layer)
+    for unit in [each for m in model for each in m._fullshard_state.units]:
+        unit.comm.sums_natively = unit.comm._averages = True
+    api.fully_shard(model)
+    for layer in model:
+        layer.set_force_sum_reduction_for_comms(is_forced)
+    name = (
+        "reduce_scatter_single"
+        if hasattr(dist, "reduce_scatter_single")
+        else "reduce_scatter_tensor"
+    )
+    with mock.patch.object(dist, name, wraps=getattr(dist, name)) as reduce:
+        assert_train_alike(alone, model)
+    expected = dist.ReduceOp.SUM if is_forced else dist.ReduceOp.AVG
+    assert {str(call.kwargs["op"]) for call in reduce.mock_calls} == {str(expected)}
+
+
 @pytest.mark.apis("peer_memory")
 @on_ranks(1)
 def test_one_rank_keeps_the_gradients_that_autograd_made(api: Api) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -138,6 +139,45 @@ def test_inputs_with_and_without_gradient_give_the_same_gradients(api: Api) -> N
     model.zero_grad()
     mean_square(model(my_part(batch))).backward()
     assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+class InPlace(nn.Module):
+    """Changes its input, and returns what it changed or what it computed of it."""
+
+    def __init__(self, *, returns_input: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.returns_input = returns_input
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        if not self.returns_input:
+            return self.linear(x)
+        x += self.linear(x.clone())
+        return x
+
+
+@pytest.mark.ours("raises: its node on the input cannot be overridden")
+@pytest.mark.parametrize("returns_input", [False, True])
+@on_ranks(2)
+def test_unit_may_change_its_input_in_place(api: Api, returns_input: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), InPlace(returns_input=returns_input))
+    alone = copy.deepcopy(model)
+    _shard(api, model)
+    for seed in range(2):
+        batch = make_batch(16, seed=seed)
+        gradients = gradients_alone(alone, batch)
+        # Whoever changes this output in place would lose what follows it in backward.
+        view = (
+            pytest.warns(UserWarning, match="returned a view") if returns_input else nullcontext()
+        )
+        with view:
+            outputs = model(my_part(batch))
+        mean_square(outputs).backward()
+        assert_gradients_are_parts_of(model, gradients)
+        model.zero_grad()
+        alone.zero_grad()
 
 
 @on_ranks(2)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from fullshard.comm.calls import all_gather, reduce_scatter
 from fullshard.comm.interface import Done, Reduction, ShardBuffer, Sum, Work
 from fullshard.comm.liveness import naming_lost_ranks
 from fullshard.comm.packing import Region, copy_in_gradients
@@ -23,9 +24,7 @@ from fullshard.comm.process_group import (
     Pending,
     PendingReduction,
     ProcessGroupComm,
-    all_gather,
     nothing,
-    reduce_scatter,
 )
 from fullshard.plan.layout import BucketLayout, DirectRule
 

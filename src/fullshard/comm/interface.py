@@ -56,11 +56,13 @@ class Sum:
     """How gradients are to be summed.
 
     wire_dtype: what travels; sums are formed in the dtype of the result.
+    may_average: whether a backend that forms means may do so.
     label: what is reduced, for messages.
     """
 
     wire_dtype: torch.dtype
     scaling: Scaling = Scaling()
+    may_average: bool = True
     label: str = "reduce-scatter"
 
 

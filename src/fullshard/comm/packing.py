@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.plan.layout import BucketLayout, ParamLayout, Route
+from fullshard.plan.layout import BucketLayout, ParamLayout
 
 Views = list[torch.Tensor]
 
@@ -41,11 +41,15 @@ class Region:
         return places
 
     def sources(self, bucket: BucketLayout) -> Views:
-        """Return the places of all packed parameters in one list."""
+        """Return the places of all packed parameters, run by run (see `_run_parts`)."""
         sources = self._sources.get(bucket.geometry)
         if sources is None:
-            sources = [place for places in self.places(bucket) for place in places]
-            self._sources[bucket.geometry] = sources
+            stride = self.memory.numel() // bucket.shard_size
+            sources = self._sources[bucket.geometry] = [
+                place
+                for run in bucket.packed_runs
+                for place in _run_places(run, self.memory, bucket.packed_offset, stride)
+            ]
         return sources
 
     def rows(self, num_rows: int) -> torch.Tensor:
@@ -117,21 +121,14 @@ class Landing:
             self.sent = sent_parts(bucket, flat)
         self._bucket = bucket
         self.direct: Views = []
-        self._packed: Views = []
+        self._packed: Views = []  # parts of each run of packed parameters
         if bucket.is_flat:
             self.direct.append(unsharded)
             return
-        for param in bucket.params:
-            is_packed = param.route is Route.PACKED
-            if not is_packed and first:
-                continue
-            whole = unsharded.narrow(0, param.unsharded_offset - first, param.spec.numel)
-            if not is_packed:
-                self.direct.append(whole)
-            elif param.is_even:
-                self._packed.append(whole.view(param.shard_size, param.chunk_numel))
-            else:
-                self._packed.extend(shard_parts(param, whole))
+        for param in () if first else bucket.direct:
+            self.direct.append(unsharded.narrow(0, param.unsharded_offset, param.spec.numel))
+        for run in bucket.packed_runs:
+            self._packed += _run_parts(run, unsharded, first)
 
     def copy_out(self, region: Region) -> None:
         """Copy every packed parameter from the region of all ranks to where it belongs."""
@@ -246,6 +243,38 @@ def _copy_in_flat(
     blank = [part for part in (*missing, *padding) if part.numel()]
     if blank:
         torch._foreach_zero_(blank)
+
+
+def _run_parts(run: Sequence[ParamLayout], unsharded: torch.Tensor, first: int) -> Views:
+    """Cut a run of packed parameters, where they belong, into parts; one if they are even.
+
+    first: the element of the unsharded buffer at which ``unsharded`` begins.
+    """
+    param, start = run[0], run[0].unsharded_offset - first
+    if not param.is_even:
+        return shard_parts(param, unsharded.narrow(0, start, param.spec.numel))
+    step = run[-1].unsharded_offset - run[-2].unsharded_offset if len(run) > 1 else 0
+    shape = param.shard_size, len(run), param.chunk_numel
+    return [
+        unsharded.as_strided(
+            shape, (param.chunk_numel, step, 1), unsharded.storage_offset() + start
+        )
+    ]
+
+
+def _run_places(
+    run: Sequence[ParamLayout], region: torch.Tensor, packed_offset: int, stride: int
+) -> Views:
+    """Return where the parts of `_run_parts` lie in a packed region.
+
+    stride: elements of a rank's part of the region.
+    """
+    param, start = run[0], run[0].shard_offset - packed_offset
+    if not param.is_even:
+        return shard_places(param, region, offset=start, stride=stride)
+    step = run[-1].shard_offset - run[-2].shard_offset if len(run) > 1 else 0
+    shape = param.shard_size, len(run), param.chunk_numel
+    return [region.as_strided(shape, (stride, step, 1), region.storage_offset() + start)]
 
 
 def shard_parts(param: ParamLayout, full: torch.Tensor) -> list[torch.Tensor]:

@@ -10,18 +10,19 @@ where autograd left them; the packed rest goes through one buffer. The best form
   terms are added in rank order in float32 or wider.
 - Others: one call a direct parameter, native sums.
 
-Collectives are looked up on ``torch.distributed`` at call time, so that tools which replace them
-there (debug modes, tests) see every one.
+Tools that watch collectives (debug modes, tests) see every one: see `calls`.
 """
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.calls import GroupCalls, all_gather, reduce_scatter
 from fullshard.comm.interface import (
     Comm,
     Done,
@@ -38,9 +39,6 @@ from fullshard.comm.scratch import Scratch
 from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
 
 _FEW_RANKS = 8
-_NEW_NAMES = hasattr(dist, "all_gather_single")
-_ALL_GATHER = "all_gather_single" if _NEW_NAMES else "all_gather_into_tensor"
-_REDUCE_SCATTER = "reduce_scatter_single" if _NEW_NAMES else "reduce_scatter_tensor"
 
 
 @dataclasses.dataclass(slots=True)
@@ -154,6 +152,7 @@ class ProcessGroupComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
+        self._calls = GroupCalls(group)
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
@@ -163,6 +162,8 @@ class ProcessGroupComm(Comm):
         self.backend = dist.get_backend(group) if known else type(group).__name__  # a stand-in
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
         self.sums_natively = known and "gloo" not in self.backend
+        # A mean saves a kernel. The fake backend takes what NCCL takes, and stands for it.
+        self._averages = self.is_nccl or self.backend == "fake"
         self.gathered = Regions.of(device, "gather")
         self.packed = Regions.of(device, "reduce")
         self.name = f"process group ({self.backend})"
@@ -263,7 +264,7 @@ class ProcessGroupComm(Comm):
             region = self._pack(bucket, grads, out.dtype, scaling.before)
             sources.append(region.memory)
             targets = targets or [out]
-        averages = self.is_nccl and scaling.after == self.size  # saves a kernel
+        averages = self._averages and how.may_average and scaling.after == self.size
         works = self._reduce_scatter(targets, sources, averages=averages)
         divisor = 1.0 if averages else scaling.after
         # Whether another rank had a gradient is not asked: the answer would stall the host.
@@ -361,11 +362,7 @@ class ProcessGroupComm(Comm):
     ) -> list[Any]:
         """Start gathering every source into its target."""
         if not self.is_nccl:
-            collective, group = getattr(dist, _ALL_GATHER), self.group
-            return [
-                collective(target, source, group=group, async_op=True)
-                for target, source in zip(targets, sources, strict=True)
-            ]
+            return list(map(self._calls.all_gather, targets, sources))
         with self._coalesced(len(targets)):
             for target, source in zip(targets, sources, strict=True):
                 all_gather(target, source, group=self.group, async_op=False)
@@ -377,11 +374,7 @@ class ProcessGroupComm(Comm):
         """Start summing every source into its target."""
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         if not self.is_nccl:
-            collective, group = getattr(dist, _REDUCE_SCATTER), self.group
-            return [
-                collective(target, source, op=op, group=group, async_op=True)
-                for target, source in zip(targets, sources, strict=True)
-            ]
+            return list(map(self._calls.reduce_scatter, targets, sources, itertools.repeat(op)))
         with self._coalesced(len(targets)):
             for target, source in zip(targets, sources, strict=True):
                 reduce_scatter(target, source, op=op, group=self.group, async_op=False)
@@ -395,16 +388,6 @@ class ProcessGroupComm(Comm):
         if num_calls == 1:
             return contextlib.nullcontext()
         return dist.distributed_c10d._coalescing_manager(self.group, async_ops=False)
-
-
-def all_gather(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
-    """Call ``torch.distributed``'s all-gather on 1-D tensors, whatever this version calls it."""
-    return getattr(dist, _ALL_GATHER)(output, source, **options)
-
-
-def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
-    """Call ``torch.distributed``'s reduce-scatter on 1-D tensors, whatever it is called here."""
-    return getattr(dist, _REDUCE_SCATTER)(output, source, **options)
 
 
 def _sum_rows(terms: torch.Tensor, out: torch.Tensor, *, divisor: float) -> None:

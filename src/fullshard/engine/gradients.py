@@ -332,7 +332,7 @@ class UnitGradients:
             plan.partial = None
 
     def _plan(self) -> list[_BucketPlan]:
-        mask = tuple([param.requires_grad for param in self._params])
+        mask = tuple([param.sharded.requires_grad for param in self._params])
         plans = self._plans.get(mask)
         if plans is None:
             trainable = [index for index, yes in enumerate(mask) if yes]
@@ -403,7 +403,12 @@ class UnitGradients:
         plan.recipe = _Recipe(
             config,
             accumulated,
-            Sum(wire_dtype, scaling, f"{self.label}: reduce-scatter"),
+            Sum(
+                wire_dtype,
+                scaling,
+                may_average=not config.force_sum_reduction,
+                label=f"{self.label}: reduce-scatter",
+            ),
             reduce_dtype,
             total_dtype,
             is_final,

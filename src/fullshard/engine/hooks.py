@@ -80,7 +80,7 @@ class ModuleState:
         self._root: weakref.ref[ModuleState] | None = None
         self._states: list[ModuleState] = [self]  # of a root: all below it
         self._modules = [weakref.ref(module) for module in modules]
-        self._to_run: set[int] = set()
+        self._to_run: set[int] = set()  # of a group: those that have yet to run
         self._methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._hooks: list[RemovableHandle] = []
         self.attach()
@@ -249,7 +249,7 @@ class ModuleState:
         if self._own_iteration is not None and _is_left_over(iteration):
             self.reset(keeps_gradients=not iteration.has_stale_backward)
         is_first = self.training_state is not TrainingState.FORWARD
-        if not self._to_run:
+        if len(self._modules) > 1 and not self._to_run:
             self._to_run = {id(module) for module in self.modules}
         self.training_state = TrainingState.FORWARD
         if is_first and not iteration.is_in_forward and not is_in_backward():
@@ -316,13 +316,14 @@ class ModuleState:
         policy = self.policy
         if self.training_state is TrainingState.PRE_BACKWARD:
             return cast_outputs(policy, output)
-        self._to_run.discard(id(module))
         iteration = self.shared
         is_root = iteration.is_forward_root(self)
-        if self._to_run and not is_root:
-            return cast_outputs(policy, output)  # others of the group are still to come
+        if self._to_run:
+            self._to_run.discard(id(module))
+            if self._to_run and not is_root:
+                return cast_outputs(policy, output)  # others of the group are still to come
+            self._to_run.clear()  # part of a group may be called alone, for the loss
         output = self._complete_forward(output)
-        self._to_run.clear()  # part of a group may be called alone, for the loss
         if is_root:
             for state in self.everyone:
                 if state._to_run:  # part of its group did not run

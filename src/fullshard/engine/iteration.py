@@ -49,7 +49,8 @@ class Iteration:
         self._checks_order = False
         self._recorder = Recorder()
         self._positions: dict[int, list[int]] = collections.defaultdict(list)
-        self._in_flight: collections.deque[InFlight] = collections.deque()
+        self._in_flight: collections.deque[InFlight] = collections.deque()  # not released
+        self._unfinished: collections.deque[InFlight] = collections.deque()  # the last of them
         self._forward_root: weakref.ref[Any] | None = None
         self._after: dict[int, Unit] = {}  # what to gather once a unit's backward is over
         self._in_backward = False
@@ -249,6 +250,7 @@ class Iteration:
         for comm in self._comms:
             comm.abandon()
         self._in_flight.clear()
+        self._unfinished.clear()
         self._recorder.forget()
         self._order.forget()
         self._positions.clear()
@@ -260,13 +262,13 @@ class Iteration:
 
     def _finish_reductions(self, *, keep: int, then: InFlight | None = None) -> None:
         """Finish all but the last ``keep`` reductions, in the order they were started."""
-        in_flight = self._in_flight
+        in_flight, unfinished = self._in_flight, self._unfinished
         if then is not None:
             in_flight.append(then)
-        if len(in_flight) > keep:
-            unfinished = [item for item in in_flight if not item.is_finished]
-            for item in unfinished[: max(len(unfinished) - keep, 0)]:
-                self._wait_for(item, item.finish)
+            unfinished.append(then)
+        while len(unfinished) > keep:
+            self._wait_for(unfinished[0], unfinished[0].finish)
+            unfinished.popleft()
         # A finished one still holds tensors that its lane reads; compute waits before they go.
         while len(in_flight) > self._max_in_flight and in_flight[0].is_finished:
             self._release_first()

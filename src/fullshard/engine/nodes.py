@@ -1,13 +1,15 @@
 """Autograd nodes that stand for moments in the backward of a sharded module.
 
-Every level of a transform (``torch.func``, forward mode) sees them, where a tensor hook would be of
-one level alone.
+A node on a module's inputs marks the end of its backward. Every level of a transform
+(``torch.func``, forward mode) sees it, where a tensor hook would be of one level alone.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
 
 
 class State(Protocol):
@@ -18,7 +20,7 @@ class State(Protocol):
     def after_backward(self) -> None: ...
 
 
-class AfterBackward(torch.autograd.Function):
+class AfterBackward(_SingleLevelFunction):
     """On inputs: its backward runs once the gradients of all of them are complete."""
 
     @staticmethod
@@ -28,23 +30,22 @@ class AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.after_backward()
-        if torch.is_grad_enabled():  # create_graph=True: this backward has a backward of its own
-            grads = tuple(g if g is None else mark_before_backward(ctx.state, g) for g in grads)
-        return (None, *grads)
+        return (None, *_end(ctx.state, grads, ()))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(tangent.view_as(tangent) for tangent in tangents)
 
 
-class AfterBackwardInTransforms(AfterBackward):
+class AfterBackwardInTransforms(torch.autograd.Function):
     """The same in the form that transforms ask for. Outside of them it costs 25 us more."""
 
     generate_vmap_rule = True
+    backward = AfterBackward.backward
+    jvp = AfterBackward.jvp
 
     @staticmethod
-    def forward(state: State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(state: State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
 
     @staticmethod
@@ -75,11 +76,31 @@ class BeforeBackward(torch.autograd.Function):
 
 
 def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors with one `AfterBackward` on all of them."""
-    inside = torch._C._are_functorch_transforms_active()
-    node = AfterBackwardInTransforms if inside else AfterBackward
-    marked: tuple[torch.Tensor, ...] = node.apply(state, *tensors)  # type: ignore[no-untyped-call]
-    return marked
+    """Return the tensors with one node on all of them, whose backward is `State.after_backward`."""
+    marked: tuple[torch.Tensor, ...]
+    if torch._C._are_functorch_transforms_active():
+        marked = AfterBackwardInTransforms.apply(state, *tensors)  # type: ignore[no-untyped-call]
+        return marked
+    if len(tensors) > 1 or type(tensors[0]) is not torch.Tensor:
+        marked = AfterBackward.apply(state, *tensors)  # type: ignore[attr-defined]
+        return marked
+    # The same at half of the cost. If the module changes its input in place, autograd replaces this
+    # node, and the unit is reduced at the end of backward; `AfterBackward` would make that an error.
+    view = tensors[0].view_as(tensors[0])
+    assert view.grad_fn is not None
+    view.grad_fn.register_hook(functools.partial(_end, state))
+    return (view,)
+
+
+def _end(
+    state: State, grads: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of a module's inputs once its backward is over."""
+    state.after_backward()
+    if not torch.is_grad_enabled():
+        return grads
+    # create_graph=True: this backward has a backward of its own.
+    return tuple(g if g is None else mark_before_backward(state, g) for g in grads)
 
 
 def mark_before_backward(state: State, tensor: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,7 @@ class no_grad:  # noqa: N801  (torch's name)
 
 
 _NOTHING = contextlib.nullcontext()
+_in_transforms = torch._C._are_functorch_transforms_active
 _compile_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
@@ -107,7 +108,7 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_compiling() or _compile_callback() is not None:
+        if torch.compiler.is_dynamo_compiling() or _compile_callback() is not None:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -119,7 +120,7 @@ def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch._C._are_functorch_transforms_active():
+        if not _in_transforms():
             return function(*args, **kwargs)
         with torch._C._DisableFuncTorch():
             return function(*args, **kwargs)

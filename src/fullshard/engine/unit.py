@@ -462,7 +462,7 @@ class Unit:
         if accumulated:
             self.accumulate(grads)
             grads = self._take_accumulated()
-        if not self.config.reduce_scatter_unused_params and all(grad is None for grad in grads):
+        if not _has_any(grads) and not self.config.reduce_scatter_unused_params:
             return None
         if self.mesh.plan.data_parallel_size == 1 and self.gradients.hand_over(grads, self.config):
             return None
@@ -578,6 +578,13 @@ class Unit:
                 f"but the unit keeps its shards on {expected}. Load a state dict of that device, "
                 f"or call model.to_empty(device={expected.type!r}) and initialise."
             )
+
+
+def _has_any(grads: Sequence[torch.Tensor | None]) -> bool:
+    for grad in grads:  # noqa: SIM110  (a third of the cost of `any`)
+        if grad is not None:
+            return True
+    return False
 
 
 def comms_of(units: Sequence[Unit]) -> list[Comm]:

@@ -25,6 +25,7 @@ PyTorch FSDP, arXiv 2304.11277.
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -229,6 +230,12 @@ class BucketLayout:
         return tuple(p for p in self.params if p.route is Route.PACKED)
 
     @functools.cached_property
+    def packed_runs(self) -> tuple[tuple[ParamLayout, ...], ...]:
+        """The packed parameters in order; even neighbours of one size, which lie alike, together."""
+        runs = itertools.groupby(self.packed, lambda p: p.spec.numel if p.is_even else -1 - p.index)
+        return tuple(tuple(run) for _, run in runs)
+
+    @functools.cached_property
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
 
@@ -406,7 +413,11 @@ def _rows_bucket(
     members: Sequence[int], specs: Sequence[ParamSpec], shard_size: int, rule: DirectRule
 ) -> BucketLayout:
     routes = {index: _route(specs[index], shard_size, rule) for index in members}
-    ordered = sorted(members, key=lambda index: routes[index] is not Route.DIRECT)
+    # Packed ones by size, so that those that lie alike are neighbours (see `packed_runs`).
+    ordered = sorted(
+        members,
+        key=lambda index: 0 if routes[index] is Route.DIRECT else 1 + specs[index].numel,
+    )
     first = specs[members[0]]
     align = _alignment(first.dtype, first.compute_dtype)
     params: list[ParamLayout] = []

@@ -1,0 +1,102 @@
+"""Collectives that are called without what `torch.distributed` puts around them."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from fullshard.comm import calls
+from fullshard.comm.calls import GroupCalls
+from tests.api import Api
+from tests.harness import on_ranks, rank
+
+pytestmark = pytest.mark.apis("process_group")
+_FUNCTIONS = [calls._ALL_GATHER, calls._REDUCE_SCATTER]
+
+
+def _gather(group_calls: GroupCalls, dtype: torch.dtype = torch.float32) -> None:
+    output = torch.zeros(4, dtype=dtype)
+    group_calls.all_gather(output, torch.full((2,), rank() + 1, dtype=dtype)).wait()
+    assert output.tolist() == [1, 1, 2, 2]
+
+
+def _reduce(group_calls: GroupCalls, op: Any, expected: list[float]) -> None:
+    output = torch.zeros(2)
+    group_calls.reduce_scatter(output, torch.arange(4.0) * (rank() + 1), op).wait()
+    assert output.tolist() == expected[2 * rank() : 2 * rank() + 2]
+
+
+def _watch(group_calls: GroupCalls) -> mock.Mock:
+    """Let calls of the group's own methods be counted."""
+    watched = mock.Mock()
+    for name in ("_gather", "_scatter"):
+        method = getattr(group_calls, name)
+        setattr(group_calls, name, mock.Mock(wraps=method))
+        watched.attach_mock(getattr(group_calls, name), name)
+    return watched
+
+
+@on_ranks(2)
+def test_nothing_is_between_a_call_and_the_group_if_nobody_watches(api: Api) -> None:
+    group_calls = GroupCalls(dist.group.WORLD)
+    watched = _watch(group_calls)
+    _gather(group_calls)
+    _reduce(group_calls, dist.ReduceOp.SUM, [0, 3, 6, 9])
+    _reduce(group_calls, dist.ReduceOp.MAX, [0, 2, 4, 6])
+    assert [call[0] for call in watched.mock_calls] == ["_gather", "_scatter", "_scatter"]
+
+
+@pytest.mark.parametrize("where", ["function", "mode", "coalescing"])
+@on_ranks(2)
+def test_who_watches_sees_every_call(api: Api, where: str) -> None:
+    group_calls = GroupCalls(dist.group.WORLD)
+    watched = _watch(group_calls)
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None):
+            seen.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    def note(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return original(*args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    if where == "function":
+        with note(_FUNCTIONS[0]), note(_FUNCTIONS[1]):
+            _gather(group_calls)
+            _reduce(group_calls, dist.ReduceOp.SUM, [0, 3, 6, 9])
+    elif where == "mode":
+        with Mode():
+            _gather(group_calls)
+            _reduce(group_calls, dist.ReduceOp.SUM, [0, 3, 6, 9])
+    else:
+        output = torch.zeros(4)
+        with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+            group_calls.all_gather(output, torch.full((2,), rank() + 1.0))
+        manager.wait()
+        assert output.tolist() == [1, 1, 2, 2]
+    assert not watched.mock_calls
+    assert set(_FUNCTIONS) <= set(seen) or where == "coalescing"
+
+
+@on_ranks(2)
+def test_complex_numbers_travel_as_pairs(api: Api) -> None:
+    _gather(GroupCalls(dist.group.WORLD), torch.complex64)
+
+
+def test_functions_that_were_replaced_before_the_import_are_not_taken_for_torchs() -> None:
+    for name in _FUNCTIONS:
+        original = getattr(dist, name)
+        assert calls._is_original(original)
+        assert not calls._is_original(lambda *args, _original=original: _original(*args))

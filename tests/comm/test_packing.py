@@ -1,0 +1,73 @@
+"""Packed parameters find their places, in whatever runs they are copied."""
+
+import itertools
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fullshard.comm.packing import Landing, Region, copy_in_gradients
+from fullshard.plan.layout import BucketLayout, DirectRule, ParamSpec, regroup, rows_layout
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> BucketLayout:
+    """A float32 bucket of few shapes, so that many parameters lie alike, with direct ones or not."""
+    shard_size = draw(st.integers(1, 5))
+    shapes = [(shard_size,), (2 * shard_size, 3), (3,), (shard_size * 4, 4), (0, 2), (2, 4, 5)]
+    specs = [
+        ParamSpec(
+            f"p{number}",
+            shape,
+            torch.float32,
+            torch.float32,
+            shard_dim=draw(st.integers(0, len(shape) - 1)),
+        )
+        for number, shape in enumerate(draw(st.lists(st.sampled_from(shapes), min_size=1)))
+    ]
+    rule = DirectRule(min_nbytes=draw(st.sampled_from([1, 1 << 18])))
+    (bucket,) = rows_layout(specs, shard_size=shard_size, rule=rule).buckets
+    return regroup(bucket, shard_size=draw(st.integers(1, 4))) if draw(st.booleans()) else bucket
+
+
+@given(buckets())
+@settings(max_examples=200, deadline=None)
+def test_runs_are_the_packed_parameters_and_what_is_in_one_lies_alike(bucket: BucketLayout) -> None:
+    assert tuple(param for run in bucket.packed_runs for param in run) == bucket.packed
+    for run in bucket.packed_runs:
+        assert len(run) == 1 or all(param.is_even for param in run)
+        assert len({param.chunk_numel for param in run}) == 1
+        for offsets in (
+            [param.shard_offset for param in run],
+            [param.unsharded_offset for param in run],
+        ):
+            assert len({b - a for a, b in itertools.pairwise(offsets)}) <= 1
+
+
+def test_even_parameters_of_one_size_are_one_run_wherever_they_are_registered() -> None:
+    shapes = [(4,), (4, 8), (4,), (6,), (8, 4), (4,)]
+    specs = [ParamSpec(str(s), s, torch.float32, torch.float32) for s in shapes]
+    (bucket,) = rows_layout(specs, shard_size=2).buckets
+    assert [[p.index for p in run] for run in bucket.packed_runs] == [[0, 2, 5], [3], [1, 4]]
+
+
+@given(buckets(), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_what_is_gathered_lands_where_each_parameter_belongs(
+    bucket: BucketLayout, has_direct_in_place: bool
+) -> None:
+    assume(bucket.packed)
+    whole = [
+        torch.randn(param.spec.shape, generator=torch.Generator().manual_seed(param.index))
+        for param in bucket.params
+    ]
+    first = bucket.direct_numel if has_direct_in_place else 0
+    region = Region(torch.full((bucket.shard_size * bucket.packed_numel,), float("nan")))
+    copy_in_gradients(bucket, whole, region, packed_only=True)
+    unsharded = torch.full((bucket.unsharded_numel - first,), float("nan"))
+    Landing(bucket, unsharded, first).copy_out(region)
+    for param, expected in zip(bucket.params, whole, strict=True):
+        if param in bucket.packed:
+            start = param.unsharded_offset - first
+            landed = unsharded[start : start + param.spec.numel].view(param.spec.shape)
+            torch.testing.assert_close(landed, expected, rtol=0, atol=0)
