@@ -180,6 +180,67 @@ def test_unit_may_change_its_input_in_place(api: Api, returns_input: bool) -> No
         alone.zero_grad()
 
 
+class Fallback(nn.Module):
+    """Goes on without its second layer if that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
+        self.second.register_forward_hook(self._fail_if_asked)
+        self.fails = False
+
+    def _fail_if_asked(self, *_: object) -> None:
+        if self.fails:
+            raise ValueError
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        try:
+            return self.second(x)
+        except ValueError:
+            return x
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@on_ranks(2)
+def test_unit_whose_exception_is_caught_is_sharded_again(api: Api, is_training: bool) -> None:
+    model = Fallback()
+    api.fully_shard(model.second)
+    api.fully_shard(model)
+    batch = make_batch(16)
+    model(batch)
+    model.fails = True
+    with torch.set_grad_enabled(is_training):
+        model(batch)
+    assert isinstance(model.second.weight, DTensor)
+    model.fails = False
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+        expected = (batch.sum(1, keepdim=True) / 2 + 0.5) * 8 + 0.5
+        torch.testing.assert_close(model(batch), expected.expand(-1, 16))
+
+
+@on_ranks(2)
+def test_input_made_in_inference_mode_may_have_a_gradient(api: Api) -> None:
+    class Shift(nn.Module):
+        """Saves nothing for backward, which an inference tensor must not be."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.weight
+
+    model = api.fully_shard(Shift())
+    with torch.inference_mode():
+        x = torch.ones(4, 16, requires_grad=True)
+    model(x).sum().backward()
+    assert local(model.weight.grad).tolist() == [4.0] * 8
+
+
 @on_ranks(2)
 def test_outputs_may_be_nested_in_containers(api: Api) -> None:
     class Nested(nn.Linear):

@@ -7,7 +7,6 @@ they were replaced (debug modes, tests), under a ``TorchFunctionMode``, or while
 collectives are being coalesced. What watches the dispatcher sees either.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from torch.distributed import c10d_logger, distributed_c10d
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _HAS_NEW_NAMES else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if _HAS_NEW_NAMES else "reduce_scatter_tensor"
-_METHODS = {
-    _ALL_GATHER: "all_gather_single" if _HAS_NEW_NAMES else "_allgather_base",
-    _REDUCE_SCATTER: "reduce_scatter_single" if _HAS_NEW_NAMES else "_reduce_scatter_base",
-}
+_GATHER_METHOD = "all_gather_single" if _HAS_NEW_NAMES else "_allgather_base"
+_SCATTER_METHOD = "reduce_scatter_single" if _HAS_NEW_NAMES else "_reduce_scatter_base"
 _world = distributed_c10d._world
 
 
@@ -28,28 +25,26 @@ class GroupCalls:
     """Starts all-gathers and reduce-scatters of 1-D tensors over one process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._gather = self._scatter = None
-        if type(group) is dist.ProcessGroup:  # others, in Python, may know the functions alone
-            self._gather = _method(group, _ALL_GATHER)
-            self._scatter = _method(group, _REDUCE_SCATTER)
+        self._group: Any = group
+        # Others, in Python, may know the functions alone.
+        self._may_shorten = type(group) is dist.ProcessGroup
         self._gather_options = distributed_c10d.AllgatherOptions()
         self._gather_options.asyncOp = True
         self._scatter_options: dict[Any, Any] = {}
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Any:
-        if self._gather is None or _is_watched(_ALL_GATHER) or source.is_complex():
+        if not self._may_shorten or _is_watched(_ALL_GATHER) or source.is_complex():
             return all_gather(output, source, group=self._group, async_op=True)
-        return self._gather(output, source, self._gather_options)
+        return getattr(self._group, _GATHER_METHOD)(output, source, self._gather_options)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: Any) -> Any:
-        if self._scatter is None or _is_watched(_REDUCE_SCATTER) or source.is_complex():
+        if not self._may_shorten or _is_watched(_REDUCE_SCATTER) or source.is_complex():
             return reduce_scatter(output, source, op=op, group=self._group, async_op=True)
         options = self._scatter_options.get(op)
         if options is None:
             options = self._scatter_options[op] = distributed_c10d.ReduceScatterOptions()
             options.reduceOp, options.asyncOp = op, True
-        return self._scatter(output, source, options)
+        return getattr(self._group, _SCATTER_METHOD)(output, source, options)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
@@ -62,14 +57,9 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **options: Any) -
     return getattr(dist, _REDUCE_SCATTER)(output, source, **options)
 
 
-def _method(group: dist.ProcessGroup, function: str) -> Callable[..., Any] | None:
-    """Return what a function ends in, None if it was replaced before this was imported."""
-    return getattr(group, _METHODS[function]) if function in _ORIGINALS else None
-
-
 def _is_watched(function: str) -> bool:
     return (
-        getattr(dist, function) is not _ORIGINALS[function]
+        getattr(dist, function) is not _ORIGINALS.get(function)
         or torch._C._is_torch_function_mode_enabled()
         or bool(_world.pg_coalesce_state)
     )
@@ -85,4 +75,9 @@ def _is_original(function: Any) -> bool:
     )
 
 
-_ORIGINALS = {name: getattr(dist, name) for name in _METHODS if _is_original(getattr(dist, name))}
+# Not what was replaced before this was imported.
+_ORIGINALS = {
+    name: getattr(dist, name)
+    for name in (_ALL_GATHER, _REDUCE_SCATTER)
+    if _is_original(getattr(dist, name))
+}

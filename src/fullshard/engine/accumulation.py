@@ -99,8 +99,12 @@ class FlatAccumulation:
         """Add whole gradients, one a parameter, and show the sums."""
         self._forget_dropped()
         for index, grad in enumerate(grads):
-            if grad is not None:
+            if grad is None:
+                continue
+            if index in self._present:
                 self._views[index].add_(grad)
+            else:
+                self._views[index].copy_(grad)  # reading zeros costs a page fault as well
                 self._present.add(index)
         for index in self._present:
             holder = self._params[index].holder

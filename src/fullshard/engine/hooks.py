@@ -326,7 +326,9 @@ class ModuleState:
         output = self._complete_forward(output)
         if is_root:
             for state in self.everyone:
-                if state._to_run:  # part of its group did not run
+                # Part of its group did not run, or an exception that somebody caught ended it.
+                began = state is not self and state.training_state is TrainingState.FORWARD
+                if state._to_run or began:
                     state._to_run.clear()
                     output = state._complete_forward(output)
             iteration.end_forward()

@@ -81,15 +81,16 @@ def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[
     if torch._C._are_functorch_transforms_active():
         marked = AfterBackwardInTransforms.apply(state, *tensors)  # type: ignore[no-untyped-call]
         return marked
-    if len(tensors) > 1 or type(tensors[0]) is not torch.Tensor:
-        marked = AfterBackward.apply(state, *tensors)  # type: ignore[attr-defined]
-        return marked
-    # The same at half of the cost. If the module changes its input in place, autograd replaces this
-    # node, and the unit is reduced at the end of backward; `AfterBackward` would make that an error.
-    view = tensors[0].view_as(tensors[0])
-    assert view.grad_fn is not None
-    view.grad_fn.register_hook(functools.partial(_end, state))
-    return (view,)
+    # For one tensor the same at half of the cost. If the module changes its input in place, autograd
+    # replaces this node, and the unit is reduced at the end of backward; `AfterBackward` would make
+    # that an error. It would also turn a gradient that is missing into zeros.
+    if len(tensors) == 1 and type(tensors[0]) is torch.Tensor:
+        view = tensors[0].view_as(tensors[0])
+        if view.grad_fn is not None:  # not so for what was made in inference mode
+            view.grad_fn.register_hook(functools.partial(_end, state))
+            return (view,)
+    marked = AfterBackward.apply(state, *tensors)  # type: ignore[attr-defined]
+    return marked
 
 
 def _end(
