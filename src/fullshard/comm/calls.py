@@ -1,7 +1,7 @@
 """The two collectives of every step, called with as little around them as can be.
 
 ``torch.distributed``'s functions look up, check and log around each call, which on a small model is
-a third of what the call costs the host. Nothing of that can fail here, so what they end in, the
+a quarter of what the call costs the host. Nothing of that can fail here, so what they end in, the
 process group's own method, is called in their place, unless somebody watches the functions: if
 they were replaced (debug modes, tests), under a ``TorchFunctionMode``, or while a group's
 collectives are being coalesced. What watches the dispatcher sees either.
