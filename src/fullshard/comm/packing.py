@@ -31,8 +31,8 @@ class Region:
     def places(self, bucket: BucketLayout, *, packed_only: bool = True) -> list[Views]:
         """Return, a parameter at a time, where its shards lie: part by part as in `shard_parts`.
 
-        An even parameter has one place, a matrix with a row from each rank. Ranks' parts may be
-        longer than the bucket needs. Buckets that are alike have the same places.
+        A parameter of equal shards has one place, a matrix with a row for each of them. Ranks'
+        parts may be longer than the bucket needs. Buckets that are alike have the same places.
         """
         key = (bucket.geometry, packed_only)
         places = self._places.get(key)
@@ -41,14 +41,19 @@ class Region:
         return places
 
     def sources(self, bucket: BucketLayout) -> Views:
-        """Return the places of all packed parameters, run by run (see `_run_parts`)."""
+        """Return the places of all packed parameters, run by run."""
         sources = self._sources.get(bucket.geometry)
         if sources is None:
             stride = self.memory.numel() // bucket.shard_size
             sources = self._sources[bucket.geometry] = [
                 place
                 for run in bucket.packed_runs
-                for place in _run_places(run, self.memory, bucket.packed_offset, stride)
+                for place in shard_places(
+                    run,
+                    self.memory,
+                    offset=run[0].shard_offset - bucket.packed_offset,
+                    stride=stride,
+                )
             ]
         return sources
 
@@ -128,7 +133,7 @@ class Landing:
         for param in () if first else bucket.direct:
             self.direct.append(unsharded.narrow(0, param.unsharded_offset, param.spec.numel))
         for run in bucket.packed_runs:
-            self._packed += _run_parts(run, unsharded, first)
+            self._packed += shard_parts(run, unsharded, offset=run[0].unsharded_offset - first)
 
     def copy_out(self, region: Region) -> None:
         """Copy every packed parameter from the region of all ranks to where it belongs."""
@@ -182,10 +187,10 @@ def copy_in_gradients(
             continue
         targets.extend(places)
         full = grad.contiguous()
-        if param.is_even:
-            sources.append(full.view(param.shard_size, -1))
+        if num_shards := param.num_equal_shards:
+            sources.append(full.view(num_shards, -1))
         else:
-            sources.extend(shard_parts(param, full))
+            sources.extend(shard_parts((param,), full))
     if targets:
         torch._foreach_copy_(targets, sources)
         if divisor != 1.0:
@@ -219,9 +224,9 @@ def _places(bucket: BucketLayout, region: torch.Tensor, *, packed_only: bool) ->
     columns = bucket.columns[2 * start :]
     pieces = matrix.split_with_sizes((*columns, stride - sum(columns)), 1)[:-1:2]
     return [
-        [piece]
-        if param.is_even
-        else shard_places(param, region, offset=param.shard_offset - first, stride=stride)
+        [piece[: param.num_equal_shards]]
+        if param.num_equal_shards
+        else shard_places((param,), region, offset=param.shard_offset - first, stride=stride)
         for param, piece in zip(bucket.params[start:], pieces, strict=True)
     ]
 
@@ -245,71 +250,49 @@ def _copy_in_flat(
         torch._foreach_zero_(blank)
 
 
-def _run_parts(run: Sequence[ParamLayout], unsharded: torch.Tensor, first: int) -> Views:
-    """Cut a run of packed parameters, where they belong, into parts; one if they are even.
+def shard_parts(run: Sequence[ParamLayout], full: torch.Tensor, *, offset: int = 0) -> Views:
+    """Split parameters that lie alike into all shards of full size, and the shorter last ones.
 
-    first: the element of the unsharded buffer at which ``unsharded`` begins.
+    run: one parameter, or some of `BucketLayout.packed_runs`.
+    full: contiguous, of any shape; from element ``offset`` on it holds the first parameter, and the
+        others at their distances in the unsharded buffer.
     """
-    param, start = run[0], run[0].unsharded_offset - first
-    if not param.is_even:
-        return shard_parts(param, unsharded.narrow(0, start, param.spec.numel))
-    step = run[-1].unsharded_offset - run[-2].unsharded_offset if len(run) > 1 else 0
-    shape = param.shard_size, len(run), param.chunk_numel
-    return [
-        unsharded.as_strided(
-            shape, (param.chunk_numel, step, 1), unsharded.storage_offset() + start
-        )
-    ]
-
-
-def _run_places(
-    run: Sequence[ParamLayout], region: torch.Tensor, packed_offset: int, stride: int
-) -> Views:
-    """Return where the parts of `_run_parts` lie in a packed region.
-
-    stride: elements of a rank's part of the region.
-    """
-    param, start = run[0], run[0].shard_offset - packed_offset
-    if not param.is_even:
-        return shard_places(param, region, offset=start, stride=stride)
-    step = run[-1].shard_offset - run[-2].shard_offset if len(run) > 1 else 0
-    shape = param.shard_size, len(run), param.chunk_numel
-    return [region.as_strided(shape, (stride, step, 1), region.storage_offset() + start)]
-
-
-def shard_parts(param: ParamLayout, full: torch.Tensor) -> list[torch.Tensor]:
-    """Split a parameter or its gradient into all shards of full size, and the shorter last one.
-
-    full: the parameter's elements, contiguous, in any shape.
-    """
+    param = run[0]
     if param.spec.numel == 0:
         return []
     outer, rows, inner = param.outer_numel, param.rows_per_shard, param.inner_numel
     num_rows = param.spec.shape[param.spec.shard_dim]
     whole, rest = divmod(num_rows, rows)
-    stride, base = num_rows * inner, full.storage_offset()
-    parts = [full.as_strided((whole, outer, rows, inner), (rows * inner, stride, inner, 1), base)]
+    step = run[-1].unsharded_offset - run[-2].unsharded_offset if len(run) > 1 else 0
+    stride, base = num_rows * inner, full.storage_offset() + offset
+    shape = whole, len(run), outer, rows, inner
+    parts = [full.as_strided(shape, (rows * inner, step, stride, inner, 1), base)]
     if rest:
-        offset = base + whole * rows * inner
-        parts.append(full.as_strided((outer, rest, inner), (stride, inner, 1), offset))
+        base += whole * rows * inner
+        parts.append(
+            full.as_strided((len(run), outer, rest, inner), (step, stride, inner, 1), base)
+        )
     return parts
 
 
 def shard_places(
-    param: ParamLayout, region: torch.Tensor, *, offset: int, stride: int
-) -> list[torch.Tensor]:
+    run: Sequence[ParamLayout], region: torch.Tensor, *, offset: int, stride: int
+) -> Views:
     """Return where `shard_parts` lie, part by part, in a rank-major region.
 
-    region: 1-D; rank r's shard of the parameter begins at ``offset + r * stride``.
+    region: 1-D; rank r's shard of the first parameter begins at ``offset + r * stride``.
     """
+    param = run[0]
     if param.spec.numel == 0:
         return []
     base = region.storage_offset() + offset
     outer, rows, inner = param.outer_numel, param.rows_per_shard, param.inner_numel
     whole, rest = divmod(param.spec.shape[param.spec.shard_dim], rows)
-    full_shards = (whole, outer, rows, inner), (stride, rows * inner, inner, 1)
-    places = [region.as_strided(*full_shards, base)]
+    step = run[-1].shard_offset - run[-2].shard_offset if len(run) > 1 else 0
+    shape = whole, len(run), outer, rows, inner
+    places = [region.as_strided(shape, (stride, step, rows * inner, inner, 1), base)]
     if rest:
-        last_shard = (outer, rest, inner), (rest * inner, inner, 1)
-        places.append(region.as_strided(*last_shard, base + whole * stride))
+        base += whole * stride
+        strides = step, rest * inner, inner, 1
+        places.append(region.as_strided((len(run), outer, rest, inner), strides, base))
     return places

@@ -76,6 +76,12 @@ class ParamSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def extents(self) -> Shape:
+        """Elements along the dimensions before the shard dimension, along it, and after it."""
+        dim = self.shard_dim
+        return math.prod(self.shape[:dim]), self.shape[dim], math.prod(self.shape[dim + 1 :])
+
 
 class Rows(NamedTuple):
     """A half-open range along the shard dimension."""
@@ -110,11 +116,11 @@ class ParamLayout:
 
     @functools.cached_property
     def outer_numel(self) -> int:
-        return math.prod(self.spec.shape[: self.spec.shard_dim])
+        return self.spec.extents[0]
 
     @functools.cached_property
     def inner_numel(self) -> int:
-        return math.prod(self.spec.shape[self.spec.shard_dim + 1 :])
+        return self.spec.extents[2]
 
     @functools.cached_property
     def chunk_numel(self) -> int:
@@ -122,13 +128,18 @@ class ParamLayout:
         return self.outer_numel * self.rows_per_shard * self.inner_numel
 
     @functools.cached_property
+    def num_equal_shards(self) -> int:
+        """How many ranks own something, if their shards in rank order are the parameter and of one
+        size; else 0. 6 rows: 2 on 2 ranks, 3 on 4 or 5. 7 rows: 0 on 4 ranks.
+        """
+        if self.spec.numel == 0 or self.outer_numel > 1 or self.spec.numel % self.chunk_numel:
+            return 0
+        return self.spec.numel // self.chunk_numel
+
+    @functools.cached_property
     def is_even(self) -> bool:
-        """Whether the shards in rank order are the parameter, all of one size above zero."""
-        return (
-            self.spec.numel > 0
-            and self.outer_numel == 1
-            and self.spec.numel == self.chunk_numel * self.shard_size
-        )
+        """Whether every rank owns as much, and more than nothing."""
+        return self.num_equal_shards == self.shard_size
 
     def rows(self, rank: int) -> Rows:
         """Return the rows ``rank`` owns, as ``torch.chunk`` cuts them.
@@ -231,8 +242,14 @@ class BucketLayout:
 
     @functools.cached_property
     def packed_runs(self) -> tuple[tuple[ParamLayout, ...], ...]:
-        """The packed parameters in order; even neighbours of one size, which lie alike, together."""
-        runs = itertools.groupby(self.packed, lambda p: p.spec.numel if p.is_even else -1 - p.index)
+        """The packed parameters in order, neighbours that lie alike together.
+
+        Those are of the same extents, or of as many equal shards of the same size.
+        """
+        runs = itertools.groupby(
+            self.packed,
+            lambda p: (p.num_equal_shards, p.chunk_numel) if p.num_equal_shards else p.spec.extents,
+        )
         return tuple(tuple(run) for _, run in runs)
 
     @functools.cached_property
@@ -416,7 +433,9 @@ def _rows_bucket(
     # Packed ones by size, so that those that lie alike are neighbours (see `packed_runs`).
     ordered = sorted(
         members,
-        key=lambda index: 0 if routes[index] is Route.DIRECT else 1 + specs[index].numel,
+        key=lambda index: (
+            () if routes[index] is Route.DIRECT else (specs[index].numel, *specs[index].extents)
+        ),
     )
     first = specs[members[0]]
     align = _alignment(first.dtype, first.compute_dtype)
