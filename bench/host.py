@@ -7,9 +7,9 @@ ranks and what remains is what the sharding engine itself costs. Per unit and st
 
     (seconds of forward and backward, sharded - the same, unwrapped) / units
 
-At many ranks the fake backend is not free: its all-gather copies the shard once for every rank. How
-much of that time was spent inside the backend's own calls is taken from a profile of a few more
-steps and shown beside it; the rest is the engine's.
+At many ranks the fake backend is not free: its all-gather copies the shard once for every rank. The
+time inside the backend's own calls is taken in the same steps, by a clock around each call, and
+shown beside it; the rest is the engine's.
 
 The model is 48 small blocks and a root with a norm, each a unit. The optimizer is timed apart: one
 AdamW step on the sharded parameters, as it is and with `fullshard.step_on_shards`, over one on plain
@@ -18,8 +18,6 @@ own process; they take turns, round by round.
 """
 
 import argparse
-import cProfile
-import pstats
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -56,11 +54,18 @@ _NUM_BLOCKS = 48
 _NUM_UNITS = _NUM_BLOCKS + 1
 _WIDTH = 64
 _NUM_WARM_UP_STEPS = 5
-_NUM_PROFILED_STEPS = 5
 _SECONDS_FOR_A_ROUND = 0.25
 
-# Part of the name under which a profile lists every function of torch's C++ process groups.
-_BACKEND_MARK = "torch._C._distributed_c10d"
+# What every implementation's collectives end in, by the names of torch's releases.
+_BACKEND_METHODS = (
+    "all_gather_single",
+    "reduce_scatter_single",
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "allreduce",
+)
 
 
 class SmallBlock(nn.Module):
@@ -105,13 +110,34 @@ class Subject(NamedTuple):
 LOCAL = Subject("local", 1)
 
 
+class BackendClock:
+    """Adds up the seconds inside the process group's own methods, of this process from now on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        for name in _BACKEND_METHODS:
+            method = getattr(dist.ProcessGroup, name, None)
+            if method is not None:
+                setattr(dist.ProcessGroup, name, self._timed(method))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            work = method(*args, **options)
+            self.seconds += time.perf_counter() - start
+            return work
+
+        return timed
+
+
 class StepSeconds(NamedTuple):
-    """Seconds per step: forward and backward, and the optimizer.
+    """Seconds per step: forward and backward, of it inside the backend, and the optimizer.
 
     The latter on what was sharded as it is, on its shards, and on plain tensors.
     """
 
     compute: float
+    backend: float
     optimizer: float
     shard_optimizer: float
     plain_optimizer: float
@@ -122,6 +148,7 @@ class HostTraining:
 
     def __init__(self, subject: Subject) -> None:
         torch.manual_seed(0)
+        self._clock = BackendClock()
         self._model: nn.Module = SmallModel()
         if subject != LOCAL:
             dist.init_process_group(
@@ -147,17 +174,10 @@ class HostTraining:
         steps = [self._step() for _ in range(self._num_steps)]
         return StepSeconds(*(median(column) for column in zip(*steps, strict=True)))
 
-    def backend_seconds(self) -> float:
-        """Return the seconds of one forward and backward that pass inside the backend's calls."""
-        with cProfile.Profile() as profile:
-            for _ in range(_NUM_PROFILED_STEPS):
-                self._forward_backward()
-        functions = pstats.Stats(profile).get_stats_profile().func_profiles
-        inside = [f.tottime for name, f in functions.items() if _BACKEND_MARK in name]
-        return sum(inside) / _NUM_PROFILED_STEPS
-
     def _step(self) -> StepSeconds:
+        self._clock.seconds = 0.0
         compute = _seconds(self._forward_backward)
+        backend = self._clock.seconds
         self._share_gradients()
         optimizer = _seconds(self._optimizer.step)
         # In turns: what runs second finds its code in the caches.
@@ -166,7 +186,7 @@ class HostTraining:
         plain = _seconds(self._plain.step)
         on_shards = on_shards or _seconds(self._on_shards.step)
         self._plain.zero_grad()  # the engine uses memory of gradients again that nobody refers to
-        return StepSeconds(compute, optimizer, on_shards, plain)
+        return StepSeconds(compute, backend, optimizer, on_shards, plain)
 
     def _forward_backward(self) -> None:
         self._model.zero_grad()
@@ -228,17 +248,17 @@ def build_host_training(_rank: Rank, *, subject: Subject) -> HostTraining:
 class Measured:
     """Microseconds of host time per unit and step, and optimizer ratios, one entry per round.
 
-    `backend_us` is the part of the former inside the fake backend's calls.
+    `backend_us` is the part of the former inside the fake backend's calls, `engine_us` the rest.
     """
 
     unit_us: list[float] = field(default_factory=list)
+    backend_us: list[float] = field(default_factory=list)
     optimizer_ratio: list[float] = field(default_factory=list)
     shard_optimizer_ratio: list[float] = field(default_factory=list)
-    backend_us: float = 0.0
 
     @property
-    def engine_us(self) -> float:
-        return median(self.unit_us) - self.backend_us
+    def engine_us(self) -> list[float]:
+        return [total - of_it for total, of_it in zip(self.unit_us, self.backend_us, strict=True)]
 
 
 def measure(world_sizes: Sequence[int], *, num_rounds: int = 15) -> dict[Subject, Measured]:
@@ -264,15 +284,13 @@ def measure(world_sizes: Sequence[int], *, num_rounds: int = 15) -> dict[Subject
             }
             for subject, result in results.items():
                 _record(result, seconds[subject], seconds[LOCAL])
-        for subject, result in results.items():
-            (backend_seconds,) = groups[subject].call("backend_seconds").values
-            result.backend_us = 1e6 * backend_seconds / _NUM_UNITS
     progress.finish()
     return results
 
 
 def _record(result: Measured, sharded: StepSeconds, local: StepSeconds) -> None:
     result.unit_us.append(1e6 * (sharded.compute - local.compute) / _NUM_UNITS)
+    result.backend_us.append(1e6 * sharded.backend / _NUM_UNITS)
     result.optimizer_ratio.append(sharded.optimizer / sharded.plain_optimizer)
     result.shard_optimizer_ratio.append(sharded.shard_optimizer / sharded.plain_optimizer)
 
@@ -295,7 +313,7 @@ def build_table(results: dict[Subject, Measured]) -> Table:
     ]
     table = Table("host time, fake backend", headings)
     for subject, result in results.items():
-        times = (median(result.unit_us), result.backend_us, result.engine_us)
+        times = map(median, (result.unit_us, result.backend_us, result.engine_us))
         ratios = (
             over_fsdp2(results, subject),
             spread(result.optimizer_ratio),

@@ -165,7 +165,9 @@ def run_host(run: Run) -> None:
     )
     over_fsdp2 = {name: host.over_fsdp2(results, host.Subject(name, 8)).median for name in at_8}
     growth = {name: median(at_1024[name].unit_us) / median(at_8[name].unit_us) for name in at_8}
-    engines = {name: at_1024[name].engine_us / at_8[name].engine_us for name in at_8}
+    engines = {
+        name: median(at_1024[name].engine_us) / median(at_8[name].engine_us) for name in at_8
+    }
     rows = [
         Row("8 ranks: over FSDP2", over_fsdp2, at_most(0.25)),
         Row("1,024 ranks over 8", growth),
