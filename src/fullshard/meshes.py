@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard.engine.params import ParamForm
-from fullshard.engine.unit import UnitMesh
+from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, MisuseError, ShardingError, UnsupportedError
 from fullshard.plan.mesh import MeshPlan
 

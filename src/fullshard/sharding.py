@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.engine.hooks import ModuleState
 from fullshard.engine.params import DTensorParameter, ParamForm
-from fullshard.engine.unit import Unit, UnitMesh
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError, UnsupportedError
 from fullshard.fsdp_module import FSDPModule, sharded_class
 from fullshard.interop import is_composable, mark_managed, mark_sharded

@@ -12,57 +12,32 @@ by `hooks` and `iteration`.
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.interface import Comm, Work
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
 from fullshard.engine.accumulation import Accumulation, FlatAccumulation, RowsAccumulation
 from fullshard.engine.buffers import UnitBuffers
-from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.flat_params import FlatHolder
 from fullshard.engine.gradients import InFlight, UnitGradients
 from fullshard.engine.observer import Observer
 from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
-from fullshard.engine.switch import Switch
-from fullshard.errors import MisuseError, StateError
-from fullshard.plan.layout import UnitLayout, retype, rows_layout
-from fullshard.plan.mesh import MeshPlan
+from fullshard.engine.unit_mesh import UnitMesh
+from fullshard.engine.unit_params import UnitParams
+from fullshard.errors import StateError
+from fullshard.plan.layout import UnitLayout
 from fullshard.plan.trace import Kind
 from fullshard.policies import ShardedState, UnitConfig
 
 logger = logging.getLogger("fullshard")
 
 
-class UnitMesh(NamedTuple):
-    """A mesh with its place in numbers and its process groups (None for an axis of one)."""
-
-    mesh: DeviceMesh | None  # None where the user gave process groups
-    plan: MeshPlan
-    shard_group: dist.ProcessGroup | None
-    replicate_group: dist.ProcessGroup | None
-    post_forward: DeviceMesh | None = None  # (replicate, shard) of reshard_after_forward=N
-
-    @property
-    def shard_mesh(self) -> DeviceMesh | None:
-        """The shard axis alone."""
-        if self.mesh is None:
-            return None
-        names = self.mesh.mesh_dim_names
-        return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
-
-
 class Unit:
-    """Parameters sharded over one mesh, with their memory and communication.
-
-    Shards of plain parameters lie in the unit's buffers, those of extended ones (see `extensions`)
-    where they are.
-    """
+    """Parameters sharded over one mesh, with their memory and communication."""
 
     def __init__(
         self,
@@ -87,35 +62,55 @@ class Unit:
         self.reduce_group: dist.ProcessGroup | None = None  # set_separate_reduce_scatter_group
         self.state = ShardedState.SHARDED
         self.observer: Observer | None = None
-        self.params: list[ManagedParameter] = []
-        self.buffers: UnitBuffers | None = None
         self.is_hidden = False  # unsharded, but the sharded parameters are registered
         self.is_held = False  # unsharded by the user, who may have written to it
         self.is_whole = False  # shows whole parameters, apart from any state (see `whole`)
-        holders = (param.holder for param in params)
-        self.flat = next((each for each in holders if isinstance(each, FlatHolder)), None)
-        self._flat_layout = layout
         self._gathered_of: list[int] = []  # of what may stay unsharded: the versions of the shards
-        self._switch: Switch | None = None
         self._accumulation: Accumulation | None = None
-        self._extended: ExtendedParameters | None = None
-        self._plain: list[ManagedParameter] = []
         self._works: list[Work] = []
         self._gathered: torch.Event | None = None
         self._post_forward: ProcessGroupComm | None = None
-        self.set_params(params)
+        self._own = UnitParams(params, mesh, device, layout)
+        self._adopt_unless_on_meta()
 
     # Parameters and memory
 
+    @property
+    def params(self) -> list[ManagedParameter]:
+        return self._own.all
+
+    @property
+    def holders(self) -> list[ShardHolder]:
+        """What an optimizer updates: each parameter, or one for all of them."""
+        return self._own.holders
+
+    @property
+    def flat(self) -> FlatHolder | None:
+        """What holds the parameters, if they are pieces of one buffer and it is one parameter."""
+        return self._own.flat
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether shards are pieces of a flat buffer."""
+        return self._own.flat_layout is not None
+
+    @property
+    def buffers(self) -> UnitBuffers | None:
+        """Their memory; None until they are adopted."""
+        return self._own.buffers
+
+    @property
+    def layout(self) -> UnitLayout:
+        """Where the plain parameters lie."""
+        return self._own.layout(self.comm, self.config.mp_policy)
+
     def set_params(self, params: Sequence[ManagedParameter]) -> None:
         """Take these parameters, and allocate their memory unless some are still on meta."""
-        self.params = list(params)
-        self._switch = None
-        for param in self.params:
-            param.shard_group = self.mesh.shard_group
-            param.show_sharded()
-        self.buffers = None
-        if not any(param.local.is_meta for param in self.params):
+        self._own.take(params)
+        self._adopt_unless_on_meta()
+
+    def _adopt_unless_on_meta(self) -> None:
+        if not self._own.on_meta:
             self.adopt()
 
     def give_param(self, param: ManagedParameter, other: "Unit") -> None:
@@ -127,97 +122,45 @@ class Unit:
             other.name or "root",
         )
         for unit in (self, other):
-            unit.wait_unshard()
-            unit.reshard()
+            unit._settle()
         self.set_params([own for own in self.params if own is not param])
         other.set_params([*other.params, param])
-
-    @property
-    def layout(self) -> UnitLayout:
-        """Where the plain parameters lie."""
-        specs = [param.spec(self.config.mp_policy) for param in self._plain]
-        if self._flat_layout is not None:
-            return retype(self._flat_layout, specs)
-        return rows_layout(specs, shard_size=self.mesh.plan.shard_size, rule=self.comm.rule)
 
     @outside_transforms
     def adopt(self) -> None:
         """Bring the shards into the unit's memory, wherever they are now.
 
-        Parameters may be replaced, moved or cast by others between steps: ``to_empty``,
-        ``load_state_dict(assign=True)``, ``model.half()``. A change of dtype makes a new layout.
+        A change of dtype makes a new layout.
         """
-        self._switch = None
-        for param in self.params:
-            param.follow_replacement()
-        on_meta = [param.name for param in self.params if param.local.is_meta]
-        if on_meta:
+        own = self._own
+        own.follow_replacements()
+        if on_meta := own.on_meta:
             raise StateError(
                 "FSDP parameters should be materialized from meta device before training, but the "
                 f"following were still on meta device: {on_meta} in {self.label}. Call "
                 f"model.to_empty(device={str(self.device)!r}), then initialise every value."
             )
-        self._split()
+        if not own.is_split:
+            self._settle()
+            own.split()
         layout = self.layout
-        if self.buffers is None or self.buffers.layout != layout:
-            self.wait_unshard()
-            self.reshard()
-            shard_device = torch.device("cpu") if self.config.offload_to_cpu else self.device
-            with torch.inference_mode(False):
-                self.buffers = UnitBuffers(
-                    layout,
-                    self.comm,
-                    self.runtime,
-                    shard_device=shard_device,
-                    pin_memory=self.config.pin_memory,
-                )
-            specs = [param.spec(self.config.mp_policy) for param in self.params]
-            flat = None if self._flat_layout is None else layout
-            self.gradients.bind(self.params, specs, flat)
-            self._create_unsharded()
-        for holder in self.holders:
+        if own.buffers is None or own.buffers.layout != layout:
+            self._settle()
+            own.allocate(layout, self.comm, self.runtime, self.config)
+            specs = [param.spec(self.config.mp_policy) for param in own.all]
+            self.gradients.bind(own.all, specs, layout if self.is_flat else None)
+        for holder in own.holders:
             self._check_device(holder)
-        with torch.no_grad():
-            self._move_shards()
+        own.move_shards()
 
-    def _move_shards(self) -> None:
-        assert self.buffers is not None
-        if self.flat is not None:
-            (flat,) = self.buffers.flat_shards
-            self.flat.move(flat)
-        for index, param in enumerate(self._plain):
-            param.move_shard(self.buffers.shards[index])
-
-    @property
-    def holders(self) -> list[ShardHolder]:
-        """What an optimizer updates: each parameter, or one for all of them."""
-        return list(dict.fromkeys(param.holder for param in self.params))
-
-    def _split(self) -> None:
-        """Tell plain parameters from extended ones, which users may make of them until first use."""
-        plain = [param for param in self.params if not param.is_extended]
-        num_extended = 0 if self._extended is None else len(self._extended)
-        if plain == self._plain and len(self.params) == len(plain) + num_extended:
-            return
+    def _settle(self) -> None:
+        """Come to rest, sharded."""
         self.wait_unshard()
         self.reshard()
-        self.buffers = None
-        changed = {id(param) for param in plain} ^ {id(param) for param in self._plain}
-        for param in self.params:
-            if id(param) in changed:
-                param.unsharded = None  # made of other memory, and in another way
-        self._plain = plain
-        self._extended = None
-        extended = [p for p in self.params if p not in plain and isinstance(p, DTensorParameter)]
-        if extended:
-            self._extended = ExtendedParameters(
-                extended, self.mesh.shard_mesh, self.mesh.shard_group, self.device
-            )
 
     def use_comm(self, comm: Comm) -> None:
         """Communicate like this over the shard axis from now on."""
-        self.wait_unshard()
-        self.reshard()
+        self._settle()
         if self.gradients.has_partial:
             raise StateError(
                 f"{self.label}: sums of earlier backwards still wait for their all-reduce. Change "
@@ -240,40 +183,27 @@ class Unit:
 
     def check_unchanged(self) -> None:
         """Refuse parameters that were replaced while they are unsharded, for backward."""
-        for index, param in enumerate(self._plain):
-            assert self.buffers is not None
-            unsharded = param.unsharded
-            if param.is_replaced or (
-                unsharded is not None
-                and param.form.unsharded is None
-                and unsharded.data_ptr() != self.buffers.unsharded(index).data_ptr()
-            ):
-                raise MisuseError(
-                    f"{param.name}: FSDP does not support changing the parameters between forward "
-                    "and backward. Change them after backward."
-                )
+        self._own.check_unchanged()
 
     def follow_changes(self) -> None:
         """Adopt shards that others moved or replaced. Peers must not read before this is done.
 
         Parameters that stayed unsharded are freed if the shards were written to since.
         """
-        if self._switch is not None and not self._switch.is_current:
-            self._switch = None
+        own = self._own
+        own.follow_switch()
         self.gradients.free_unused()
-        if self.params and self._shards_moved():
+        if own.all and own.have_moved:
             self.adopt()
-        if self.is_unsharded and not self.is_held and self._shard_versions() != self._gathered_of:
+        if self.is_unsharded and not self.is_held and own.versions() != self._gathered_of:
             self.reshard()
 
     def read_privately(self) -> None:
         """From now on, keep what users may write to apart from the shards."""
         if self.buffers is None or not self.buffers.in_place:
             return
-        self.wait_unshard()
-        self.reshard()
-        self.buffers.read_privately()
-        self._create_unsharded()
+        self._settle()
+        self._own.read_privately()
 
     # Moving between states
 
@@ -281,18 +211,19 @@ class Unit:
         """Start gathering the parameters; no effect if they are gathered or being gathered."""
         state = self.state
         is_sharded = state is ShardedState.SHARDED or state is ShardedState.SHARDED_POST_FORWARD
-        if is_sharded and self.params:
+        if is_sharded and self._own.all:
             self._start_gather()
 
     @outside_transforms
     def _start_gather(self) -> None:
-        assert self.buffers is not None
+        own = self._own
+        assert own.buffers is not None
         if self.observer is not None:
             self.observer.begin(Kind.ALL_GATHER, self.gradients)
-        works = self.buffers.start_unshard(self._gather_label)
-        if self._extended is not None:
+        works = own.buffers.start_unshard(self._gather_label)
+        if own.extended is not None:
             with self.runtime.on(Lane.ALL_GATHER):  # after the plain ones
-                works.append(self._extended.start(self.config.mp_policy, self._gather_label))
+                works.append(own.extended.start(self.config.mp_policy, self._gather_label))
         if self.runtime.has_streams and works:
             with self.runtime.on(Lane.ALL_GATHER):
                 for work in works:
@@ -301,7 +232,7 @@ class Unit:
             works = []
         self._works = works
         may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
-        self._gathered_of = self._shard_versions() if may_stay else []
+        self._gathered_of = own.versions() if may_stay else []
         self.state = ShardedState.GATHERING
         if self.observer is not None:
             self.observer.end()
@@ -318,8 +249,8 @@ class Unit:
         if self.observer is not None:
             self.observer.begin(Kind.WAIT_ALL_GATHER, self.gradients)
         self._finish_gather()
-        if self._extended is not None:
-            self._extended.finish(self.config.mp_policy)
+        if self._own.extended is not None:
+            self._own.extended.finish(self.config.mp_policy)
         self._show_unsharded()
         self.state = ShardedState.UNSHARDED
         if self.observer is not None:
@@ -332,26 +263,11 @@ class Unit:
         """
         if self.is_flat and self.is_unsharded:
             self.is_hidden = True
-            for each in self._shown():
-                each.show_sharded()
+            self._own.show_sharded()
 
     def _show_unsharded(self) -> None:
         self.is_hidden = False
-        if self._switch is not None:
-            self._switch.show_unsharded()
-            return
-        for each in self._shown():
-            each.show_unsharded()
-
-    def _shown(self) -> Sequence[Switch | ManagedParameter]:
-        """Return what shows the parameters in one form or the other."""
-        if self._switch is not None:
-            return (self._switch,)
-        is_simple = self._extended is None and self.mesh.post_forward is None
-        if not is_simple or not all(param.is_only_registered for param in self.params):
-            return self.params
-        self._switch = Switch(self.params)
-        return (self._switch,)
+        self._own.show_unsharded()
 
     def reshard(self, *, after_forward: bool = False) -> None:
         """Free the unsharded parameters and put the sharded ones on the modules."""
@@ -362,30 +278,27 @@ class Unit:
 
     @outside_transforms
     def _free(self, *, after_forward: bool) -> None:
-        assert self.buffers is not None
+        own = self._own
+        assert own.buffers is not None
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             if after_forward:
                 return
-            self.buffers.drop_kept()
+            own.buffers.drop_kept()
         elif after_forward and (comm := self._post_forward_comm()) is not None:
-            kept = self.buffers.keep_post_forward(comm)
+            kept = own.buffers.keep_post_forward(comm)
             assert self.mesh.post_forward is not None
-            for index, param in enumerate(self.params):
+            for index, param in enumerate(own.all):
                 assert isinstance(param, DTensorParameter)
                 param.show_post_forward(kept[index], self.mesh.post_forward)
             self.state = ShardedState.SHARDED_POST_FORWARD
             self.is_held = False
             return
         else:
-            self.buffers.free_unsharded()
-            if self._extended is not None:
-                self._extended.free()
+            own.buffers.free_unsharded()
+            if own.extended is not None:
+                own.extended.free()
         self.is_hidden = False
-        if self._switch is not None:
-            self._switch.show_sharded()
-        else:
-            for each in self._shown():
-                each.show_sharded()
+        own.show_sharded()
         self.state = ShardedState.SHARDED
         self.is_held = False
         if self.observer is not None:
@@ -402,9 +315,7 @@ class Unit:
             self._finish_gather()
             self.state = ShardedState.UNSHARDED
         self.reshard()
-        for param in self.params:
-            if param.unsharded is not None:
-                param.unsharded.grad = None
+        self._own.drop_gradients()
         if keeps_gradients:
             return
         self.gradients.drop_partial()
@@ -422,11 +333,6 @@ class Unit:
         return self.state is ShardedState.UNSHARDED
 
     @property
-    def is_flat(self) -> bool:
-        """Whether shards are pieces of a flat buffer."""
-        return self._flat_layout is not None
-
-    @property
     def keeps_after_forward(self) -> bool:
         """Whether parameters stay unsharded from forward to backward."""
         option = self.config.reshard_after_forward
@@ -436,9 +342,7 @@ class Unit:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take what autograd has accumulated, one full gradient a parameter."""
-        if self._switch is not None and self._switch.is_plain:
-            return self._switch.take_gradients()
-        return [param.take_gradient() for param in self.params]
+        return self._own.take_gradients()
 
     @property
     def unreduced(self) -> list[torch.Tensor]:
@@ -451,7 +355,7 @@ class Unit:
             dtype = self.config.mp_policy.reduce_dtype
             self._accumulation = (
                 RowsAccumulation(self.params, dtype)
-                if self._flat_layout is None
+                if not self.is_flat
                 else FlatAccumulation(self.layout, self.params, self.device, dtype)
             )
         self._accumulation.add(grads)
@@ -482,12 +386,13 @@ class Unit:
     @property
     def extended_memory(self) -> list[torch.Tensor]:
         """What extended parameters are made of while they are unsharded."""
-        return [] if self._extended is None else self._extended.memory
+        return [] if self._own.extended is None else self._own.extended.memory
 
     @property
     def gathering(self) -> list[torch.Tensor]:
         """What a gather under way holds; it may read the shards themselves."""
-        region = [] if self._extended is None else self._extended.gathering
+        extended = self._own.extended
+        region = [] if extended is None else extended.gathering
         return [*region, *(tensor for work in self._works for tensor in work.tensors)]
 
     # Messages
@@ -526,30 +431,6 @@ class Unit:
             self.runtime.wait(self._gathered)
             self._gathered = None
 
-    def _create_unsharded(self) -> None:
-        assert self.buffers is not None
-        self._switch = None
-        for index, param in enumerate(self._plain):
-            param.create_unsharded(self.buffers.unsharded(index))
-
-    def _shards_moved(self) -> bool:
-        """Whether a shard is no longer the registered parameter over the unit's memory."""
-        buffers = self.buffers
-        if buffers is None:
-            return True
-        if self.flat is not None:
-            return not self.flat.is_at(buffers.flat_shards[0])
-        if self._extended is not None and any(param.is_replaced for param in self.params):
-            return True
-        for param, shard in zip(self._plain, buffers.shards, strict=True):
-            if param.has_moved(shard):
-                return True
-        return False
-
-    def _shard_versions(self) -> list[int]:
-        """Count the writes to each shard, through its DTensor or through its local tensor."""
-        return [own.sharded._version + own.local._version for own in self.holders]
-
     def _post_forward_comm(self) -> ProcessGroupComm | None:
         mesh = self.mesh.post_forward
         # Ranks that read each other's memory gain nothing from a smaller group. What is kept could
@@ -558,7 +439,7 @@ class Unit:
             return None
         if any(param.form.unsharded is not None for param in self.params):
             return None
-        if self._extended is not None:
+        if self._own.extended is not None:
             return None
         if self._post_forward is None:
             self._post_forward = ProcessGroupComm(mesh.get_group(1), self.device)

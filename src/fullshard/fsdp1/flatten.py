@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.flat_params import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params import ParamForm, Slot
-from fullshard.engine.unit import Unit, UnitMesh
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError
 from fullshard.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
 from fullshard.plan.layout import ParamSpec, UnitLayout, flat_layout

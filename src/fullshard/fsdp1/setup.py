@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.hooks import state_of
 from fullshard.engine.params import owner_of
-from fullshard.engine.unit import UnitMesh
+from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, ShardingError, StateError
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.plan.mesh import MeshPlan

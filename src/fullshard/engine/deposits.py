@@ -1,0 +1,167 @@
+"""The memory of one bucket's reduced gradients, and how sharded parameters get them."""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.comm.interface import shard_views
+from fullshard.engine.accumulation import show_gradient
+from fullshard.engine.buffers import KEPT_NBYTES, GradientShards
+from fullshard.engine.params import ManagedParameter, ShardHolder
+from fullshard.engine.recipe import Recipe
+from fullshard.engine.runtime import Runtime
+from fullshard.plan.layout import BucketLayout
+
+_POOLED = 2  # gradient memory kept for reuse: the current and, with accumulation, the next
+
+
+class BucketGradients:
+    """The reduced gradients of one bucket.
+
+    indices: which of the unit's parameters they are of.
+    holders: who gets them: each parameter, or one for all of them.
+    partial: sums over the shard axis whose all-reduce was put off.
+    recipe: how they were reduced last.
+    alive: all memory of gradients that is made is entered there.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketLayout,
+        indices: Sequence[int],
+        holders: Sequence[ShardHolder],
+        *,
+        shard_rank: int,
+        runtime: Runtime,
+        alive: weakref.WeakSet[GradientShards],
+    ) -> None:
+        self.bucket = bucket
+        self.indices = list(indices)
+        self.holders = list(holders)
+        self.partial: torch.Tensor | None = None
+        self.recipe: Recipe | None = None
+        self.pool: list[GradientShards] = []
+        # One holder gets the whole bucket.
+        self.is_whole = bucket.is_flat and not isinstance(holders[0], ManagedParameter)
+        self._shard_rank = shard_rank
+        self._runtime = runtime
+        self._alive = alive
+
+    @property
+    def device(self) -> torch.device:
+        """Where the sharded parameters are."""
+        return self.holders[0].local.device
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a holder has a gradient already."""
+        for holder in self.holders:  # noqa: SIM110  (a third of the cost of `any`)
+            if holder.sharded.grad is not None:
+                return True
+        return False
+
+    @property
+    def in_use(self) -> torch.Tensor | None:
+        """The memory of the gradients that the holders have now, unless it lies elsewhere."""
+        return next((shards.flat for shards in self.pool if self._is_in_use(shards)), None)
+
+    def free_unused(self) -> None:
+        """Free large memory that nobody uses."""
+        if self.bucket.shard_nbytes > KEPT_NBYTES:
+            self.pool = [shards for shards in self.pool if not shards.is_unused]
+
+    def destination(self, recipe: Recipe) -> tuple[GradientShards | None, torch.Tensor]:
+        """Choose where a sum goes: into the gradients' own memory if it is final as it comes."""
+        if recipe.is_final and not self.has_gradient:
+            shards = self._take(self._runtime.device)
+            return shards, shards.flat
+        return None, self._runtime.scratch.take(self.bucket.shard_numel, recipe.total_dtype)
+
+    def deposit(
+        self, total: torch.Tensor, shards: GradientShards | None, present: Sequence[bool]
+    ) -> None:
+        """Set or add to the sharded parameters' gradients.
+
+        shards: whose memory ``total`` is; if None, it is scratch and given back.
+        present: for each holder, whether there is a gradient.
+        """
+        scratch = total if shards is None else None
+        if shards is None:
+            device = self.device
+            is_first = not self.has_gradient
+            if is_first or device != total.device:
+                shards = self._take(device)
+                shards.flat.copy_(total, non_blocking=True)
+                if not is_first:  # the host adds
+                    self._runtime.finish(self._runtime.record())
+        views = shards.views if shards is not None else self._views(total)
+        is_flat = self.bucket.is_flat
+        for position, holder in enumerate(self.holders):
+            if not present[position] or (is_flat and not _takes_gradient(holder)):
+                continue
+            sharded = holder.sharded
+            if sharded.grad is not None:
+                local = holder.local_grad
+                assert local is not None
+                local.add_(views[position])
+            elif shards is not None:
+                sharded.grad = shards.wrapped[position]
+            else:
+                local = views[position].to(holder.local.device, sharded.dtype, copy=True)
+                sharded.grad = holder.wrap_shard(local)
+            if sharded._post_accumulate_grad_hooks:
+                for hook in holder.post_accumulate_hooks:
+                    self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
+                    hook(sharded)
+        if scratch is not None:
+            self._runtime.scratch.give(scratch)
+        if shards is not None:
+            self.pool.append(shards)
+            del self.pool[:-_POOLED]
+
+    def deposit_low(self, total: torch.Tensor, dtype: torch.dtype) -> None:
+        """Set or add to the gradients, which are in the reduce dtype. ``total`` is scratch."""
+        # If offloaded: one copy of all, which the host waits for.
+        views = self._views(total.to(self.device))
+        for holder, view in zip(self.holders, views, strict=True):
+            if self.bucket.is_flat and not _takes_gradient(holder):
+                continue
+            if holder.local_grad is not None:
+                holder.local_grad.add_(view)
+                continue
+            show_gradient(holder.sharded, view.to(holder.local.device, dtype, copy=True))
+        self._runtime.scratch.give(total)
+
+    def _views(self, total: torch.Tensor) -> list[torch.Tensor]:
+        """View a sum as what each holder gets of it."""
+        if self.is_whole:
+            return [total]
+        return shard_views(self.bucket, total, self._shard_rank)
+
+    def _take(self, device: torch.device) -> GradientShards:
+        for position, shards in enumerate(self.pool):
+            if shards.device == device and shards.is_unused:
+                return self.pool.pop(position)
+        with torch.inference_mode(False):
+            shards = GradientShards(
+                self.bucket,
+                self._shard_rank,
+                device,
+                [holder.wrap_shard for holder in self.holders],
+                whole=self.is_whole,
+                pin_memory=device != self._runtime.device,
+            )
+        self._alive.add(shards)
+        return shards
+
+    def _is_in_use(self, shards: GradientShards) -> bool:
+        return all(
+            holder.sharded.grad is wrapped or not holder.sharded.numel()
+            for holder, wrapped in zip(self.holders, shards.wrapped, strict=True)
+        )
+
+
+def _takes_gradient(holder: ShardHolder) -> bool:
+    """Whether there is anything to give: a rank may own nothing of a flat bucket's parameter."""
+    return holder.sharded.requires_grad and holder.sharded.numel() > 0

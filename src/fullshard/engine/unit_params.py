@@ -1,0 +1,213 @@
+"""A unit's parameters, the memory of their shards, and which form of them the modules see.
+
+Parameters may be replaced, moved or cast by others between steps: ``to_empty``,
+``load_state_dict(assign=True)``, ``model.half()``. This knows how to notice that and how to bring
+them home; when it does is up to `unit`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.comm.interface import Comm
+from fullshard.engine.buffers import UnitBuffers
+from fullshard.engine.extensions import ExtendedParameters
+from fullshard.engine.flat_params import FlatHolder
+from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.switch import Switch
+from fullshard.engine.unit_mesh import UnitMesh
+from fullshard.errors import MisuseError
+from fullshard.plan.layout import UnitLayout, retype, rows_layout
+from fullshard.policies import MixedPrecisionPolicy, UnitConfig
+
+
+class UnitParams:
+    """The parameters of one unit.
+
+    plain: those whose shards lie in ``buffers``. The others, ``extended``, say themselves what is
+        gathered of them, and their shards stay where they are.
+    flat: what holds them, if they are pieces of one buffer; ``flat_layout`` stays for good then.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParameter],
+        mesh: UnitMesh,
+        device: torch.device,
+        flat_layout: UnitLayout | None,
+    ) -> None:
+        self.all: list[ManagedParameter] = []
+        self.plain: list[ManagedParameter] = []
+        self.extended: ExtendedParameters | None = None
+        self.buffers: UnitBuffers | None = None
+        self.flat_layout = flat_layout
+        holders = (param.holder for param in params)
+        self.flat = next((each for each in holders if isinstance(each, FlatHolder)), None)
+        self._mesh = mesh
+        self._device = device
+        self._switch: Switch | None = None
+        self.take(params)
+
+    def take(self, params: Sequence[ManagedParameter]) -> None:
+        """Be these parameters from now on. Their memory is to be allocated."""
+        self.all = list(params)
+        self._switch = None
+        for param in self.all:
+            param.shard_group = self._mesh.shard_group
+            param.show_sharded()
+        self.buffers = None
+
+    @property
+    def on_meta(self) -> list[str]:
+        """The names of those that have no memory yet."""
+        return [param.name for param in self.all if param.local.is_meta]
+
+    @property
+    def holders(self) -> list[ShardHolder]:
+        """What an optimizer updates: each parameter, or one for all of them."""
+        return list(dict.fromkeys(param.holder for param in self.all))
+
+    def layout(self, comm: Comm, policy: MixedPrecisionPolicy) -> UnitLayout:
+        """Return where the plain parameters lie, as they are now."""
+        specs = [param.spec(policy) for param in self.plain]
+        if self.flat_layout is not None:
+            return retype(self.flat_layout, specs)
+        return rows_layout(specs, shard_size=self._mesh.plan.shard_size, rule=comm.rule)
+
+    # Following what others do
+
+    def follow_replacements(self) -> None:
+        """Take over what somebody registered in place of sharded parameters."""
+        self._switch = None
+        for param in self.all:
+            param.follow_replacement()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether plain and extended ones are told apart. Users make extended ones until first use."""
+        plain = [param for param in self.all if not param.is_extended]
+        num_extended = 0 if self.extended is None else len(self.extended)
+        return plain == self.plain and len(self.all) == len(plain) + num_extended
+
+    def split(self) -> None:
+        """Tell plain parameters from extended ones; their memory is to be allocated."""
+        plain = [param for param in self.all if not param.is_extended]
+        self.buffers = None
+        changed = {id(param) for param in plain} ^ {id(param) for param in self.plain}
+        for param in self.all:
+            if id(param) in changed:
+                param.unsharded = None  # made of other memory, and in another way
+        self.plain = plain
+        self.extended = None
+        extended = [p for p in self.all if p not in plain and isinstance(p, DTensorParameter)]
+        if extended:
+            mesh = self._mesh
+            self.extended = ExtendedParameters(
+                extended, mesh.shard_mesh, mesh.shard_group, self._device
+            )
+
+    def allocate(
+        self, layout: UnitLayout, comm: Comm, runtime: Runtime, config: UnitConfig
+    ) -> None:
+        """Make memory for the plain parameters; the shards are to be moved there."""
+        with torch.inference_mode(False):
+            self.buffers = UnitBuffers(
+                layout,
+                comm,
+                runtime,
+                shard_device=torch.device("cpu") if config.offload_to_cpu else self._device,
+                pin_memory=config.pin_memory,
+            )
+        self._create_unsharded()
+
+    def move_shards(self) -> None:
+        """Bring the shards into the unit's memory, wherever they are now."""
+        assert self.buffers is not None
+        with torch.no_grad():
+            if self.flat is not None:
+                (flat,) = self.buffers.flat_shards
+                self.flat.move(flat)
+            for index, param in enumerate(self.plain):
+                param.move_shard(self.buffers.shards[index])
+
+    def read_privately(self) -> None:
+        """From now on, keep what users may write to apart from the shards."""
+        assert self.buffers is not None
+        self.buffers.read_privately()
+        self._create_unsharded()
+
+    def _create_unsharded(self) -> None:
+        assert self.buffers is not None
+        self._switch = None
+        for index, param in enumerate(self.plain):
+            param.create_unsharded(self.buffers.unsharded(index))
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether a shard is no longer the registered parameter over the unit's memory."""
+        buffers = self.buffers
+        if buffers is None:
+            return True
+        if self.flat is not None:
+            return not self.flat.is_at(buffers.flat_shards[0])
+        if self.extended is not None and any(param.is_replaced for param in self.all):
+            return True
+        for param, shard in zip(self.plain, buffers.shards, strict=True):
+            if param.has_moved(shard):
+                return True
+        return False
+
+    def versions(self) -> list[int]:
+        """Count the writes to each shard, through its DTensor or through its local tensor."""
+        return [own.sharded._version + own.local._version for own in self.holders]
+
+    def check_unchanged(self) -> None:
+        """Refuse parameters that were replaced while they are unsharded, for backward."""
+        for index, param in enumerate(self.plain):
+            assert self.buffers is not None
+            unsharded = param.unsharded
+            if param.is_replaced or (
+                unsharded is not None
+                and param.form.unsharded is None
+                and unsharded.data_ptr() != self.buffers.unsharded(index).data_ptr()
+            ):
+                raise MisuseError(
+                    f"{param.name}: FSDP does not support changing the parameters between forward "
+                    "and backward. Change them after backward."
+                )
+
+    # What the modules see
+
+    def follow_switch(self) -> None:
+        """Notice parameters that were frozen, made trainable or registered in one more place."""
+        if self._switch is not None and not self._switch.is_current:
+            self._switch = None
+
+    def show_sharded(self) -> None:
+        for each in (self._switch,) if self._switch is not None else self._shown():
+            each.show_sharded()
+
+    def show_unsharded(self) -> None:
+        for each in (self._switch,) if self._switch is not None else self._shown():
+            each.show_unsharded()
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Take what autograd has accumulated, one full gradient a parameter."""
+        if self._switch is not None and self._switch.is_plain:
+            return self._switch.take_gradients()
+        return [param.take_gradient() for param in self.all]
+
+    def drop_gradients(self) -> None:
+        """Forget what autograd has accumulated."""
+        for param in self.all:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+    def _shown(self) -> Sequence[Switch | ManagedParameter]:
+        """Return what shows the parameters in one form or the other."""
+        is_simple = self.extended is None and self._mesh.post_forward is None
+        if not is_simple or not all(param.is_only_registered for param in self.all):
+            return self.all
+        self._switch = Switch(self.all)
+        return (self._switch,)
