@@ -13,6 +13,7 @@ from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
 from tests.models import mlp
 from tests.training import (
+    assert_equal,
     assert_gradients_are_parts_of,
     full_gradients,
     gradients_alone,
@@ -52,6 +53,54 @@ def test_unsynchronised_microbatches_are_reduced_with_the_last(
         assert_gradients_are_parts_of(model, full_gradients(alone))
         model.zero_grad()
         alone.zero_grad()
+
+
+@pytest.mark.apis("peer_memory")
+@pytest.mark.parametrize("is_kept_by_user", [False, True])
+@on_ranks(2)
+def test_sums_are_formed_in_the_memory_of_the_last_step_unless_somebody_has_it(
+    api: Api, is_kept_by_user: bool
+) -> None:
+    model, _ = _sharded(api)
+    param = model[0]._fullshard_state.units[0].params[0]
+    addresses: list[int] = []
+    kept: list[Tensor] = []
+    for seed in range(2):
+        batch = my_part(make_batch(16, seed=seed))
+        for is_last in (False, False, True):
+            model.set_requires_gradient_sync(is_last)
+            mean_square(model(batch)).backward()
+            if not is_last:
+                addresses.append(param.accumulated_grad.data_ptr())
+                kept += [param.accumulated_grad] if is_kept_by_user else []
+        model.zero_grad()
+        if seed == 0:
+            expected = [each.clone() for each in kept]
+    first, second = addresses[:2], addresses[2:]
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert (first[0] != second[0]) is is_kept_by_user
+    assert_equal(dict(enumerate(kept[: len(expected)])), dict(enumerate(expected)))
+
+
+@on_ranks(2)
+def test_gradients_are_added_in_place_only_if_they_are_of_the_dtype_that_sums_have(
+    api: Api,
+) -> None:
+    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, alone = _sharded(api, mp_policy=policy)
+    wide = {name: torch.zeros_like(p) for name, p in alone.named_parameters()}
+    low = copy.deepcopy(alone).to(torch.bfloat16)
+    for index in range(3):
+        batch = make_batch(16, seed=index)
+        model.set_requires_gradient_sync(index == 2)
+        mean_square(model(my_part(batch))).backward()
+        for part in batch.chunk(2):
+            low.zero_grad()
+            mean_square(low(part.to(torch.bfloat16))).backward()
+            for name, parameter in low.named_parameters():
+                wide[name] += parameter.grad.float() / 2
+    assert_gradients_are_parts_of(model, wide)
 
 
 @on_ranks(2)

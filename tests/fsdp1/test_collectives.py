@@ -327,6 +327,59 @@ def test_gradients_that_no_sync_leaves_are_whole(api: Api, strategy: str) -> Non
     assert [_shape(p) for p in model.parameters() if p.numel()] == [s for s in own if s.numel()]
 
 
+class _Either(nn.Module):
+    """Two layers, of which a batch may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.uses_both = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.one(x)
+        return self.other(y) if self.uses_both else y
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_collectives
+@on_ranks(2)
+def test_what_a_later_step_leaves_out_has_no_gradient_of_an_earlier_one(
+    api: Api, use_orig_params: bool
+) -> None:
+    inner = _Either()
+    model = wrap(api, inner, nested=False, use_orig_params=use_orig_params)
+    for uses_both in (True, False):
+        inner.uses_both = uses_both
+        with model.no_sync():
+            model(torch.ones(2, 8)).sum().backward()
+        shown = [p.grad for p in model.parameters()]
+        model(torch.ones(2, 8)).sum().backward()
+        model.zero_grad()
+    if use_orig_params:
+        assert [grad is None for grad in shown] == [False, False, True, True]
+    else:
+        weight, bias = 8 * 8, 8
+        assert shown[0][: weight + bias].any()
+        assert not shown[0][weight + bias :].any()
+
+
+@on_collectives
+@on_ranks(2)
+def test_gradients_of_no_sync_that_a_user_keeps_are_not_overwritten(api: Api) -> None:
+    model = wrap(api, net(), use_orig_params=True)
+    kept: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
+    for seed in range(3):
+        with model.no_sync():
+            run_step(model, seed=seed)
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        run_step(model, seed=seed)
+        kept += found
+        copies += [grad.clone() for grad in found]
+        model.zero_grad()
+    assert_equal(dict(enumerate(kept)), dict(enumerate(copies)))
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_gradients_of_flat_parameters_are_whole_in_no_sync(api: Api, strategy: str) -> None:

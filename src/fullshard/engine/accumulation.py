@@ -3,18 +3,57 @@
 Those of a flat unit lie in one buffer a bucket, and users see them as ``.grad``: dropping or zeroing
 those (``optimizer.zero_grad()``) drops what is accumulated, as it would in training on one process.
 Reduced gradients of earlier backwards are put aside meanwhile, and the sum is added to them. Those
-of other units stay where autograd left them, out of sight.
+of other units stay out of sight.
+
+During backward the sums are lent to the unsharded parameters, so that autograd adds to them in
+place while what it adds is in cache. It is the only one to touch them then.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from fullshard.comm.interface import tensor_over
 from fullshard.engine.buffers import whole_views
 from fullshard.engine.params import ManagedParameter, ShardHolder
-from fullshard.plan.layout import UnitLayout
+from fullshard.plan.layout import BucketLayout, UnitLayout
+
+_storage_uses = torch._C._storage_Use_Count
+
+
+class SpareMemory:
+    """Host memory that is kept from step to step, and used again if nobody else refers to it.
+
+    New memory costs a page fault for every page, several times the addition it is used for. Of
+    other devices nothing is kept: they have caching allocators.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept, as bytes."""
+        storages = self._storages.values()
+        return [tensor_over(each, 0, (each.nbytes(),), torch.uint8) for each in storages]
+
+    def keep(self, key: int, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory; it may be in use for a while yet."""
+        storage = tensor.untyped_storage()
+        if tensor.is_cpu and tensor.is_contiguous() and storage.nbytes() == tensor.nbytes:
+            self._storages[key] = storage
+
+    def take(self, key: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a tensor over the memory kept under this key, of any values; None if it cannot."""
+        storage = self._storages.pop(key, None)
+        if storage is None or storage.nbytes() != math.prod(shape) * dtype.itemsize:
+            return None
+        if _storage_uses(storage._cdata) > 1:
+            return None
+        return tensor_over(storage, 0, shape, dtype)
 
 
 class Accumulation(Protocol):
@@ -22,11 +61,20 @@ class Accumulation(Protocol):
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """What it keeps."""
+        """What it accumulates in."""
+        ...
+
+    @property
+    def spare(self) -> SpareMemory:
+        """What it keeps for the next time."""
         ...
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add whole gradients, one a parameter."""
+        ...
+
+    def lend(self) -> None:
+        """Put the sums where autograd adds to them in place. `add` gets them back."""
         ...
 
     def take(self) -> list[torch.Tensor | None]:
@@ -41,22 +89,49 @@ class RowsAccumulation:
         """dtype: as what gradients are accumulated; None is their own."""
         self._params = params
         self._dtype = dtype
+        self._lent: dict[int, torch.Tensor] = {}
+        self.spare = SpareMemory()
 
     @property
     def memory(self) -> list[torch.Tensor]:
         return [p.accumulated_grad for p in self._params if p.accumulated_grad is not None]
 
+    @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        for param, grad in zip(self._params, grads, strict=True):
-            if grad is not None and param.accumulated_grad is not None:
+        for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
+            if grad is None:
+                continue
+            if param.accumulated_grad is not None:
                 param.accumulated_grad.add_(grad)
-            elif grad is not None:
-                param.accumulated_grad = grad if self._dtype is None else grad.to(self._dtype)
+            else:
+                param.accumulated_grad = self._first(index, grad)
+        self._lent.clear()
+
+    def _first(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """Return where a parameter's gradients are added from now on, holding this one."""
+        if grad is self._lent.get(index):
+            return grad  # autograd has added to it
+        dtype = self._dtype or grad.dtype
+        memory = self.spare.take(index, grad.shape, dtype)
+        if memory is not None:
+            return memory.copy_(grad)
+        return (grad.detach() if grad.requires_grad else grad).to(dtype)
+
+    def lend(self) -> None:
+        for index, param in enumerate(self._params):
+            grad = param.accumulated_grad
+            if grad is not None and _can_be_lent(param, grad):
+                assert param.unsharded is not None
+                param.unsharded.grad = self._lent[index] = grad
+                param.accumulated_grad = None
 
     def take(self) -> list[torch.Tensor | None]:
         grads = [param.accumulated_grad for param in self._params]
-        for param in self._params:
-            param.accumulated_grad = None
+        for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
+            if grad is not None:
+                self.spare.keep(index, grad)
+                param.accumulated_grad = None
+        self._lent.clear()
         return grads
 
 
@@ -71,23 +146,17 @@ class FlatAccumulation:
         dtype: torch.dtype | None,
     ) -> None:
         """device, dtype: where and as what gradients are accumulated; None is their own dtype."""
+        self._layout = layout
         self._params = params
+        self._device = device
+        self._dtype = dtype
         self._flats: dict[int, torch.Tensor] = {}  # of each parameter, by index
         self._views: dict[int, torch.Tensor] = {}
         self._present: set[int] = set()
+        self._lent: dict[int, torch.Tensor] = {}
         self._shown: dict[ShardHolder, torch.Tensor] = {}
         self._aside: dict[ShardHolder, torch.Tensor | None] = {}
-        for bucket in layout.buckets:
-            members = [params[param.index] for param in bucket.params]
-            if not any(member.requires_grad for member in members):
-                continue
-            flat = torch.zeros(
-                bucket.unsharded_numel,
-                dtype=dtype or bucket.compute_dtype,
-                device=device,
-            )
-            self._views.update(whole_views(bucket, flat))
-            self._flats.update({param.index: flat for param in bucket.params})
+        self.spare = SpareMemory()
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -98,10 +167,17 @@ class FlatAccumulation:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add whole gradients, one a parameter, and show the sums."""
         self._forget_dropped()
+        for number, bucket in enumerate(self._layout.buckets):
+            has_gradient = [grads[param.index] is not None for param in bucket.params]
+            if any(has_gradient) and bucket.params[0].index not in self._flats:
+                self._allocate(number, bucket, covers=all(has_gradient))
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
-            if index in self._present:
+            lent = self._lent.pop(index, None)
+            if grad is lent:
+                continue  # autograd has added to it
+            if index in self._present and lent is None:
                 self._views[index].add_(grad)
             else:
                 self._views[index].copy_(grad)  # reading zeros costs a page fault as well
@@ -115,17 +191,41 @@ class FlatAccumulation:
             self._shown[holder] = self._views[index] if is_one else self._flats[index]
             show_gradient(holder.sharded, self._shown[holder])
 
+    def _allocate(self, number: int, bucket: BucketLayout, *, covers: bool) -> None:
+        """Make a bucket's buffer. ``covers``: every parameter's part of it is about to be set."""
+        shape, dtype = (bucket.unsharded_numel,), self._dtype or bucket.compute_dtype
+        flat = self.spare.take(number, shape, dtype)
+        if flat is None:
+            flat = torch.zeros(shape, dtype=dtype, device=self._device)
+        elif not covers:
+            flat.zero_()
+        self._views.update(whole_views(bucket, flat))
+        self._flats.update({param.index: flat for param in bucket.params})
+
+    def lend(self) -> None:
+        self._forget_dropped()
+        for index in self._present:
+            param, view = self._params[index], self._views[index]
+            if _can_be_lent(param, view):
+                assert param.unsharded is not None
+                param.unsharded.grad = self._lent[index] = view
+
     def take(self) -> list[torch.Tensor | None]:
         """Return the sums, one a parameter, and show what was put aside again."""
         self._forget_dropped()
         for holder, grad in self._aside.items():
             show_gradient(holder.sharded, grad)
-        self._shown.clear()
-        self._aside.clear()
-        return [
+        sums = [
             self._views[index] if index in self._present else None
             for index in range(len(self._params))
         ]
+        for number, bucket in enumerate(self._layout.buckets):
+            if bucket.params[0].index in self._flats:
+                self.spare.keep(number, self._flats[bucket.params[0].index])
+        for each in (self._shown, self._aside, self._flats, self._views, self._lent):
+            each.clear()
+        self._present.clear()
+        return sums
 
     def _forget_dropped(self) -> None:
         """Forget what users have dropped since."""
@@ -136,6 +236,18 @@ class FlatAccumulation:
         for index in [i for i in self._present if self._params[i].holder in dropped]:
             self._views[index].zero_()
             self._present.remove(index)
+
+
+def _can_be_lent(param: ManagedParameter, grad: torch.Tensor) -> bool:
+    """Whether autograd may add to a sum in place: it is a gradient of the unsharded parameter."""
+    unsharded = param.unsharded
+    return (
+        unsharded is not None
+        and param.form.unsharded is None
+        and unsharded.grad is None
+        and unsharded.dtype == grad.dtype
+        and unsharded.requires_grad
+    )
 
 
 def show_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:

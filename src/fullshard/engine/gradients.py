@@ -258,15 +258,18 @@ class UnitGradients:
         """Whether gradients are offloaded."""
         return bool(self._params) and self._params[0].local.is_cpu
 
-    def free_unused(self) -> None:
-        """Free large gradient memory that nobody uses, where forward has a use for it.
+    @property
+    def frees_unused(self) -> bool:
+        """Whether forward has a use for large gradient memory that nobody uses.
 
-        Over process groups that is so: unsharded parameters come and go with every unit, and take
-        it from the allocator. Elsewhere memory is kept for the next backward, since new memory
-        costs page faults, and on devices views of small parameters cost more than their memory.
+        Over process groups it has: unsharded parameters come and go with every unit, and take it
+        from the allocator. Elsewhere memory is kept for the next backward, since new memory costs
+        page faults, and on devices views of small parameters cost more than their memory.
         """
-        if self.runtime.has_streams or not self._shard_comm.overlaps:
-            return
+        return self._shard_comm.overlaps and not self.runtime.has_streams
+
+    def free_unused(self) -> None:
+        """Free large gradient memory that nobody uses."""
         for each in self._known:
             each.free_unused()
 

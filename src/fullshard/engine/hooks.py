@@ -362,6 +362,7 @@ class ModuleState:
             iteration.start_backward_unshard(unit)
         for unit in units:
             unit.wait_unshard()
+            unit.lend_accumulated()
         if iteration.observer is not None:
             iteration.observer.enter(Kind.BACKWARD, units)
         if not self.backward_prefetch:

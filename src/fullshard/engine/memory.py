@@ -40,7 +40,7 @@ class MemoryCategory(enum.Enum):
     UNSHARDED = "unsharded parameters"
     FULL_GRADIENTS = "full gradients"  # autograd's, those not reduced yet, sums not all-reduced
     GRADIENT_SHARDS = "gradient shards"  # what ``.grad`` is
-    KEPT = "kept for gradients"  # gradient shards that the next step uses again
+    KEPT = "kept for gradients"  # that the next step uses again: of shards, and to accumulate in
     COMMUNICATION = "communication"  # staging, what collectives under way read, and scratch
     OPTIMIZER = "optimizer state"
     UNMANAGED = "not sharded"  # ignored parameters with their gradients, and buffers
@@ -174,6 +174,8 @@ def _buffers_of(unit: Unit) -> Iterator[_Use]:
         yield MemoryCategory.UNSHARDED, tensor
     for tensor in (*unit.unreduced, *unit.gradients.partial_sums):
         yield MemoryCategory.FULL_GRADIENTS, tensor
+    for tensor in unit.spare_memory:
+        yield MemoryCategory.KEPT, tensor
     for tensor in unit.gathering:
         yield MemoryCategory.COMMUNICATION, tensor
 

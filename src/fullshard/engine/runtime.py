@@ -9,6 +9,7 @@ during a collective on that collective's lane.
 import contextlib
 import enum
 import functools
+import mmap
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +19,8 @@ from fullshard.comm.scratch import Scratch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_LARGEST_THRESHOLD = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
 
 class Lane(enum.Enum):
@@ -38,6 +41,8 @@ class Runtime:
         self.has_streams = device.type != "cpu"
         self.scratch = Scratch.of(device)
         self._streams: dict[Lane, torch.Stream] = {}
+        if not self.has_streams:
+            _raise_heap_threshold()
 
     @staticmethod
     @functools.cache
@@ -80,6 +85,18 @@ class Runtime:
         if lane not in self._streams:
             self._streams[lane] = torch.Stream(self.device, priority=-1)
         return self._streams[lane]
+
+
+def _raise_heap_threshold() -> None:
+    """Let the C library take large blocks from its heap, and keep more of what is freed there.
+
+    Blocks above a threshold come from the system, with a page fault for every page, and go back to
+    it. In glibc the threshold is the size of the largest such block that was freed, up to 32 MiB,
+    and twice as much may stay on top of the heap (mallopt(3), M_MMAP_THRESHOLD). Freeing one
+    explicitly takes training there from the first step on; nothing touches the block, so it
+    costs nothing. Settings by the user (MALLOC_MMAP_THRESHOLD_) stay in force.
+    """
+    torch.empty(_LARGEST_THRESHOLD - 2 * mmap.PAGESIZE, dtype=torch.uint8)
 
 
 class no_grad:  # noqa: N801  (torch's name)

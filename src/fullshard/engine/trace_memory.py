@@ -105,11 +105,14 @@ class MemoryMeter:
         self._put(_UNSHARDED, unit, nbytes)
 
     def count_full_gradients(self, unit: Unit) -> None:
-        """Count again what autograd has left, and what waits for a reduction."""
+        """Count again what autograd has left, what waits for a reduction, and memory for that."""
         forms = [param.unsharded for param in unit.params]
         grads = [form.grad for form in forms if form is not None and form.grad is not None]
-        tensors = (*grads, *unit.unreduced, *unit.gradients.partial_sums)
-        self._put(_FULL_GRADIENTS, unit, sum(_local(tensor).nbytes for tensor in tensors))
+        kept = (*unit.spare_memory, *unit.gradients.partial_sums)
+        tensors = (*grads, *unit.unreduced, *kept)
+        storages = (_local(tensor).untyped_storage() for tensor in tensors)  # one may be both
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self._put(_FULL_GRADIENTS, unit, sum(sizes.values()))
 
     def count_gradient_shards(self, unit: Unit) -> None:
         """Count a unit's reduced gradients again."""

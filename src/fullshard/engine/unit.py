@@ -66,7 +66,8 @@ class Unit:
         self.is_held = False  # unsharded by the user, who may have written to it
         self.is_whole = False  # shows whole parameters, apart from any state (see `whole`)
         self._gathered_of: list[int] = []  # of what may stay unsharded: the versions of the shards
-        self._accumulation: Accumulation | None = None
+        self._accumulation: Accumulation | None = None  # stays, with its memory, while it is used
+        self._is_accumulating = False
         self._works: list[Work] = []
         self._gathered: torch.Event | None = None
         self._post_forward: ProcessGroupComm | None = None
@@ -146,6 +147,7 @@ class Unit:
         layout = self.layout
         if own.buffers is None or own.buffers.layout != layout:
             self._settle()
+            self._free_spare()
             own.allocate(layout, self.comm, self.runtime, self.config)
             specs = [param.spec(self.config.mp_policy) for param in own.all]
             self.gradients.bind(own.all, specs, layout if self.is_flat else None)
@@ -192,7 +194,9 @@ class Unit:
         """
         own = self._own
         own.follow_switch()
-        self.gradients.free_unused()
+        if self.gradients.frees_unused:
+            self.gradients.free_unused()
+            self._free_spare()
         if own.all and own.have_moved:
             self.adopt()
         if self.is_unsharded and not self.is_held and own.versions() != self._gathered_of:
@@ -320,6 +324,7 @@ class Unit:
             return
         self.gradients.drop_partial()
         self._take_accumulated()
+        self._free_spare()
 
     @property
     def gains_from_prefetch(self) -> bool:
@@ -347,7 +352,12 @@ class Unit:
     @property
     def unreduced(self) -> list[torch.Tensor]:
         """What `accumulate` keeps."""
-        return [] if self._accumulation is None else self._accumulation.memory
+        return self._accumulation.memory if self._accumulation and self._is_accumulating else []
+
+    @property
+    def spare_memory(self) -> list[torch.Tensor]:
+        """What is kept to accumulate in the next step."""
+        return [] if self._accumulation is None else self._accumulation.spare.tensors
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep full gradients for a later reduction, in the reduce dtype."""
@@ -358,14 +368,23 @@ class Unit:
                 if not self.is_flat
                 else FlatAccumulation(self.layout, self.params, self.device, dtype)
             )
+        self._is_accumulating = True
         self._accumulation.add(grads)
+
+    def lend_accumulated(self) -> None:
+        """Before backward: let autograd add to what `accumulate` keeps, in place."""
+        if self._is_accumulating:
+            assert self._accumulation is not None
+            self._accumulation.lend()
 
     def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
         """Start reducing gradients and what was accumulated before; None if there is nothing."""
-        accumulated = self._accumulation is not None  # the same on every rank
+        accumulated = self._is_accumulating  # the same on every rank
         if accumulated:
             self.accumulate(grads)
             grads = self._take_accumulated()
+        else:
+            self._accumulation = None
         if not _has_any(grads) and not self.config.reduce_scatter_unused_params:
             return None
         if self.mesh.plan.data_parallel_size == 1 and self.gradients.hand_over(grads, self.config):
@@ -378,8 +397,16 @@ class Unit:
         return in_flight
 
     def _take_accumulated(self) -> list[torch.Tensor | None]:
-        waiting, self._accumulation = self._accumulation, None
-        return [] if waiting is None else waiting.take()
+        if not self._is_accumulating:
+            return []
+        assert self._accumulation is not None
+        self._is_accumulating = False
+        return self._accumulation.take()
+
+    def _free_spare(self) -> None:
+        """Free what is kept to accumulate in; parameters, layout or dtype may have changed."""
+        if not self._is_accumulating:
+            self._accumulation = None
 
     # What it holds, beside its buffers and gradients
 
@@ -417,6 +444,8 @@ class Unit:
 
     def configure(self, **changes: object) -> None:
         self.config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]
+        if "mp_policy" in changes:
+            self._free_spare()
 
     # Inside
 
