@@ -83,6 +83,36 @@ def test_sums_are_formed_in_the_memory_of_the_last_step_unless_somebody_has_it(
     assert_equal(dict(enumerate(kept[: len(expected)])), dict(enumerate(expected)))
 
 
+class _Twice(nn.Module):
+    """A layer that runs twice, so that its unit has two backwards in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(torch.relu(self.layer(x)))
+        return y
+
+
+@pytest.mark.apis("peer_memory")
+@on_ranks(2)
+def test_memory_of_sums_stays_for_a_module_that_runs_twice_until_nothing_is_accumulated(
+    api: Api,
+) -> None:
+    model = _Twice()
+    api.fully_shard(model.layer)
+    api.fully_shard(model)
+    unit = model.layer._fullshard_state.units[0]
+    for flags in ((False, True), (False, True), (True,)):
+        for is_last in flags:
+            model.set_requires_gradient_sync(is_last)
+            mean_square(model(my_part(make_batch(16)))).backward()
+        kept = [memory.nbytes for memory in unit.spare_memory]
+        assert kept == ([] if len(flags) == 1 else [16 * 16 * 4, 16 * 4])
+        model.zero_grad()
+
+
 @on_ranks(2)
 def test_gradients_are_added_in_place_only_if_they_are_of_the_dtype_that_sums_have(
     api: Api,

@@ -187,7 +187,9 @@ def test_gradients_that_are_not_reduced_are_whole(api: Api) -> None:
     model.set_requires_gradient_sync(True)
     run_step(model)
     reduced = {"SHARDS": 3 * SHARD, "GRADIENT_SHARDS": 3 * SHARD}
-    assert totals(api, model) == {**reduced, "KEPT": 3 * LAYER}  # the next step may accumulate
+    # The next step may accumulate; but over process groups forward has a use for that memory.
+    kept = {"KEPT": 3 * LAYER} if is_in_place(api) else {}
+    assert totals(api, model) == {**reduced, **kept}
     run_step(model)
     assert totals(api, model) == reduced
 

@@ -363,6 +363,19 @@ def test_what_a_later_step_leaves_out_has_no_gradient_of_an_earlier_one(
         assert not shown[0][weight + bias :].any()
 
 
+@pytest.mark.apis("peer_memory")
+@on_ranks(2)
+def test_a_dtype_that_changes_while_sums_wait_is_that_of_the_next_sums(api: Api) -> None:
+    model = wrap(api, _Either(), nested=False, use_orig_params=True)
+    for dtype in (torch.float32, torch.float64):
+        with model.no_sync():
+            model(torch.ones(2, 8, dtype=dtype)).sum().backward()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
+        model.double()
+        model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+        model.zero_grad()
+
+
 @on_collectives
 @on_ranks(2)
 def test_gradients_of_no_sync_that_a_user_keeps_are_not_overwritten(api: Api) -> None:

@@ -6,10 +6,11 @@ Reduced gradients of earlier backwards are put aside meanwhile, and the sum is a
 of other units stay out of sight.
 
 During backward the sums are lent to the unsharded parameters, so that autograd adds to them in
-place while what it adds is in cache. It is the only one to touch them then.
+place while what it adds is in cache.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,11 +18,9 @@ import torch
 from torch import nn
 
 from fullshard.comm.interface import tensor_over
-from fullshard.engine.buffers import whole_views
+from fullshard.engine.buffers import storage_uses, whole_views
 from fullshard.engine.params import ManagedParameter, ShardHolder
 from fullshard.plan.layout import BucketLayout, UnitLayout
-
-_storage_uses = torch._C._storage_Use_Count
 
 
 class SpareMemory:
@@ -42,8 +41,10 @@ class SpareMemory:
 
     def keep(self, key: int, tensor: torch.Tensor) -> None:
         """Keep a tensor's memory; it may be in use for a while yet."""
+        if type(tensor) is not torch.Tensor or not (tensor.is_cpu and tensor.is_contiguous()):
+            return
         storage = tensor.untyped_storage()
-        if tensor.is_cpu and tensor.is_contiguous() and storage.nbytes() == tensor.nbytes:
+        if storage.nbytes() == tensor.nbytes and not storage.is_shared():
             self._storages[key] = storage
 
     def take(self, key: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -51,7 +52,7 @@ class SpareMemory:
         storage = self._storages.pop(key, None)
         if storage is None or storage.nbytes() != math.prod(shape) * dtype.itemsize:
             return None
-        if _storage_uses(storage._cdata) > 1:
+        if storage_uses(storage._cdata) > 1 or sys.getrefcount(storage) > 2:  # a call is one use
             return None
         return tensor_over(storage, 0, shape, dtype)
 
@@ -61,7 +62,7 @@ class Accumulation(Protocol):
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """What it accumulates in."""
+        """The sums, but for those that are lent."""
         ...
 
     @property
@@ -100,6 +101,8 @@ class RowsAccumulation:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
             if grad is None:
+                if index in self._lent:  # somebody has dropped it in backward
+                    param.accumulated_grad = self._lent[index]
                 continue
             if param.accumulated_grad is not None:
                 param.accumulated_grad.add_(grad)
@@ -160,7 +163,7 @@ class FlatAccumulation:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The buffers of whole gradients, one a bucket."""
+        """The buffers of whole gradients, one a bucket, lent or not."""
         return list({id(flat): flat for flat in self._flats.values()}.values())
 
     @torch.no_grad()
@@ -174,14 +177,14 @@ class FlatAccumulation:
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
-            lent = self._lent.pop(index, None)
-            if grad is lent:
-                continue  # autograd has added to it
-            if index in self._present and lent is None:
-                self._views[index].add_(grad)
-            else:
-                self._views[index].copy_(grad)  # reading zeros costs a page fault as well
-                self._present.add(index)
+            lent = self._lent.get(index)
+            if grad is not lent:  # to which autograd has added
+                if index in self._present and lent is None:
+                    self._views[index].add_(grad)
+                else:
+                    self._views[index].copy_(grad)  # reading zeros costs a page fault as well
+            self._present.add(index)
+        self._lent.clear()
         for index in self._present:
             holder = self._params[index].holder
             if holder in self._shown:

@@ -28,7 +28,7 @@ from fullshard.plan.layout import BucketLayout, UnitLayout, regroup
 
 _tensor_uses: Any = getattr(torch.Tensor, "_use_count", None)
 _references = sys.getrefcount
-_storage_uses = torch._C._storage_Use_Count
+storage_uses = torch._C._storage_Use_Count
 KEPT_NBYTES = 1 << 20  # a host buffer this small costs more to free than to keep
 
 
@@ -289,4 +289,4 @@ class GradientShards:
         """Count who refers to the gradients and their memory, from Python and from C++ (``.grad``)."""
         tensors, storages = self.wrapped, self._storages
         uses = sum(map(_references, tensors)) + sum(map(_references, storages))
-        return uses + sum(map(_tensor_uses, tensors)) + sum(map(_storage_uses, self._addresses))
+        return uses + sum(map(_tensor_uses, tensors)) + sum(map(storage_uses, self._addresses))

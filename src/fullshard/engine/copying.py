@@ -93,8 +93,7 @@ def _check(
                 "the module that contains both."
             )
     for unit in units:
-        unit.wait_unshard()
-        unit.reshard()
+        unit.settle()
 
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:

@@ -199,7 +199,8 @@ class ModuleState:
             return
         _ = self.shared
         if self._reduced is not None:
-            unit.config, self._reduced = self._reduced, None
+            config, self._reduced = self._reduced, None
+            unit.configure(mp_policy=config.mp_policy, buffer_dtype=config.buffer_dtype)
         else:
             self._reduced = unit.config
             unit.configure(mp_policy=MixedPrecisionPolicy(), buffer_dtype=None)

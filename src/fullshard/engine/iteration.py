@@ -220,8 +220,7 @@ class Iteration:
             self._positions.clear()
             for unit in self.units:
                 if unit.state is ShardedState.GATHERING:  # prefetched, but never used
-                    unit.wait_unshard()
-                    unit.reshard()
+                    unit.settle()
                     unit.finish_reading()
         self.fence("after backward")
 

@@ -18,9 +18,11 @@ from fullshard.policies import UnitConfig
 class Recipe:
     """How a bucket is reduced under one configuration.
 
-    over_shards, over_replicas: the sums, one after the other, and then the division of the second.
+    config, accumulated: what it was made from.
+    over_shards, over_replicas: the sums, one after the other.
+    divisor: of the second.
     total_dtype: in which the sum over the shard axis is formed.
-    is_final: whether that sum is what the parameters get, if they have no gradient yet.
+    is_final: whether that sum may be formed in the gradients' own memory, if there are none yet.
     is_deposited: whether nothing happens to the sum before they get it.
     """
 

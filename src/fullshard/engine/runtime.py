@@ -96,7 +96,7 @@ def _raise_heap_threshold() -> None:
     explicitly takes training there from the first step on; nothing touches the block, so it
     costs nothing. Settings by the user (MALLOC_MMAP_THRESHOLD_) stay in force.
     """
-    torch.empty(_LARGEST_THRESHOLD - 2 * mmap.PAGESIZE, dtype=torch.uint8)
+    torch.empty(_LARGEST_THRESHOLD - 2 * mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
 
 
 class no_grad:  # noqa: N801  (torch's name)

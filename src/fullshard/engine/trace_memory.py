@@ -110,8 +110,10 @@ class MemoryMeter:
         grads = [form.grad for form in forms if form is not None and form.grad is not None]
         kept = (*unit.spare_memory, *unit.gradients.partial_sums)
         tensors = (*grads, *unit.unreduced, *kept)
-        storages = (_local(tensor).untyped_storage() for tensor in tensors)  # one may be both
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        sizes: dict[int, int] = {}
+        for tensor in map(_local, tensors):  # one may be a view of another
+            address = tensor.untyped_storage().data_ptr()
+            sizes[address] = max(sizes.get(address, 0), tensor.nbytes)
         self._put(_FULL_GRADIENTS, unit, sum(sizes.values()))
 
     def count_gradient_shards(self, unit: Unit) -> None:

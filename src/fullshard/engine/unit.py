@@ -68,6 +68,8 @@ class Unit:
         self._gathered_of: list[int] = []  # of what may stay unsharded: the versions of the shards
         self._accumulation: Accumulation | None = None  # stays, with its memory, while it is used
         self._is_accumulating = False
+        self._has_taken = False  # sums, since the last forward
+        self._is_outdated = False  # what it accumulates in, and how
         self._works: list[Work] = []
         self._gathered: torch.Event | None = None
         self._post_forward: ProcessGroupComm | None = None
@@ -123,7 +125,7 @@ class Unit:
             other.name or "root",
         )
         for unit in (self, other):
-            unit._settle()
+            unit.settle()
         self.set_params([own for own in self.params if own is not param])
         other.set_params([*other.params, param])
 
@@ -142,12 +144,12 @@ class Unit:
                 f"model.to_empty(device={str(self.device)!r}), then initialise every value."
             )
         if not own.is_split:
-            self._settle()
+            self.settle()
             own.split()
         layout = self.layout
         if own.buffers is None or own.buffers.layout != layout:
-            self._settle()
-            self._free_spare()
+            self.settle()
+            self._replace_accumulation()
             own.allocate(layout, self.comm, self.runtime, self.config)
             specs = [param.spec(self.config.mp_policy) for param in own.all]
             self.gradients.bind(own.all, specs, layout if self.is_flat else None)
@@ -155,14 +157,14 @@ class Unit:
             self._check_device(holder)
         own.move_shards()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Come to rest, sharded."""
         self.wait_unshard()
         self.reshard()
 
     def use_comm(self, comm: Comm) -> None:
         """Communicate like this over the shard axis from now on."""
-        self._settle()
+        self.settle()
         if self.gradients.has_partial:
             raise StateError(
                 f"{self.label}: sums of earlier backwards still wait for their all-reduce. Change "
@@ -193,10 +195,10 @@ class Unit:
         Parameters that stayed unsharded are freed if the shards were written to since.
         """
         own = self._own
+        self._has_taken = False
         own.follow_switch()
         if self.gradients.frees_unused:
             self.gradients.free_unused()
-            self._free_spare()
         if own.all and own.have_moved:
             self.adopt()
         if self.is_unsharded and not self.is_held and own.versions() != self._gathered_of:
@@ -206,7 +208,7 @@ class Unit:
         """From now on, keep what users may write to apart from the shards."""
         if self.buffers is None or not self.buffers.in_place:
             return
-        self._settle()
+        self.settle()
         self._own.read_privately()
 
     # Moving between states
@@ -324,7 +326,7 @@ class Unit:
             return
         self.gradients.drop_partial()
         self._take_accumulated()
-        self._free_spare()
+        self._replace_accumulation()
 
     @property
     def gains_from_prefetch(self) -> bool:
@@ -374,8 +376,12 @@ class Unit:
     def lend_accumulated(self) -> None:
         """Before backward: let autograd add to what `accumulate` keeps, in place."""
         if self._is_accumulating:
-            assert self._accumulation is not None
-            self._accumulation.lend()
+            self._lend()
+
+    @outside_transforms
+    def _lend(self) -> None:
+        assert self._accumulation is not None
+        self._accumulation.lend()
 
     def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
         """Start reducing gradients and what was accumulated before; None if there is nothing."""
@@ -383,7 +389,7 @@ class Unit:
         if accumulated:
             self.accumulate(grads)
             grads = self._take_accumulated()
-        else:
+        elif not self._has_taken:
             self._accumulation = None
         if not _has_any(grads) and not self.config.reduce_scatter_unused_params:
             return None
@@ -399,13 +405,18 @@ class Unit:
     def _take_accumulated(self) -> list[torch.Tensor | None]:
         if not self._is_accumulating:
             return []
-        assert self._accumulation is not None
-        self._is_accumulating = False
-        return self._accumulation.take()
+        accumulation = self._accumulation
+        assert accumulation is not None
+        self._is_accumulating, self._has_taken = False, True
+        if self._is_outdated or self.gradients.frees_unused:
+            self._accumulation, self._is_outdated = None, False
+        return accumulation.take()
 
-    def _free_spare(self) -> None:
-        """Free what is kept to accumulate in; parameters, layout or dtype may have changed."""
-        if not self._is_accumulating:
+    def _replace_accumulation(self) -> None:
+        """Accumulate in another way and memory: parameters, layout or dtype may have changed."""
+        if self._is_accumulating:
+            self._is_outdated = True  # once these sums are reduced
+        else:
             self._accumulation = None
 
     # What it holds, beside its buffers and gradients
@@ -445,7 +456,7 @@ class Unit:
     def configure(self, **changes: object) -> None:
         self.config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]
         if "mp_policy" in changes:
-            self._free_spare()
+            self._replace_accumulation()
 
     # Inside
 

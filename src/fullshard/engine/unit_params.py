@@ -205,7 +205,7 @@ class UnitParams:
                 param.unsharded.grad = None
 
     def _shown(self) -> Sequence[Switch | ManagedParameter]:
-        """Return what shows the parameters in one form or the other."""
+        """Return what shows the parameters in one form or the other; make a switch if it may."""
         is_simple = self.extended is None and self._mesh.post_forward is None
         if not is_simple or not all(param.is_only_registered for param in self.all):
             return self.all

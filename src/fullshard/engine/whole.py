@@ -83,8 +83,7 @@ def whole_parameters(units: Sequence[Unit], options: WholeOptions) -> Iterator[N
             )
     for unit in units:
         unit.follow_changes()
-        unit.wait_unshard()
-        unit.reshard()
+        unit.settle()
     shown = [unit for unit in units if _show(unit, options)]
     try:
         yield

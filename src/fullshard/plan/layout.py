@@ -141,6 +141,13 @@ class ParamLayout:
         """Whether every rank owns as much, and more than nothing."""
         return self.num_equal_shards == self.shard_size
 
+    @functools.cached_property
+    def form(self) -> Shape:
+        """Equal for parameters that lie alike: the number and size of equal shards, or extents."""
+        if self.num_equal_shards:
+            return self.num_equal_shards, self.chunk_numel
+        return self.spec.extents
+
     def rows(self, rank: int) -> Rows:
         """Return the rows ``rank`` owns, as ``torch.chunk`` cuts them.
 
@@ -242,14 +249,8 @@ class BucketLayout:
 
     @functools.cached_property
     def packed_runs(self) -> tuple[tuple[ParamLayout, ...], ...]:
-        """The packed parameters in order, neighbours that lie alike together.
-
-        Those are of the same extents, or of as many equal shards of the same size.
-        """
-        runs = itertools.groupby(
-            self.packed,
-            lambda p: (p.num_equal_shards, p.chunk_numel) if p.num_equal_shards else p.spec.extents,
-        )
+        """The packed parameters in order, neighbours that lie alike together."""
+        runs = itertools.groupby(self.packed, lambda param: param.form)
         return tuple(tuple(run) for _, run in runs)
 
     @functools.cached_property
@@ -430,24 +431,23 @@ def _rows_bucket(
     members: Sequence[int], specs: Sequence[ParamSpec], shard_size: int, rule: DirectRule
 ) -> BucketLayout:
     routes = {index: _route(specs[index], shard_size, rule) for index in members}
-    # Packed ones by size, so that those that lie alike are neighbours (see `packed_runs`).
-    ordered = sorted(
-        members,
-        key=lambda index: (
-            () if routes[index] is Route.DIRECT else (specs[index].numel, *specs[index].extents)
-        ),
+    drafts = (
+        ParamLayout(index, specs[index], routes[index], shard_size, 0, 0) for index in members
     )
+    # Direct ones first, packed ones so that those that lie alike are neighbours.
+    ordered = sorted(drafts, key=lambda p: () if p.route is Route.DIRECT else p.form)
     first = specs[members[0]]
     align = _alignment(first.dtype, first.compute_dtype)
     params: list[ParamLayout] = []
     shard_offset = unsharded_offset = packed_offset = direct_numel = 0
-    for index in ordered:
-        spec, route = specs[index], routes[index]
-        param = ParamLayout(index, spec, route, shard_size, shard_offset, unsharded_offset)
+    for draft in ordered:
+        param = dataclasses.replace(
+            draft, shard_offset=shard_offset, unsharded_offset=unsharded_offset
+        )
         params.append(param)
         shard_offset += _round_up(param.chunk_numel, align)
-        unsharded_offset += _round_up(spec.numel, align)
-        if route is Route.DIRECT:
+        unsharded_offset += _round_up(param.spec.numel, align)
+        if param.route is Route.DIRECT:
             packed_offset, direct_numel = shard_offset, unsharded_offset
     return BucketLayout(
         dtype=first.dtype,

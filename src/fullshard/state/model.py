@@ -47,8 +47,7 @@ def before_saving(module: nn.Module) -> None:
     """Register every parameter under its own name, so that keys come in the usual order."""
     unit = _unit(module)
     if not unit.is_whole:
-        unit.wait_unshard()
-        unit.reshard()
+        unit.settle()
         unit.follow_changes()
         _show_pieces(unit)
 
@@ -131,8 +130,7 @@ def before_loading(
     """Put prefixes back, and this rank's pieces in place of values."""
     unit = _unit(module)
     if not unit.is_whole:
-        unit.wait_unshard()
-        unit.reshard()
+        unit.settle()
         unit.follow_changes()
         _show_pieces(unit)
     names = [f"{prefix}{_flat_key(position)}" for position in range(len(unit.layout.buckets))]
