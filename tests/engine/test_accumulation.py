@@ -232,3 +232,41 @@ def test_exception_in_forward_keeps_what_was_accumulated(api: Api) -> None:
     model.set_requires_gradient_sync(requires_gradient_sync=True)
     mean_square(model(my_part(batch))).backward()
     assert_gradients_are_parts_of(model, expected)
+
+
+class _FailsInBackward(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(_: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: object, *grads: Tensor) -> Tensor:
+        raise ValueError("this backward is bad")
+
+
+@pytest.mark.ours("PyTorch keeps what earlier backwards and the failed one accumulated")
+@on_ranks(1, 2)
+def test_after_an_exception_in_a_backward_that_accumulates_the_next_step_is_right(
+    api: Api,
+) -> None:
+    model, alone = _sharded(api)
+    batch = make_batch(16)
+    for is_last in (False, True, False):  # memory of sums is kept by the third
+        model.set_requires_gradient_sync(is_last)
+        mean_square(model(my_part(batch))).backward()
+    model.zero_grad()
+    model.set_requires_gradient_sync(requires_gradient_sync=False)
+    mean_square(model(my_part(batch))).backward()
+    hook = model[0][0].register_forward_pre_hook(
+        lambda _, args: (_FailsInBackward.apply(args[0].clone().requires_grad_()),)
+    )
+    with pytest.raises(ValueError, match="backward is bad"):
+        mean_square(model(my_part(batch))).backward()  # autograd has added to the first unit's sums
+    hook.remove()
+    for is_last in (False, False, True):
+        model.set_requires_gradient_sync(is_last)
+        mean_square(alone(batch)).backward()
+        mean_square(model(my_part(batch))).backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
