@@ -7,6 +7,7 @@
     ├── MeshError     (ValueError)    a device mesh that does not fit
     ├── LayoutError   (ValueError)    shapes or sizes no layout exists for
     ├── StateError    (RuntimeError)  a call at a moment where it cannot work
+    │   └── DivergenceError           ranks took different paths through the model
     └── CommError     (RuntimeError)  communication failed
         ├── PeerLostError             a rank died or left while others waited for it
         └── PeerTimeoutError          a rank is alive but did not arrive in time
@@ -43,6 +44,10 @@ class LayoutError(FullshardError, ValueError):
 
 class StateError(FullshardError, RuntimeError):
     """The call cannot work at this moment; the message says what has to happen first."""
+
+
+class DivergenceError(StateError):
+    """Ranks took different paths: at one place in their sequence, they do different things."""
 
 
 class CommError(FullshardError, RuntimeError):

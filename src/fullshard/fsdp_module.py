@@ -57,11 +57,11 @@ class FSDPModule:
         for unit in units:
             unit.follow_changes()
             unit.read_privately()
-            unit.comm.fence(f"{unit.label}: unshard")
+            unit.comm.fence(f"{unit.path}: unshard")
         for unit in units:
             unit.unshard()
             unit.is_held = True
-            unit.comm.fence(f"{unit.label}: unshard")
+            unit.comm.fence(f"{unit.path}: unshard")
         handle = UnshardHandle(units)
         if async_op:
             return handle

@@ -215,6 +215,7 @@ class CollectivesComm(ProcessGroupComm):
         assert first == 0
         if bucket.unsharded_numel == 0:
             return Done()
+        self.enter(label, bucket.unsharded_numel * unsharded.itemsize)
         if bucket.is_flat:
             return self._gather_flat(flat, unsharded, label)
         region = self.gather.allocate(
@@ -230,7 +231,7 @@ class CollectivesComm(ProcessGroupComm):
             [work] if work is not None else [],
             lambda: shards.landing(unsharded).copy_out(Region(region)),
             (region,),
-            self.group,
+            self,
             label,
         )
 
@@ -241,7 +242,7 @@ class CollectivesComm(ProcessGroupComm):
             work = self.gather(
                 output_tensor=unsharded, input_tensor=part, group=self.group, async_op=True
             )
-        return Pending([work] if work is not None else [], nothing, (), self.group, label)
+        return Pending([work] if work is not None else [], nothing, (), self, label)
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         return reduce_dtype  # summed as it travels
@@ -254,6 +255,7 @@ class CollectivesComm(ProcessGroupComm):
         how: Sum,
     ) -> Reduction:
         numel = bucket.shard_numel
+        self.enter(how.label, self.size * numel * out.itemsize)
         region = self.reduce.allocate((self.size * numel,), dtype=out.dtype, device=out.device)
         region.zero_()  # padding, and parameters without a gradient
         copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
@@ -272,8 +274,6 @@ class CollectivesComm(ProcessGroupComm):
 
         present = tuple(grad is not None for grad in grads)
         return PendingReduction(
-            Pending(
-                [work] if work is not None else [], finish, (region, total), self.group, how.label
-            ),
+            Pending([work] if work is not None else [], finish, (region, total), self, how.label),
             lambda: present,
         )

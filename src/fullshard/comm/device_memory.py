@@ -249,6 +249,9 @@ class DeviceMemoryComm(Comm):
 
         return WithoutResult(self._ring.post(stretch, finish, how.label))
 
+    def agree(self, bits: int, num_bits: int) -> int:
+        return self.memory.agree(bits, num_bits)
+
     def abandon(self) -> None:
         self._ring.abandon()
 

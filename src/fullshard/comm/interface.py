@@ -180,6 +180,15 @@ class Comm(abc.ABC):
         Shards written before are then visible to all, and nobody still reads what was there.
         """
 
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether ranks read each other's memory, so that writes have to be ordered with reads."""
+        return type(self).fence is not Comm.fence
+
+    def agree(self, bits: int, num_bits: int) -> int:
+        """Combine every rank's bits by "or", if ranks read each other's memory; else its own."""
+        return bits
+
     def abandon(self) -> None:  # noqa: B027
         """Forget reductions that were started and never waited for (after an exception)."""
 

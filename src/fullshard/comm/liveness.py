@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.comm.shared_memory import SharedMemory
+from fullshard.comm.shared_memory import SharedMemory, known_ledger
 from fullshard.errors import CommError, PeerLostError
 
 _GRACE_S = 1.0  # a dying process closes its connections before it is gone
@@ -49,10 +49,14 @@ class naming_lost_ranks:  # noqa: N801  (a context manager, used like a function
 def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -> None:
     """Raise what `naming_lost_ranks` says of an error, or return if it is none of communication.
 
+    Raises DivergenceError if ranks were doing different things.
+
     For ``except`` where a context would cost too much.
     """
     if isinstance(error, CommError) or not _is_connection_error(error):
         return
+    if (ledger := known_ledger(group)) is not None:
+        ledger.compare()  # a rank that saw first that paths differ has left
     where = f"{label} (rank {dist.get_rank()})"
     lost = _lost_ranks(group)
     if not lost:

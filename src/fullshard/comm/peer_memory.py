@@ -168,6 +168,9 @@ class PeerMemoryComm(Comm):
     def fence(self, label: str) -> None:
         self.memory.barrier(label)
 
+    def agree(self, bits: int, num_bits: int) -> int:
+        return self.memory.agree(bits, num_bits)
+
     def abandon(self) -> None:
         self._ring.abandon()
 

@@ -15,6 +15,7 @@ Tools that watch collectives (debug modes, tests) see every one: see `calls`.
 
 import contextlib
 import dataclasses
+import datetime
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,12 +34,15 @@ from fullshard.comm.interface import (
     add_in_order,
     shard_views,
 )
+from fullshard.comm.ledger import Ledger
 from fullshard.comm.liveness import announce, name_lost_ranks, naming_lost_ranks
 from fullshard.comm.packing import Landing, Region, Regions, copy_in_gradients, sent_parts
 from fullshard.comm.scratch import Scratch
+from fullshard.comm.shared_memory import ledger_of
 from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
 
 _FEW_RANKS = 8
+_COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,14 +52,11 @@ class Pending:
     works: list[Any]
     finish: Callable[[], None]
     tensors: tuple[torch.Tensor, ...]
-    group: dist.ProcessGroup
+    comm: "ProcessGroupComm"
     label: str
 
     def wait(self) -> None:
-        with naming_lost_ranks(self.group, self.label):
-            for work in self.works:
-                if work is not None:  # it runs on the lane that called it
-                    work.wait()
+        self.comm.wait_all(self.works, self.label)
         self.works.clear()
         self.finish()
         self.finish = nothing
@@ -78,13 +79,7 @@ class _Gathering:
         return self.sent if self.region is None else [*self.sent, self.region.memory]
 
     def wait(self) -> None:
-        try:
-            for work in self.works:
-                if work is not None:  # it runs on the lane that called it
-                    work.wait()
-        except RuntimeError as error:
-            name_lost_ranks(error, self.comm.group, self.label)
-            raise
+        self.comm.wait_all(self.works, self.label)
         if self.region is not None:
             self.landing.copy_out(self.region)
             self.comm.gathered.give(self.region)
@@ -112,13 +107,7 @@ class _NativeSum:
         return self.sources if self.region is None else [*self.sources, self.region.memory]
 
     def wait(self) -> tuple[bool, ...]:
-        try:
-            for work in self.works:
-                if work is not None:
-                    work.wait()
-        except RuntimeError as error:
-            name_lost_ranks(error, self.comm.group, self.label)
-            raise
+        self.comm.wait_all(self.works, self.label)
         if self.region is not None:
             self.comm.packed.give(self.region)
         if self.divisor != 1.0:
@@ -169,6 +158,31 @@ class ProcessGroupComm(Comm):
         self.name = f"process group ({self.backend})"
         self.rule = DirectRule(even=True, min_nbytes=1 << 16 if self.is_nccl else 1 << 18)
 
+        # Where sums are formed by the backend nobody waits on the host, so nobody would compare.
+        self._ledger = None if self.sums_natively or not known else ledger_of(group)
+
+    def enter(self, what: str, nbytes: int) -> None:
+        """Say what all ranks do next. Raises DivergenceError, before anything moves, if one differs."""
+        if self._ledger is not None:
+            self._ledger.enter(what, nbytes)
+
+    def wait_all(self, works: Sequence[Any], label: str) -> None:
+        """Wait for collectives; None stands for one that runs on the lane that called it.
+
+        Raises DivergenceError if ranks turn out to do different things, PeerLostError if one died.
+        """
+        try:
+            for work in works:
+                if work is None:
+                    continue
+                if self._ledger is None:
+                    work.wait()
+                else:
+                    _wait_comparing(work, self._ledger)
+        except RuntimeError as error:
+            name_lost_ranks(error, self.group, label)
+            raise
+
     def over(self, group: dist.ProcessGroup) -> "ProcessGroupComm":
         """Return the same communication over another group of the same ranks."""
         return ProcessGroupComm(group, self.device)
@@ -195,6 +209,7 @@ class ProcessGroupComm(Comm):
         bucket = shards.bucket
         if bucket.unsharded_numel == 0:
             return Done()
+        self.enter(label, bucket.unsharded_numel * unsharded.itemsize)
         landing = shards.landing(unsharded)
         sent = landing.sent
         if sent is None:
@@ -215,9 +230,10 @@ class ProcessGroupComm(Comm):
     def gather_bytes(self, source: torch.Tensor, label: str) -> tuple[torch.Tensor, Work]:
         """Gather a 1-D tensor of the same size from every rank, rank by rank."""
         region = source.new_empty(self.size * source.numel())
+        self.enter(label, region.nbytes)
         with naming_lost_ranks(self.group, label):
             works = self._all_gather([region], [source])
-        return region, Pending(works, nothing, (source,), self.group, label)
+        return region, Pending(works, nothing, (source,), self, label)
 
     def reduce_scatter(
         self,
@@ -226,6 +242,7 @@ class ProcessGroupComm(Comm):
         out: torch.Tensor,
         how: Sum,
     ) -> Reduction:
+        self.enter(how.label, self.size * bucket.shard_numel * how.wire_dtype.itemsize)
         try:
             if self.sums_natively:
                 return self._reduce_scatter_native(bucket, grads, out, how)
@@ -236,10 +253,11 @@ class ProcessGroupComm(Comm):
 
     def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
         wire = tensor.to(how.wire_dtype)
+        self.enter(how.label, wire.nbytes)
         with naming_lost_ranks(self.group, how.label):
             work = dist.all_reduce(wire, group=self.group, async_op=not self.is_nccl)
         finish = nothing if wire is tensor else lambda: _copy(tensor, wire)
-        return Pending([work], finish, (wire,), self.group, how.label)
+        return Pending([work], finish, (wire,), self, how.label)
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         if self.sums_natively:
@@ -314,7 +332,7 @@ class ProcessGroupComm(Comm):
             self.packed.give(region)
 
         return PendingReduction(
-            Pending(works, finish, tuple(tensors), self.group, how.label),
+            Pending(works, finish, tuple(tensors), self, how.label),
             lambda: tuple(flags_seen),
         )
 
@@ -336,7 +354,7 @@ class ProcessGroupComm(Comm):
             self._scratch.give(received)
 
         return PendingReduction(
-            Pending([work], finish, (region, received), self.group, how.label),
+            Pending([work], finish, (region, received), self, how.label),
             lambda: tuple(grad is not None for grad in grads),
         )
 
@@ -388,6 +406,21 @@ class ProcessGroupComm(Comm):
         if num_calls == 1:
             return contextlib.nullcontext()
         return dist.distributed_c10d._coalescing_manager(self.group, async_ops=False)
+
+
+def _wait_comparing(work: Any, ledger: Ledger) -> None:
+    """Wait for a collective of Gloo, which pairs whatever comes next, and compare meanwhile.
+
+    A wait of Gloo may time out and be begun again; the collective goes on.
+    """
+    while True:
+        try:
+            work.wait(_COMPARE_EVERY)
+            return
+        except RuntimeError:
+            if work.is_completed():  # it is the collective that failed
+                raise
+        ledger.compare()
 
 
 def _sum_rows(terms: torch.Tensor, out: torch.Tensor, *, divisor: float) -> None:

@@ -80,7 +80,12 @@ class Ring:
             self._reserve(max(sizes[0], 2 * sizes[min(1, len(sizes) - 1)]))
 
     def claim(self, nbytes: int, label: str) -> Stretch:
-        """Take the next stretch, once all ranks have consumed what it held."""
+        """Take the next stretch, once all ranks have consumed what it held.
+
+        Raises DivergenceError if another rank reduces something else here. It is asked first: a
+        ring that only some ranks enlarge would make them wait for ever.
+        """
+        self._memory.ledger.enter(label, nbytes)
         nbytes = round_up(nbytes, LINE)
         self._reserve(nbytes)
         start = self._next if self._next + nbytes <= self.nbytes else 0

@@ -26,11 +26,16 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from fullshard.comm import ledger
+from fullshard.comm.exchange import exchange_through_store
+from fullshard.comm.ledger import Ledger
 from fullshard.errors import CommError, PeerLostError, PeerTimeoutError
 
 logger = logging.getLogger("fullshard")
 
 _WORDS_PER_RANK = 8  # one cache line, so that ranks do not share one
+_WORD_BITS = 62
+_CONTROL_NBYTES = _WORDS_PER_RANK * 8 + ledger.NBYTES  # counters of all ranks, then the ledger
 _SPIN_S = 50e-6  # as long as a core each is likely: a flag takes 2-3 us
 _YIELD_S = 2e-3
 _LIVENESS_S = 0.1
@@ -57,11 +62,11 @@ class SharedMemory:
     """A group of ranks on one host that map the same memory.
 
     Build it with `connect`. Counters of each rank: arrivals at `barrier`, the offered descriptor,
-    reductions posted and consumed (for `PeerMemoryComm`), and, once it has given up because of a
-    lost rank, that rank plus one.
+    reductions posted and consumed (for `PeerMemoryComm`), once it has given up because of a lost
+    rank, that rank plus one, and what it has to say in `agree`.
     """
 
-    BARRIER, OFFER_FD, POSTED, CONSUMED, GAVE_UP = range(5)
+    BARRIER, OFFER_FD, POSTED, CONSUMED, GAVE_UP, BITS = range(6)
     _connections: ClassVar["weakref.WeakSet[SharedMemory]"] = weakref.WeakSet()
 
     def __init__(
@@ -72,7 +77,8 @@ class SharedMemory:
         self.timeout_s = timeout_s
         self._peers = introductions
         self._control = control
-        self._words = memoryview(control).cast("q")
+        counters_nbytes = self.size * _WORDS_PER_RANK * 8
+        self._words = memoryview(control)[:counters_nbytes].cast("q")
         self._lock = threading.Lock()
         self._lock.acquire()
         self._arrivals = 0
@@ -84,7 +90,12 @@ class SharedMemory:
                 pidfd = os.pidfd_open(peer.pid)
                 self._pidfds.register(pidfd, select.POLLIN)
                 self._rank_of_pidfd[pidfd] = peer.rank
-
+        self.ledger = Ledger(
+            rank,
+            [peer.global_rank for peer in introductions],
+            memoryview(control)[counters_nbytes:],
+            self._fence,
+        )
         self._connections.add(self)
 
     @classmethod
@@ -113,7 +124,7 @@ class SharedMemory:
         control: mmap.mmap | None = None
         fd, problem = None, _platform_problem()
         if problem is None and rank == 0:
-            fd = _create_file(size * _WORDS_PER_RANK * 8)
+            fd = _create_file(size * _CONTROL_NBYTES)
         mine = _Introduction(
             rank,
             dist.get_rank(),
@@ -127,7 +138,7 @@ class SharedMemory:
         if problem is None:
             try:
                 control = _open_peer_file(
-                    introductions[0].pid, introductions[0].control_fd, size * _WORDS_PER_RANK * 8
+                    introductions[0].pid, introductions[0].control_fd, size * _CONTROL_NBYTES
                 )
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot open a peer's memory: {error}"
@@ -166,10 +177,25 @@ class SharedMemory:
         return memory
 
     def barrier(self, label: str) -> None:
-        """Return once every rank is here; what they wrote before is then visible."""
+        """Return once every rank is here; what they wrote before is then visible.
+
+        Raises DivergenceError if a rank is somewhere else in the sequence.
+        """
+        self.ledger.enter(label)
         self._arrivals += 1
         self.set(self.BARRIER, self._arrivals)
         self.wait_all(self.BARRIER, self._arrivals, label)
+
+    def agree(self, bits: int, num_bits: int) -> int:
+        """Combine every rank's bits by "or". Every rank has to call it with the same ``num_bits``."""
+        result = 0
+        for start in range(0, num_bits, _WORD_BITS):
+            self.set(self.BITS, bits >> start & ((1 << _WORD_BITS) - 1))
+            self.barrier("agreeing on writes")
+            for rank in range(self.size):
+                result |= self.get(rank, self.BITS) << start
+            self.barrier("agreed on writes")  # before anybody overwrites its own
+        return result
 
     def get(self, rank: int, counter: int) -> int:
         return self._words[rank * _WORDS_PER_RANK + counter]
@@ -182,7 +208,8 @@ class SharedMemory:
     def wait_all(self, counter: int, value: int, label: str) -> None:
         """Return once the counter is at least ``value`` on every rank.
 
-        Raises PeerLostError if one of them dies, PeerTimeoutError if one never comes.
+        Raises PeerLostError if one of them dies, DivergenceError if one took another path,
+        PeerTimeoutError if one never comes.
         """
         words = self._words
         slots = range(counter, self.size * _WORDS_PER_RANK, _WORDS_PER_RANK)
@@ -202,6 +229,7 @@ class SharedMemory:
             time.sleep(20e-6 if waited < 0.05 else 200e-6)
             if now - checked > _LIVENESS_S:
                 checked = now
+                self.ledger.compare()
                 self._check_alive(counter, value, label)
                 if waited > _SLOW_S and not warned:
                     warned = True
@@ -252,6 +280,31 @@ class SharedMemory:
                 "this rank waited for it. The cause is in that rank's own output; restart from "
                 "the last checkpoint."
             )
+
+
+def ledger_of(group: dist.ProcessGroup) -> Ledger | None:
+    """Return the ledger of a group, the same every time; None if its ranks cannot share memory.
+
+    For ranks that communicate in another way. Every rank of the group has to call it.
+    """
+    if type(group) is not dist.ProcessGroup:
+        return None  # ranks may be threads
+    if group not in _ledgers:
+        try:
+            _ledgers[group] = SharedMemory.connect(group, exchange_through_store).ledger
+        except UnavailableError as reason:
+            logger.info("ranks are not compared: %s", reason)
+            _ledgers[group] = None
+    return _ledgers[group]
+
+
+def known_ledger(group: dist.ProcessGroup) -> Ledger | None:
+    """Return the ledger of a group if it has one by now. No communication."""
+    return _ledgers.get(group)
+
+
+_ledgers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger | None]"
+_ledgers = weakref.WeakKeyDictionary()
 
 
 def _platform_problem() -> str | None:

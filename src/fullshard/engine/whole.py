@@ -39,7 +39,7 @@ def gather_whole(unit: Unit) -> list[torch.Tensor]:
     if not unit.params:
         return []
     assert unit.buffers is not None
-    label = f"{unit.label}: gathering whole parameters"
+    label = f"{unit.path}: gathering whole parameters"
     unit.comm.fence(label)  # all have written
     whole = unit.buffers.gather_whole(label)
     unit.comm.fence(label)  # all have read
@@ -64,7 +64,7 @@ def gather_whole_grads(unit: Unit) -> list[torch.Tensor | None]:
         has_grad = torch.tensor([grad is not None for grad in own], dtype=torch.uint8)
         present = has_grad.to(unit.device)
         dist.all_reduce(present, op=dist.ReduceOp.MAX, group=unit.mesh.shard_group)
-        gathered, work = comm.gather_bytes(flat, f"{unit.label}: gathering whole gradients")
+        gathered, work = comm.gather_bytes(flat, f"{unit.path}: gathering whole gradients")
         work.wait()
         whole = whole_views(bucket, gathered)
         for place, has in zip(bucket.params, present.tolist(), strict=True):

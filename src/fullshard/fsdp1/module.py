@@ -331,9 +331,9 @@ class FullyShardedDataParallel(WithStateDicts):
         """Gather this instance's parameters ahead of its forward. Every rank has to call it."""
         unit = self._unit
         unit.follow_changes()
-        unit.comm.fence(f"{unit.label}: unshard")
+        unit.comm.fence(f"{unit.path}: unshard")
         unit.unshard()
-        unit.comm.fence(f"{unit.label}: unshard")
+        unit.comm.fence(f"{unit.path}: unshard")
         handle = UnshardHandle([unit])
         if async_op:
             return handle
