@@ -89,7 +89,8 @@ def test_previous_unit_is_gathered_while_a_unit_computes_backward(api: Api) -> N
 @on_ranks(2)
 def test_next_unit_is_gathered_while_a_unit_computes_once_the_order_is_known(api: Api) -> None:
     model, log = _noted(api)
-    assert _order_of_a_step(model, log)[0] == "g0 f0 g1 f1 g2 f2 g3 f3"
+    for _ in range(2):  # it might write to what it is about to use
+        assert _order_of_a_step(model, log)[0] == "g0 f0 g1 f1 g2 f2 g3 f3"
     for _ in range(2):
         assert _order_of_a_step(model, log)[0] == "g0 g1 f0 g2 f1 g3 f2 f3"
 

@@ -72,11 +72,6 @@ def is_in_place(api: Api) -> bool:
     return api.name == "peer_memory"
 
 
-def unsharded(api: Api, num_layers: int) -> dict[str, int]:
-    """Return what unsharded layers take: nothing where shards are read in place."""
-    return {} if is_in_place(api) else {"UNSHARDED": num_layers * LAYER}
-
-
 def run_step(model: nn.Module) -> None:
     model(make_batch(WIDTH)).sum().backward()
 
@@ -123,12 +118,17 @@ def test_every_phase_of_a_step_is_counted(api: Api, face: str) -> None:
     for hook in hooks:
         hook.remove()
     shards = {"SHARDS": 3 * SHARD}
-    assert seen["forward"] == {**shards, **unsharded(api, 2)}  # the root's and its own
+    assert seen["forward"] == {**shards, "UNSHARDED": 2 * LAYER}  # the root's and its own
     # Also the block gathered next; the root's gradient is whole until backward is over.
-    assert seen["second"] == {**shards, **unsharded(api, 3), "FULL_GRADIENTS": 2 * LAYER}
+    num_early = 0 if is_in_place(api) else 1
+    assert seen["second"] == {
+        **shards,
+        "UNSHARDED": (2 + num_early) * LAYER,
+        "FULL_GRADIENTS": 2 * LAYER,
+    }
     assert seen["first"] == {
         **shards,
-        **unsharded(api, 2),
+        "UNSHARDED": (1 + num_early) * LAYER,
         "FULL_GRADIENTS": LAYER,
         "GRADIENT_SHARDS": SHARD,
     }
@@ -148,7 +148,22 @@ def test_every_phase_of_a_step_is_counted(api: Api, face: str) -> None:
     model(make_batch(WIDTH))
     # Over process groups forward has a use for that memory.
     kept = {"KEPT": 3 * SHARD} if is_in_place(api) else {}
-    assert totals(api, model) == {**shards, **unsharded(api, 1), **kept}
+    assert totals(api, model) == {**shards, "UNSHARDED": LAYER, **kept}
+
+
+@on_ranks(2)
+@pytest.mark.apis("peer_memory")
+@faces
+def test_shards_that_nobody_writes_to_while_the_model_runs_are_read_in_place(
+    api: Api, face: str
+) -> None:
+    model = wrap(api, layers(), face)
+    in_place = []
+    for _ in range(3):
+        run_step(model)
+        model(make_batch(WIDTH))
+        in_place.append("UNSHARDED" not in totals(api, model))
+    assert in_place == [False, True, True]  # two passes are watched
 
 
 @on_ranks(2)

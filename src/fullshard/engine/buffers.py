@@ -74,6 +74,7 @@ class UnitBuffers:
     ) -> None:
         self.layout = layout
         self.in_place = False
+        self._own_uses = 0
         self._comm = comm
         self._runtime = runtime
         self._buckets: list[ShardBuffer] = [
@@ -93,6 +94,7 @@ class UnitBuffers:
         self._kept: list[ShardBuffer] = []
         self._post_forward: ProcessGroupComm | None = None
         self._bind(allow_in_place=True)
+        self.may_be_in_place = self.in_place
 
     @property
     def flat_shards(self) -> list[torch.Tensor]:
@@ -129,27 +131,76 @@ class UnitBuffers:
         return self._views[index]
 
     def read_privately(self) -> None:
-        """Stop reading shards in place, for good.
+        """Stop reading shards in place: what is written to unsharded parameters stays there.
 
-        Somebody outside the engine may write to the unsharded parameters from now on, and must
-        not reach the shards by it.
+        Autograd may go on to refer to the shards, which are never freed.
         """
         self._bind(allow_in_place=False)
 
-    def start_unshard(self, label: str) -> list[Work]:
-        """Start filling the unsharded buffers from all ranks' shards, or from what was kept."""
+    def read_in_place(self) -> None:
+        """Read shards in place again. Nobody may refer to the private buffers: see `is_in_use`."""
+        self._bind(allow_in_place=True)
+
+    def note_uses(self) -> None:
+        """Count who refers to the private buffers when the unit alone does."""
+        self._own_uses = self._uses()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether others refer to the private buffers as well: graphs, or what a user keeps."""
+        return self._uses() > self._own_uses
+
+    def _uses(self) -> int:
+        for buffer in self._buckets:
+            buffer.forget_landing()
+        return sum(storage_uses(each.flat.untyped_storage()._cdata) for each in self._unsharded)
+
+    def holds_shards(self) -> bool:
+        """Whether the unsharded buffers still have what this rank's shards say, as far as it is its.
+
+        Compares contents: of most ways to write, version counters tell nothing.
+        """
+        for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True):
+            bucket = buffer.bucket
+            if unsharded.nbytes == 0:
+                continue  # read in place
+            if bucket.is_flat:
+                assert buffer.flat is not None
+                own = unsharded.flat.view(bucket.shard_size, -1)[self._comm.rank]
+                if not torch.equal(own, buffer.flat.to(own.device, own.dtype)):
+                    return False
+                continue
+            for position, param in enumerate(bucket.params):
+                if unsharded.first and position < len(buffer.gathered):
+                    continue  # read in place
+                start, stop = param.rows(self._comm.rank)
+                whole = self._views[param.index]
+                own = whole.narrow(param.spec.shard_dim, start, stop - start)
+                if not torch.equal(own, buffer.shards[position].to(own.device, own.dtype)):
+                    return False
+        return True
+
+    def start_unshard(self, label: str, *, ordered: bool = False) -> list[Work]:
+        """Start filling the unsharded buffers from all ranks' shards, or from what was kept.
+
+        ordered: see `writes`, Note: Ordered gathers.
+        """
         if not self.moves:
             return []
         for unsharded in self._freed:
             unsharded.allocate()
         if not self._runtime.has_streams:
-            return self._start_gathers(label)
-        ready = self._runtime.record()
-        with self._runtime.on(Lane.ALL_GATHER):
-            self._runtime.wait(ready)  # the memory may have been freed by compute just now
-            return self._start_gathers(label)
+            return self._start_gathers(label, ordered=ordered)
+        # The memory may have been freed by compute just now.
+        with self._runtime.following(Lane.ALL_GATHER):
+            return self._start_gathers(label, ordered=ordered)
 
-    def _start_gathers(self, label: str) -> list[Work]:
+    def _start_gathers(self, label: str, *, ordered: bool) -> list[Work]:
+        if ordered:
+            self._comm.fence(label)
+            works = self._start_gathers(label, ordered=False)
+            self._comm.fence(label)
+            return works
         if self._kept:
             assert self._post_forward is not None
             kept, self._kept = self._kept, []

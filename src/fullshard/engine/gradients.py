@@ -180,9 +180,7 @@ class UnitGradients:
             with no_grad():
                 buckets = self._start_buckets(grads, config, accumulated=accumulated)
             return InFlight(self, buckets, [])
-        ready = self.runtime.record()
-        with self.runtime.on(Lane.REDUCE), no_grad():
-            self.runtime.wait(ready)
+        with self.runtime.following(Lane.REDUCE), no_grad():
             buckets = self._start_buckets(grads, config, accumulated=accumulated)
         return InFlight(self, buckets, list(grads))
 

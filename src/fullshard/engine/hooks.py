@@ -46,7 +46,6 @@ from fullshard.engine.root_share import warn_of_large_root
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
-from fullshard.plan.trace import Kind
 from fullshard.plan.units import clean_name, contains, lowest_common_unit
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
 
@@ -255,7 +254,7 @@ class ModuleState:
         self.training_state = TrainingState.FORWARD
         if is_first and not iteration.is_in_forward and not is_in_backward():
             args, kwargs = _to_device(self.all_units[0].device, args, kwargs)
-            iteration.begin_forward(self)
+            iteration.begin_forward(self, is_training=module.training)
         args, kwargs = cast_inputs(self.policy, args, kwargs)
         prefetches = not self.forward_prefetch
         iteration.begin_units(units, prefetches=prefetches, is_training=module.training)
@@ -364,8 +363,7 @@ class ModuleState:
         for unit in units:
             unit.wait_unshard()
             unit.lend_accumulated()
-        if iteration.observer is not None:
-            iteration.observer.enter(Kind.BACKWARD, units)
+        iteration.begin_backward_units(units)
         if not self.backward_prefetch:
             for unit in reversed(units):
                 iteration.prefetch_backward(unit)

@@ -32,6 +32,8 @@ from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.order import ForwardOrder
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Unit, comms_of
+from fullshard.engine.writes import WriteWatch
+from fullshard.errors import StateError
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch, ShardedState
@@ -58,13 +60,18 @@ class Iteration:
         self._fenced_since_backward = True
         self.post_optim_event: torch.Event | None = None
         self.observer: Observer | None = None
+        self._watch = WriteWatch(self.units)
+        self._gathers = True  # whether this pass uses anything that is sharded
         self._for_host: torch.Event | None = None  # when gradients are in host memory
         self.connect()
 
     def connect(self) -> None:
         """Take note of how the units communicate and how many reductions may be under way."""
         comms = comms_of(self.units)
-        self._fenced = [comm for comm in comms if type(comm).fence is not Comm.fence]
+        # Only over the shard axis does anybody read what a peer may write. Ranks that hold whole
+        # parameters, such as replicas, may run forward alone.
+        sharing = dict.fromkeys(unit.comm for unit in self.units)
+        self._fenced = [comm for comm in sharing if type(comm).fence is not Comm.fence]
         self._comms = comms
         buffers = (unit.config.reduce_scatter_max_input_buffers for unit in self.units)
         self._max_in_flight = max(buffers, default=1)
@@ -92,7 +99,7 @@ class Iteration:
         """Whether a backward began and neither ended nor is running: it raised."""
         return self._in_backward and not is_in_backward()
 
-    def begin_forward(self, root: Any) -> None:
+    def begin_forward(self, root: Any, *, is_training: bool) -> None:
         self.has_run = True
         if self.observer is not None or profiler._is_profiler_enabled:
             self.observe(follow_profiler(self.observer))
@@ -102,12 +109,16 @@ class Iteration:
         self._checks_order = self._order.is_checked
         for unit in self.units:
             unit.follow_changes()
+        self._gathers = not all(map(_is_whole, self.units))
+        if self._gathers:
+            self._watch.begin_pass(is_training=is_training)
         if self.units and self.units[0].runtime.has_streams:
             # Compute as well: it reads shards in place, or tells peers that they may.
             self.units[0].runtime.wait(self.post_optim_event)
         self.post_optim_event = None
-        self.fence("before forward")
-        self._fenced_since_backward = True
+        if self._gathers:
+            self.fence("before forward")
+            self._fenced_since_backward = True
 
     def is_forward_root(self, state: Any) -> bool:
         return self._forward_root is not None and self._forward_root() is state
@@ -121,6 +132,8 @@ class Iteration:
             for unit in units:
                 self._order.check(self._number[id(unit)])
         for unit in units:
+            if unit.was_gathered_early and not is_recomputation and self._is_outdated(unit):
+                unit.refetch()
             unit.unshard()
         for unit in units:
             unit.wait_unshard()
@@ -128,10 +141,28 @@ class Iteration:
                 continue
             following = self._recorder.next_unit(self._number[id(unit)])
             prefetches &= unit.config.forward_prefetch
-            if prefetches and following is not None and self.units[following].gains_from_prefetch:
-                self.units[following].unshard()
+            if prefetches and following is not None:
+                self._prefetch_forward(self.units[following])
+        if self._watch.is_watching:
+            self._watch.open(units)
         if self.observer is not None and not is_recomputation:
             self.observer.enter(Kind.FORWARD, units)
+
+    def _is_outdated(self, unit: Unit) -> bool:
+        """Whether somebody wrote to a unit since it was gathered early."""
+        return unit.was_written_to or self._watch.has_changed(unit)
+
+    def _prefetch_forward(self, unit: Unit) -> None:
+        """Start gathering a unit before its forward, unless somebody may write to it until then."""
+        if unit.gains_from_prefetch and not unit.is_ordered:
+            unit.unshard()
+
+    def _check_unwritten(self, unit: Unit) -> None:
+        try:
+            unit.check_unwritten()
+        except StateError:
+            self._watch.start_again()
+            raise
 
     def end_units(self, units: Sequence[Unit], *, is_differentiable: bool) -> None:
         """A module's forward is over."""
@@ -139,7 +170,11 @@ class Iteration:
             return  # its backward comes next
         if self.observer is not None:
             self.observer.leave(Kind.FORWARD, units)
+        if self._watch.is_watching:
+            self._watch.close(units)
         for unit in units:
+            if not self._expects_backward:
+                self._check_unwritten(unit)
             if self._expects_backward and is_differentiable:
                 position = self._recorder.expect_backward(self._number[id(unit)])
                 self._positions[id(unit)].append(position)
@@ -153,7 +188,14 @@ class Iteration:
                 kept = unit.is_held or unit.config.reshard_after_forward is False
                 if not kept and unit.state is not ShardedState.GATHERING:
                     unit.reshard()
-        self.fence("after forward")
+            if self._watch.is_watching:
+                self._watch.end_pass()
+        for unit in self.units:
+            if unit.is_in_place and self._watch.has_changed(unit):
+                self._watch.start_again()
+                unit.refuse_write()
+        if self._gathers:
+            self.fence("after forward")
 
     # Backward
 
@@ -164,7 +206,16 @@ class Iteration:
         self._in_backward = True
         if not self._fenced_since_backward:
             self.fence("before another backward")  # somebody may have written since the last one
+            for unit in self.units:
+                unit.note_writes()
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def begin_backward_units(self, units: Sequence[Unit]) -> None:
+        """A module's backward starts, and its units are usable."""
+        if self._watch.is_watching:
+            self._watch.open(units)
+        if self.observer is not None:
+            self.observer.enter(Kind.BACKWARD, units)
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering the unit whose backward comes next, by the order of this forward."""
@@ -188,20 +239,31 @@ class Iteration:
     def after_backward(self, unit: Unit) -> None:
         if self.observer is not None:
             self.observer.leave(Kind.BACKWARD, (unit,))
-        grads = unit.take_gradients()
-        config = unit.config
-        if config.reshard_after_backward:
+        if self._watch.is_watching:
+            self._watch.close((unit,))
+        self._check_unwritten(unit)
+        # What only some ranks may have used is reduced at the end of backward, in one order on all
+        # ranks. Until then autograd's sum stays where it is.
+        is_put_off = unit.config.reduce_scatter_unused_params
+        grads = [] if is_put_off else unit.take_gradients()
+        if unit.config.reshard_after_backward:
             unit.reshard()
         else:
             unit.hide_unsharded()
-        if config.reduce_grads and unit.comm.overlaps:
-            self._finish_reductions(keep=0)  # over by now: this one takes their memory
-        if not config.reduce_grads:
-            unit.accumulate(grads)
-        elif (in_flight := unit.reduce(grads)) is not None:
-            self._finish_reductions(keep=0 if unit.runtime.has_streams else 1, then=in_flight)
+        if not is_put_off:
+            self._reduce(unit, grads)
         if (following := self._after.pop(id(unit), None)) is not None:
             self.start_backward_unshard(following)
+
+    def _reduce(self, unit: Unit, grads: list[torch.Tensor | None]) -> None:
+        """Reduce a unit's full gradients, or keep them for a later backward."""
+        if not unit.config.reduce_grads:
+            unit.accumulate(grads)
+            return
+        if unit.comm.overlaps:
+            self._finish_reductions(keep=0)  # over by now: this one takes their memory
+        if (in_flight := unit.reduce(grads)) is not None:
+            self._finish_reductions(keep=0 if unit.runtime.has_streams else 1, then=in_flight)
 
     @outside_transforms
     def end_backward(self, finished: Sequence[Unit]) -> None:
@@ -210,6 +272,9 @@ class Iteration:
         for unit in reversed(self.units):
             if id(unit) not in done:
                 self.after_backward(unit)
+        for unit in reversed(self.units):
+            if unit.config.reduce_scatter_unused_params:
+                self._reduce(unit, unit.take_gradients())
         self._in_backward = False
         self._fenced_since_backward = False
         self._finish_reductions(keep=0)
@@ -291,6 +356,11 @@ class Iteration:
         wait()
         if self.observer is not None:
             self.observer.end()
+
+
+def _is_whole(unit: Unit) -> bool:
+    """Whether a forward needs nobody else for this unit."""
+    return unit.is_unsharded or unit.mesh.plan.shard_size == 1 or not unit.params
 
 
 def is_in_backward() -> bool:

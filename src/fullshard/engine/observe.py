@@ -30,6 +30,7 @@ class UnitDescription:
     tied: tuple[str, ...]
     extended: tuple[str, ...]
     in_place: bool
+    is_written: bool
     offload: bool
     shard_nbytes: int
     unsharded_nbytes: int
@@ -37,6 +38,8 @@ class UnitDescription:
 
     def __str__(self) -> str:
         place = " (read in place)" if self.in_place else ""
+        if self.is_written:
+            place = " (gathered in order with writes, which were seen while the model ran)"
         moved = f"direct {len(self.direct)}{place}, packed {len(self.packed)}"
         if self.flat:
             moved = f"{len(self.flat)} in one flat buffer{place}"
@@ -117,7 +120,8 @@ def _describe(unit: Unit) -> UnitDescription:
         frozen=tuple(p.name for p in unit.params if not p.requires_grad),
         tied=tuple(" = ".join(p.names) for p in unit.params if len(p.slots) > 1),
         extended=tuple(p.name for p in unit.params if p.is_extended),
-        in_place=unit.buffers is not None and unit.buffers.in_place,
+        in_place=unit.may_be_in_place and not unit.is_written,
+        is_written=unit.is_written,
         offload=unit.config.offload_to_cpu,
         shard_nbytes=layout.shard_nbytes,
         unsharded_nbytes=layout.unsharded_nbytes,

@@ -10,7 +10,7 @@ import contextlib
 import enum
 import functools
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -62,6 +62,14 @@ class Runtime:
         if not self.has_streams or lane is Lane.COMPUTE:
             return _NOTHING
         return self._stream(lane)
+
+    @contextlib.contextmanager
+    def following(self, lane: Lane) -> Iterator[None]:
+        """Make a lane the current stream, which first waits for the stream that was."""
+        before = self.record()
+        with self.on(lane):
+            self.wait(before)
+            yield
 
     def record(self) -> torch.Event | None:
         """Mark the current stream's position."""

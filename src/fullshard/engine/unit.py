@@ -65,7 +65,12 @@ class Unit:
         self.is_hidden = False  # unsharded, but the sharded parameters are registered
         self.is_held = False  # unsharded by the user, who may have written to it
         self.is_whole = False  # shows whole parameters, apart from any state (see `whole`)
-        self._gathered_of: list[int] = []  # of what may stay unsharded: the versions of the shards
+        self.is_ordered = False  # see `writes`, Note: Ordered gathers
+        self.is_written = False  # it is so for good, since somebody writes to it while it runs
+        self._is_exposed = False  # users hold unsharded parameters, so nothing is read in place
+        self._gathered_of = 0  # how often the shards had been written to when they were gathered
+        self._had_unsharded = 0  # the same of the unsharded parameters, if they may stay
+        self._num_writes = (0, 0)  # to shards and unsharded parameters, when the pass began
         self._accumulation: Accumulation | None = None  # stays, with its memory, while it is used
         self._is_accumulating = False
         self._has_taken = False  # sums, since the last forward
@@ -96,6 +101,21 @@ class Unit:
     def is_flat(self) -> bool:
         """Whether shards are pieces of a flat buffer."""
         return self._own.flat_layout is not None
+
+    @property
+    def plain(self) -> list[ManagedParameter]:
+        """Those whose shards lie in ``buffers``."""
+        return self._own.plain
+
+    @property
+    def shard_memory(self) -> list[torch.Tensor]:
+        """The memory of this rank's shards of them."""
+        return [] if self._own.buffers is None else self._own.buffers.shard_memory
+
+    @property
+    def unsharded_locals(self) -> list[torch.Tensor]:
+        """The unsharded plain parameters, this rank's part of those that are DTensors."""
+        return self._own.unsharded_locals
 
     @property
     def buffers(self) -> UnitBuffers | None:
@@ -201,15 +221,112 @@ class Unit:
             self.gradients.free_unused()
         if own.all and own.have_moved:
             self.adopt()
-        if self.is_unsharded and not self.is_held and own.versions() != self._gathered_of:
+        if self.is_unsharded and not self.is_held and self._is_outdated_whole:
             self.reshard()
+        self.note_writes()
+
+    @property
+    def _is_outdated_whole(self) -> bool:
+        """Whether what stayed unsharded is no longer what the shards say. Compares contents.
+
+        What a user has written to the unsharded parameters stays in use, as in PyTorch.
+        """
+        own, buffers = self._own, self._own.buffers
+        if self.was_written_to or buffers is None:
+            return self.was_written_to
+        return own.num_unsharded_writes() == self._had_unsharded and not buffers.holds_shards()
 
     def read_privately(self) -> None:
         """From now on, keep what users may write to apart from the shards."""
+        self._is_exposed = True
         if self.buffers is None or not self.buffers.in_place:
             return
         self.settle()
         self._own.read_privately()
+
+    # Writes while the model runs (see `writes`)
+
+    @property
+    def may_be_ordered(self) -> bool:
+        """Whether all ranks gather it alike, and it is at rest."""
+        runs_everywhere = not self.config.reduce_scatter_unused_params
+        is_real = all(type(tensor) is torch.Tensor for tensor in self.shard_memory)  # has contents
+        return runs_everywhere and is_real and self.is_sharded and bool(self._own.plain)
+
+    def set_ordered(self, ordered: bool) -> None:
+        """Order gathers with all ranks' writes, or read in place and gather early again."""
+        self.is_ordered = ordered
+        if self.buffers is None or self._is_exposed or not self.comm.reads_in_place:
+            return
+        if ordered and self.buffers.in_place:
+            self._own.read_privately()
+        elif not ordered and self.is_sharded:
+            self._own.read_in_place()
+            self.note_writes()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether graphs, or somebody, refer to unsharded parameters in private memory."""
+        if self.buffers is None or not self.comm.reads_in_place:
+            return False
+        return not self.is_sharded or self.buffers.is_in_use
+
+    def note_writes(self) -> None:
+        """Remember how often parameters that are read in place have been written to."""
+        if self.is_in_place:
+            self._num_writes = self._own.num_writes(), self._own.num_unsharded_writes()
+
+    def check_unwritten(self) -> None:
+        """Refuse a write since `note_writes`, where ranks have been reading in place.
+
+        Raises StateError. Sees what advances version counters.
+        """
+        own = self._own
+        if not self.is_in_place:
+            return
+        if self._num_writes != (own.num_writes(), own.num_unsharded_writes()):
+            self.refuse_write()
+
+    def refuse_write(self) -> None:
+        raise StateError(
+            f"{self.label}: its parameters were written to while the model ran. The first passes "
+            "did not do that, so the ranks of this host read each other's parameters in place, and "
+            "some may have read what was half written. Write between steps, or from the first step "
+            "on, or call set_default_comm('process_group') before sharding."
+        )
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether parameters are read where all ranks' shards are."""
+        return self._own.buffers is not None and self._own.buffers.in_place
+
+    @property
+    def may_be_in_place(self) -> bool:
+        """Whether they are, or will be if nobody writes to them while the model runs."""
+        buffers = self._own.buffers
+        return buffers is not None and buffers.may_be_in_place and not self._is_exposed
+
+    @property
+    def relies_on_no_writes(self) -> bool:
+        """Whether it reads what peers could write, or is gathered early; on the CPU, where the
+        contents may be looked at without waiting for a device."""
+        if self.runtime.has_streams:
+            return False
+        return self.is_in_place or (self.gains_from_prefetch and self.config.forward_prefetch)
+
+    @property
+    def was_gathered_early(self) -> bool:
+        return self.state is ShardedState.GATHERING
+
+    @property
+    def was_written_to(self) -> bool:
+        """Whether shards were written to since they were gathered, as far as versions tell."""
+        return self._own.num_writes() != self._gathered_of
+
+    def refetch(self) -> None:
+        """Gather again, since what was gathered is outdated."""
+        self.settle()
+        self.unshard()
 
     # Moving between states
 
@@ -226,9 +343,11 @@ class Unit:
         assert own.buffers is not None
         if self.observer is not None:
             self.observer.begin(Kind.ALL_GATHER, self.gradients)
-        works = own.buffers.start_unshard(self._gather_label)
+        works = own.buffers.start_unshard(self._gather_label, ordered=self.is_ordered)
         if own.extended is not None:
-            with self.runtime.on(Lane.ALL_GATHER):  # after the plain ones
+            # After the optimizer, which wrote the shards, and after compute has copied from the
+            # region of the last gather, whose memory the lane may use again.
+            with self.runtime.following(Lane.ALL_GATHER):
                 works.append(own.extended.start(self.config.mp_policy, self._gather_label))
         if self.runtime.has_streams and works:
             with self.runtime.on(Lane.ALL_GATHER):
@@ -237,8 +356,9 @@ class Unit:
                 self._gathered = self.runtime.record()
             works = []
         self._works = works
-        may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
-        self._gathered_of = own.versions() if may_stay else []
+        self._gathered_of = own.num_writes()
+        if self.keeps_after_forward or not self.config.reshard_after_backward:
+            self._had_unsharded = own.num_unsharded_writes()
         self.state = ShardedState.GATHERING
         if self.observer is not None:
             self.observer.end()
@@ -334,6 +454,10 @@ class Unit:
         if self.comm.overlaps:
             return True
         return self.runtime.has_streams and self.buffers is not None and self.buffers.moves
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.state is ShardedState.SHARDED
 
     @property
     def is_unsharded(self) -> bool:
@@ -436,8 +560,13 @@ class Unit:
     # Messages
 
     @property
+    def path(self) -> str:
+        """What it is called in messages and, the same on every rank, in the ledger."""
+        return self.name or "root"
+
+    @property
     def label(self) -> str:
-        return f"{self.name or 'root'} (rank {dist.get_rank()})"
+        return f"{self.path} (rank {dist.get_rank()})"
 
     def set_name(self, name: str) -> None:
         self.name = name

@@ -5,6 +5,7 @@ Parameters may be replaced, moved or cast by others between steps: ``to_empty``,
 them home; when it does is up to `unit`.
 """
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,8 @@ from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError
 from fullshard.plan.layout import UnitLayout, retype, rows_layout
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
+
+_version = operator.attrgetter("_version")
 
 
 class UnitParams:
@@ -40,6 +43,7 @@ class UnitParams:
         self.all: list[ManagedParameter] = []
         self.plain: list[ManagedParameter] = []
         self.extended: ExtendedParameters | None = None
+        self.unsharded_locals: list[torch.Tensor] = []  # of the plain ones, this rank's part
         self.buffers: UnitBuffers | None = None
         self.flat_layout = flat_layout
         holders = (param.holder for param in params)
@@ -47,12 +51,14 @@ class UnitParams:
         self._mesh = mesh
         self._device = device
         self._switch: Switch | None = None
+        self._counted: list[torch.Tensor] | None = None  # whose versions tell of writes
         self.take(params)
 
     def take(self, params: Sequence[ManagedParameter]) -> None:
         """Be these parameters from now on. Their memory is to be allocated."""
         self.all = list(params)
         self._switch = None
+        self._counted = None
         for param in self.all:
             param.shard_group = self._mesh.shard_group
             param.show_sharded()
@@ -80,6 +86,7 @@ class UnitParams:
     def follow_replacements(self) -> None:
         """Take over what somebody registered in place of sharded parameters."""
         self._switch = None
+        self._counted = None
         for param in self.all:
             param.follow_replacement()
 
@@ -130,18 +137,32 @@ class UnitParams:
                 self.flat.move(flat)
             for index, param in enumerate(self.plain):
                 param.move_shard(self.buffers.shards[index])
+        self._counted = None
 
     def read_privately(self) -> None:
-        """From now on, keep what users may write to apart from the shards."""
+        """From now on, keep what is written to unsharded parameters apart from the shards."""
         assert self.buffers is not None
         self.buffers.read_privately()
+        self._create_unsharded()
+
+    def read_in_place(self) -> None:
+        """Read the shards themselves again, of all ranks."""
+        assert self.buffers is not None
+        self.buffers.read_in_place()
         self._create_unsharded()
 
     def _create_unsharded(self) -> None:
         assert self.buffers is not None
         self._switch = None
+        self._counted = None
         for index, param in enumerate(self.plain):
             param.create_unsharded(self.buffers.unsharded(index))
+        self.unsharded_locals = [
+            unsharded if param.form.unsharded is None else unsharded._local_tensor  # type: ignore[attr-defined]
+            for param in self.plain
+            if (unsharded := param.unsharded) is not None
+        ]
+        self.buffers.note_uses()
 
     @property
     def have_moved(self) -> bool:
@@ -158,9 +179,16 @@ class UnitParams:
                 return True
         return False
 
-    def versions(self) -> list[int]:
-        """Count the writes to each shard, through its DTensor or through its local tensor."""
-        return [own.sharded._version + own.local._version for own in self.holders]
+    def num_writes(self) -> int:
+        """Count writes to shards, through a DTensor or its local tensor, as far as versions tell."""
+        if self._counted is None:
+            tensors = [tensor for own in self.holders for tensor in (own.sharded, own.local)]
+            self._counted = list({id(tensor): tensor for tensor in tensors}.values())
+        return sum(map(_version, self._counted))
+
+    def num_unsharded_writes(self) -> int:
+        """The same of the unsharded parameters."""
+        return sum(map(_version, self.unsharded_locals))
 
     def check_unchanged(self) -> None:
         """Refuse parameters that were replaced while they are unsharded, for backward."""

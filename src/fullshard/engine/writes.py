@@ -1,0 +1,243 @@
+"""Whether a program writes to parameters while the model runs, and what follows.
+
+Two fast ways assume that nobody writes to a parameter between a model's first use of an iteration
+and its last: reading peers' shards in place, and gathering a unit before its forward begins. A
+program need not keep to that: a momentum encoder is updated inside forward, weights are clamped
+before they are used, an embedding renormalises itself. So the first pass of each kind (training or
+evaluation, with or without gradients) is *watched*, and some later ones, ever fewer:
+
+    watched pass   every gather is ordered with all ranks' writes, goes to private memory and is
+                   never early; contents are compared from use to use
+    after it       units that nobody wrote to are read in place and gathered early again; the
+                   others stay ordered for good
+
+A watched pass is right whatever the program does. Contents are compared, since most ways to write
+leave no trace: ``p.data.mul_()`` and ``torch._foreach_mul_`` advance no version counter of a
+DTensor.
+
+Writes that begin later are noticed by version counters, where they advance, and by samples of
+contents (all of small shards, one element in `_STRIDE` of large ones). What was gathered early is then gathered again;
+where peers have read in place, it is too late, and the forward raises StateError.
+
+[Note: Ordered gathers] All ranks meet, copy, and meet again: what a rank wrote before it came to
+the unit is seen by all, what it writes after by nobody, as if there were a collective. All ranks
+have to agree which units are ordered, so what each has seen is combined between two passes.
+"""
+
+import collections
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fullshard.engine.runtime import no_grad, outside_transforms
+from fullshard.engine.unit import Unit
+
+# Passes of a kind that are watched, from 0: the first ones, and again ever more rarely.
+_WATCHED = frozenset({0, 1, 32, 1024, 32768})
+_STRIDE = 1024  # elements of which one is sampled, in large shards
+_FEW = 1024  # elements that are sampled of smaller ones: all, or so many
+_BLOCK = 1024  # elements of which a fingerprint keeps one sum
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Fingerprints = list[torch.Tensor]
+
+
+class _Watched:
+    """What is known of one unit in a watched pass."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.is_written = False
+        self._shards = _fingerprints(unit.shard_memory)
+        self._unsharded: _Fingerprints | None = None  # while it is in use
+        self._versions: list[int] = []
+
+    def open(self) -> None:
+        """The unit's parameters are about to be used."""
+        self.compare_shards()
+        if self._unsharded is None:
+            self._unsharded = _fingerprints(self.unit.unsharded_locals)
+            self._versions = [tensor._version for tensor in self.unit.unsharded_locals]
+
+    def close(self) -> None:
+        """They were used."""
+        self.compare_shards()
+        before, self._unsharded = self._unsharded, None
+        if before is None:
+            return
+        tensors = self.unit.unsharded_locals
+        written = [
+            param.name
+            for param, old, new, version, tensor in zip(
+                self.unit.plain,
+                before,
+                _fingerprints(tensors),
+                self._versions,
+                tensors,
+                strict=True,
+            )
+            if tensor._version != version or not torch.equal(old, new)
+        ]
+        if written:
+            self.is_written = True
+            _warn_of_lost_write(self.unit, written)
+
+    def compare_shards(self) -> None:
+        if self.is_written:
+            return
+        now = _fingerprints(self.unit.shard_memory)
+        self.is_written = not all(map(torch.equal, self._shards, now))
+
+
+class _Sample:
+    """Some elements of a unit's shards, as they were when a pass began."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.buffers = unit.buffers
+        with torch.inference_mode(False):  # written to in passes of every kind
+            views = [_sampled(tensor) for tensor in unit.shard_memory]
+            self._views = [view for view in views if view.numel()]
+            self._before = [torch.empty_like(view) for view in self._views]
+
+    def take(self) -> None:
+        if self._views:
+            torch._foreach_copy_(self._before, self._views)
+
+    @property
+    def has_changed(self) -> bool:
+        return not all(map(torch.equal, self._before, self._views))
+
+
+class WriteWatch:
+    """Watches some passes of one model. ``units``: all of it, the same on every rank."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        # Where one rank has all of a parameter nothing is read of others, or gathered early.
+        self._units = [unit for unit in units if unit.mesh.plan.shard_size > 1]
+        self._passes: collections.Counter[tuple[bool, bool]] = collections.Counter()
+        self._watched: dict[Unit, _Watched] = {}  # also after the pass, until all agree
+        self._samples: dict[Unit, _Sample] = {}
+        self.is_watching = False
+
+    @outside_transforms
+    def begin_pass(self, *, is_training: bool) -> None:
+        """Before a forward of the whole model; every rank has to call it."""
+        self.is_watching = False
+        if self._watched:
+            self._conclude()
+        kind = is_training, torch.is_grad_enabled()
+        number = self._passes[kind]
+        self._passes[kind] += 1
+        if number not in _WATCHED:
+            self._take_samples()
+            return
+        self.is_watching = True
+        for unit in self._units:
+            if unit.is_written or unit in self._watched or not unit.may_be_ordered:
+                continue
+            unit.set_ordered(True)
+            with no_grad():
+                self._watched[unit] = _Watched(unit)
+
+    @outside_transforms
+    def open(self, units: Iterable[Unit]) -> None:
+        """Units are about to be used."""
+        with no_grad():
+            for unit in units:
+                if (watched := self._watched.get(unit)) is not None:
+                    watched.open()
+
+    @outside_transforms
+    def close(self, units: Iterable[Unit]) -> None:
+        """Units were used, and are still unsharded."""
+        with no_grad():
+            for unit in units:
+                if unit.is_unsharded and (watched := self._watched.get(unit)) is not None:
+                    watched.close()
+
+    @outside_transforms
+    def end_pass(self) -> None:
+        """A forward without backward is over."""
+        with no_grad():
+            for watched in self._watched.values():
+                watched.compare_shards()
+
+    def _take_samples(self) -> None:
+        with no_grad():
+            for unit in self._units:
+                if unit.is_ordered or not unit.relies_on_no_writes:
+                    self._samples.pop(unit, None)
+                    continue
+                sample = self._samples.get(unit)
+                if sample is None or sample.buffers is not unit.buffers:
+                    sample = self._samples[unit] = _Sample(unit)
+                sample.take()
+
+    @outside_transforms
+    def has_changed(self, unit: Unit) -> bool:
+        """Whether shards were written to since the pass began, as far as samples tell."""
+        sample = None if self.is_watching else self._samples.get(unit)
+        return sample is not None and sample.has_changed
+
+    def start_again(self) -> None:
+        """Watch the next pass of every kind: something was written where nothing had been."""
+        self._passes.clear()
+
+    def _conclude(self) -> None:
+        """Agree on which units were written to, and let the others be read in place again."""
+        by_comm = collections.defaultdict[object, list[Unit]](list)
+        for unit in self._units:
+            by_comm[unit.comm].append(unit)
+        for units in by_comm.values():
+            # Two bits a unit. One whose memory autograd still refers to keeps it for now.
+            bits = 0
+            for number, unit in enumerate(units):
+                if (watched := self._watched.get(unit)) is not None:
+                    bits |= (watched.is_written << 2 * number) | (unit.is_in_use << 2 * number + 1)
+            bits = units[0].comm.agree(bits, 2 * len(units))
+            for number, unit in enumerate(units):
+                if unit not in self._watched:
+                    continue
+                if bits >> 2 * number & 1:
+                    unit.is_written = True
+                    del self._watched[unit]
+                elif not bits >> 2 * number + 1 & 1:
+                    unit.set_ordered(False)
+                    del self._watched[unit]
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """View some elements of a contiguous tensor as integers: 1-D."""
+    words = _words(tensor)
+    return words[:: max(1, min(_STRIDE, words.numel() // _FEW))]
+
+
+def _fingerprints(tensors: Sequence[torch.Tensor]) -> _Fingerprints:
+    """Return, for each tensor, the sums of its blocks as integers: 1-D, int64."""
+    return [_fingerprint(tensor) for tensor in tensors]
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    words = _words(tensor)
+    num_blocks, rest = divmod(words.numel(), _BLOCK)
+    blocks, tail = words.split([words.numel() - rest, rest])
+    sums = blocks.view(num_blocks, _BLOCK).sum(1, dtype=torch.int64)
+    return torch.cat([sums, tail.sum(dtype=torch.int64).view(1)])
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor's bytes as integers, which equal themselves, as NaN does not: 1-D."""
+    flat = tensor.detach().view(-1)
+    return flat.view(_INTEGERS.get(flat.itemsize, torch.int64))
+
+
+def _warn_of_lost_write(unit: Unit, names: Sequence[str]) -> None:
+    warnings.warn(
+        f"{', '.join(names)} ({unit.label}): written to while the module ran. What was written is "
+        "used until the parameters are resharded and lost then, as in PyTorch's FSDP; one process "
+        "would keep it. Write to model.parameters() between steps, or leave the parameter out of "
+        "sharding (ignored_params).",
+        UserWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,225 @@
+"""Writes to parameters while the model runs: right on every path, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.api import Api
+from tests.harness import on_ranks, rank
+from tests.training import (
+    assert_gradients_are_parts_of,
+    full_gradients,
+    make_batch,
+    mean_square,
+    my_part,
+)
+
+Write = Callable[[Sequence[nn.Parameter], Sequence[nn.Parameter]], None]
+
+
+def _data(keys: Sequence[nn.Parameter], queries: Sequence[nn.Parameter]) -> None:
+    for key, query in zip(keys, queries, strict=True):
+        key.data.mul_(0.5).add_(query.data, alpha=0.5)
+
+
+def _in_place(keys: Sequence[nn.Parameter], queries: Sequence[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for key, query in zip(keys, queries, strict=True):
+            key.lerp_(query, 0.5)
+
+
+def _foreach(keys: Sequence[nn.Parameter], queries: Sequence[nn.Parameter]) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(keys), 0.5)
+
+
+def _local(keys: Sequence[nn.Parameter], queries: Sequence[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for key in keys:
+            (key.to_local() if isinstance(key, DTensor) else key).clamp_(-0.05, 0.05)
+
+
+WRITES: dict[str, Write] = {
+    "data": _data,
+    "in_place": _in_place,
+    "foreach": _foreach,
+    "local": _local,
+}
+
+
+class Momentum(nn.Module):
+    """Two encoders; the second follows the first by writes inside forward, from ``first`` on."""
+
+    def __init__(self, write: Write, moment: str, first: int = 0) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.key = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.head = nn.Linear(16, 4)
+        self.write, self.moment, self.first, self.num_calls = write, moment, first, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._follow("first")
+        x = self.query(x)
+        self._follow("between")
+        x = self.key(x)
+        self._follow("last")
+        return self.head(x)
+
+    def _follow(self, moment: str) -> None:
+        if moment != self.moment:
+            return
+        self.num_calls += 1
+        if self.num_calls > self.first:
+            self.write([*self.key.parameters()], [*self.query.parameters()])
+
+
+def _sharded(api: Api, alone: nn.Module, face: str) -> nn.Module:
+    model = copy.deepcopy(alone)
+    if face == "fully_shard":
+        for child in (model.query, model.key):
+            api.fully_shard(child)
+        return api.fully_shard(model)
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    for name in ("query", "key"):
+        setattr(model, name, api.FullyShardedDataParallel(getattr(model, name), **options))
+    return api.FullyShardedDataParallel(model, **options)
+
+
+def _gradients(model: nn.Module, api: Api, face: str) -> list[Tensor]:
+    if face == "fully_shard":
+        return [*full_gradients(model).values()]
+    with api.FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def _train_both(model: nn.Module, alone: nn.Module, api: Api, face: str, steps: int = 5) -> None:
+    """Compare gradients before each step of the optimizer."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for step in range(steps):
+        batch = make_batch(16, seed=step)
+        mean_square(alone(batch)).backward()
+        mean_square(model(my_part(batch))).backward()
+        torch.testing.assert_close(
+            _gradients(model, api, face), [p.grad for p in alone.parameters()]
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("moment", ["first", "between"])
+def test_write_inside_forward_is_seen_by_all_from_then_on(
+    api: Api, write: str, moment: str, face: str
+) -> None:
+    if face == "wrapper" and write == "foreach":
+        moment = "between"  # pieces are plain tensors
+    alone = Momentum(WRITES[write], moment)
+    _train_both(_sharded(api, alone, face), alone, api, face)
+
+
+@on_ranks(2)
+def test_evaluation_first_does_not_hide_writes_of_training(api: Api) -> None:
+    alone = Momentum(_data, "between", first=1)
+    model = _sharded(api, alone, "fully_shard")
+    for each in (alone, model):
+        with torch.no_grad():
+            each.eval()(make_batch(16))
+        each.train()
+    _train_both(model, alone, api, "fully_shard")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("write", ["data", "in_place", "foreach"])
+def test_write_that_begins_late_is_right_or_refused_by_name(api: Api, write: str) -> None:
+    alone = Momentum(WRITES[write], "between", first=3)
+    model = _sharded(api, alone, "fully_shard")
+    if api.name != "peer_memory":
+        _train_both(model, alone, api, "fully_shard", steps=6)
+        return
+    with pytest.raises(RuntimeError, match=rf"key \(rank {rank()}\).* were written to while"):
+        _train_both(model, alone, api, "fully_shard", steps=6)
+
+
+@on_ranks(2)
+def test_write_between_forward_and_backward_is_seen_by_backward(api: Api) -> None:
+    alone = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model = copy.deepcopy(alone)
+    for layer in model:
+        api.fully_shard(layer, reshard_after_forward=True)
+    api.fully_shard(model, reshard_after_forward=True)
+    for step in range(4):
+        batch = make_batch(16, seed=step)
+        for each, part in ((alone, batch), (model, my_part(batch))):
+            each.zero_grad()
+            loss = mean_square(each(part))
+            for parameter in each[1].parameters():
+                parameter.data.mul_(0.9)
+            loss.backward()
+        assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+class Rescaling(nn.Module):
+    """Divides its own weight by its norm, in place, whenever it runs."""
+
+    def __init__(self, through: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16))
+        self.through = through
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            own = self.weight.data if self.through == "data" else self.weight
+            own.div_(own.norm())
+        return x @ self.weight.T
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("through", ["data", "parameter"])
+@pytest.mark.ours("loses the write without a word")
+def test_module_that_writes_to_its_own_weight_uses_it_once_and_says_that_it_is_lost(
+    api: Api, through: str
+) -> None:
+    alone = nn.Sequential(Rescaling(through), nn.Linear(64, 4))
+    model = copy.deepcopy(alone)
+    api.fully_shard(model[0])
+    api.fully_shard(model)
+    before = model[0].weight.full_tensor()
+    for step in range(4):
+        batch = make_batch(16, seed=step)
+        expected = alone(batch)
+        if step == 0:
+            with pytest.warns(UserWarning, match=r"0\.weight .*written to while the module ran"):
+                out = model(my_part(batch))
+        else:
+            out = model(my_part(batch))
+        torch.testing.assert_close(out, my_part(expected))
+    torch.testing.assert_close(model[0].weight.full_tensor(), before, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_parameters_kept_over_a_write_that_leaves_no_trace_are_gathered_again(api: Api) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 4))
+    alone = copy.deepcopy(model)
+    for layer in model:
+        api.fully_shard(layer, reshard_after_forward=False)
+    api.fully_shard(model, reshard_after_forward=False)
+    batch = make_batch(16)
+    with torch.no_grad():
+        model(batch)
+        sharded = [module._parameters["weight"] for module in model]
+        for layer in model:
+            layer.reshard()
+            sharded.append(layer.weight)
+        model(batch)
+        for each in (sharded[-2:], [layer.weight for layer in alone]):
+            torch._foreach_mul_(each, 0.5)
+        torch.testing.assert_close(model(batch), alone(batch))
