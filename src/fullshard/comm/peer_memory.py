@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.backends import backend_name
 from fullshard.comm.interface import (
     Comm,
     Done,
@@ -48,10 +49,9 @@ class PeerMemoryComm(Comm):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         if device.type != "cpu":
             raise UnavailableError(f"it serves CPU ranks, this is {device.type}")
-        if dist.get_backend(group) != "gloo":
-            raise UnavailableError(
-                f"the process group's backend is {dist.get_backend(group)}, not gloo"
-            )
+        backend = backend_name(group, device)
+        if backend != "gloo":
+            raise UnavailableError(f"the process group's backend is {backend}, not gloo")
         self.memory = SharedMemory.connect(group)
         self.rank = self.memory.rank
         self.size = self.memory.size

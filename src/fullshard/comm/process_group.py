@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.backends import backend_name
 from fullshard.comm.calls import GroupCalls, all_gather, reduce_scatter
 from fullshard.comm.interface import (
     Comm,
@@ -158,10 +159,10 @@ class ProcessGroupComm(Comm):
         self.device = device
         self._scratch = Scratch.of(device)
         announce()
-        known = isinstance(group, dist.ProcessGroup)
-        self.backend = dist.get_backend(group) if known else type(group).__name__  # a stand-in
-        self.is_nccl = device.type == "cuda" and "nccl" in self.backend
-        self.sums_natively = known and "gloo" not in self.backend
+        self.backend = backend_name(group, device)
+        self.is_nccl = device.type == "cuda" and self.backend == "nccl"
+        known = isinstance(group, dist.ProcessGroup)  # not a stand-in
+        self.sums_natively = known and self.backend != "gloo"
         # A mean saves a kernel. The fake backend takes what NCCL takes, and stands for it.
         self._averages = self.is_nccl or self.backend == "fake"
         self.gathered = Regions.of(device, "gather")

@@ -6,6 +6,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.backends import backend_names
 from fullshard.comm.collectives import CollectivesComm
 from fullshard.comm.cuda_ipc import CudaIpc, ranks_share_a_gpu
 from fullshard.comm.device_memory import DeviceMemoryComm
@@ -43,19 +44,43 @@ def select_comm(
     if group is None or group.size() == 1:
         return LocalComm()
     if choice is CommChoice.PROCESS_GROUP or not isinstance(group, dist.ProcessGroup):
-        return ProcessGroupComm(group, device)
+        is_chosen = choice is CommChoice.PROCESS_GROUP
+        return _process_group(group, device, "asked for" if is_chosen else "a stand-in")
     if choice is CommChoice.COLLECTIVES:
         return CollectivesComm(group, device)
     if choice is CommChoice.AUTO and device.type == "cuda" and not _share_a_gpu(group, device):
-        return ProcessGroupComm(group, device)
+        return _process_group(group, device, "no two ranks share a GPU")
     comm = _offloaded(device, shards_on) or _peer_memory(group, device)
     if isinstance(comm, Comm):
         return comm
+    return _without_peer_memory(group, device, choice, comm)
+
+
+def leave_peer_memory(
+    group: dist.ProcessGroup, device: torch.device, choice: CommChoice, reason: UnavailableError
+) -> Comm:
+    """Return what serves a group that can share no more memory, now and for later units.
+
+    Raises CommError if PEER_MEMORY was asked for. Every rank has to call it with the same reason.
+    """
+    _connected.setdefault(group, {})[device] = str(reason)
+    logger.info("peer memory is not used any more: %s", reason)
+    return _without_peer_memory(group, device, choice, str(reason))
+
+
+def _without_peer_memory(
+    group: dist.ProcessGroup, device: torch.device, choice: CommChoice, reason: str
+) -> Comm:
     if choice is CommChoice.PEER_MEMORY:
-        raise CommError(f"Peer memory was asked for but cannot be had: {comm}. Use 'auto'.")
-    fallback = ProcessGroupComm(group, device)
-    fallback.name += f"; no peer memory: {comm}"
-    return fallback
+        raise CommError(f"Peer memory was asked for but cannot be had: {reason}. Use 'auto'.")
+    return _process_group(group, device, f"no peer memory: {reason}")
+
+
+def _process_group(group: dist.ProcessGroup, device: torch.device, reason: str) -> Comm:
+    """Return communication by the group's collectives, whose name says why it is that."""
+    comm = ProcessGroupComm(group, device)
+    comm.name += f"; {reason}"
+    return comm
 
 
 def _offloaded(device: torch.device, shards_on: torch.device | None) -> str | None:
@@ -88,6 +113,6 @@ def _share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ranks of the group compute on one GPU: found out once, by asking all."""
     if group not in _sharing:
         # Other backends may have no processes at all behind their ranks.
-        of_processes = any(name in dist.get_backend(group) for name in ("nccl", "gloo"))
-        _sharing[group] = of_processes and ranks_share_a_gpu(group, device)
+        of_processes = backend_names(group) & {"nccl", "gloo"}
+        _sharing[group] = bool(of_processes) and ranks_share_a_gpu(group, device)
     return _sharing[group]

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from fullshard.comm.backends import timeout_s
 from fullshard.errors import CommError, PeerLostError, PeerTimeoutError
 
 logger = logging.getLogger("fullshard")
@@ -136,7 +137,7 @@ class SharedMemory:
             os.close(fd)
         if problems or control is None:
             raise UnavailableError(problems[0])
-        return cls(introductions, rank, control, _timeout_s(group))
+        return cls(introductions, rank, control, timeout_s(group))
 
     def allocate(self, nbytes: int, label: str) -> mmap.mmap:
         """Map zeroed memory that all ranks share. Every rank has to call it with the same size.
@@ -302,10 +303,3 @@ def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    devices = group._device_types
-    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
-    timeout = getattr(options, "_timeout", None)
-    return float(timeout.total_seconds()) if timeout is not None else 1800.0
