@@ -157,6 +157,14 @@ def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
     assert not {*read, *_imports(module)} & {"os.environ", "os.getenv", "os.environb"}
 
 
+@every_module
+def test_accelerators_are_those_that_are_there(module: Path) -> None:
+    # Without `check_available` torch says what it was built for.
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Call) and "current_accelerator" in ast.unparse(node.func):
+            assert [keyword.arg for keyword in node.keywords] == ["check_available"]
+
+
 def test_public_names_are_sorted_and_there() -> None:
     import fullshard
 
