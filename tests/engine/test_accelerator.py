@@ -35,6 +35,8 @@ def _train(model: nn.Module) -> None:
 @pytest.mark.parametrize("offload", [False, True])
 @on_ranks(2)
 def test_fully_shard_without_a_mesh_goes_on_on_the_cpu(api: Api, offload: bool) -> None:
+    if api.is_torch and offload:
+        pytest.skip("PyTorch pins memory for the device that is missing")
     model = mlp()
     options = {"offload_policy": api.CPUOffloadPolicy()} if offload else {}
     with _built_for_cuda():

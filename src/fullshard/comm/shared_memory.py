@@ -12,6 +12,7 @@ words, written by one rank each, and only ever grow.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import mmap
 import os
@@ -262,8 +263,12 @@ def _platform_problem() -> str | None:
     return f"this Python lacks os.{missing[0]}" if missing else None
 
 
+@functools.cache
 def host_identity() -> str:
-    """Name the set of processes that can open each other's files: kernel, pid space and user."""
+    """Name the set of processes that can open each other's files: kernel, pid space and user.
+
+    Raises OSError where there is no /proc.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
 
