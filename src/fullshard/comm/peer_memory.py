@@ -172,10 +172,11 @@ class PeerMemoryComm(Comm):
         self._ring.abandon()
 
     def _enlarge(self, nbytes: int) -> None:
-        self._part_nbytes = round_up(nbytes, mmap.PAGESIZE)
+        part_nbytes = round_up(nbytes, mmap.PAGESIZE)
         self._staging = self.memory.allocate(
-            self.size * self._part_nbytes, "allocating the gradient ring"
+            self.size * part_nbytes, "allocating the gradient ring"
         )
+        self._part_nbytes = part_nbytes
 
     def _part(
         self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype

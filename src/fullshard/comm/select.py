@@ -14,7 +14,7 @@ from fullshard.comm.interface import Comm
 from fullshard.comm.local import LocalComm
 from fullshard.comm.peer_memory import PeerMemoryComm
 from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.comm.shared_memory import UnavailableError
+from fullshard.comm.shared_memory import UnavailableError, exchange_through_group
 from fullshard.errors import CommError
 from fullshard.policies import CommChoice
 
@@ -24,6 +24,9 @@ logger = logging.getLogger("fullshard")
 _connected: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Comm | str]]"
 _connected = weakref.WeakKeyDictionary()
 _sharing: "weakref.WeakKeyDictionary[dist.ProcessGroup, bool]" = weakref.WeakKeyDictionary()
+# Of each group, those of replicas that know whether it shares memory.
+_agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]]"
+_agreed = weakref.WeakKeyDictionary()
 
 
 def select_comm(
@@ -32,6 +35,7 @@ def select_comm(
     choice: CommChoice,
     *,
     shards_on: torch.device | None = None,
+    replicas: dist.ProcessGroup | None = None,
 ) -> Comm:
     """Return the communication for a group; None means a group of one.
 
@@ -40,6 +44,8 @@ def select_comm(
     CommError if PEER_MEMORY is asked for and cannot be had. Every rank of the group has to call it.
 
     shards_on: where shards are kept, if not on the device.
+    replicas: the ranks that hold the same shards. They sum these with one another, so all lay them
+        out in one way, and one group that cannot share memory keeps the others from it.
     """
     if group is None or group.size() == 1:
         return LocalComm()
@@ -50,7 +56,7 @@ def select_comm(
         return CollectivesComm(group, device)
     if choice is CommChoice.AUTO and device.type == "cuda" and not _share_a_gpu(group, device):
         return _process_group(group, device, "no two ranks share a GPU")
-    comm = _offloaded(device, shards_on) or _peer_memory(group, device)
+    comm = _offloaded(device, shards_on) or _peer_memory(group, device, replicas)
     if isinstance(comm, Comm):
         return comm
     return _without_peer_memory(group, device, choice, comm)
@@ -89,15 +95,24 @@ def _offloaded(device: torch.device, shards_on: torch.device | None) -> str | No
     return f"shards are on {shards_on}, and computing is on {device}"
 
 
-def _peer_memory(group: dist.ProcessGroup, device: torch.device) -> Comm | str:
+def _peer_memory(
+    group: dist.ProcessGroup, device: torch.device, replicas: dist.ProcessGroup | None
+) -> Comm | str:
     """Return the group's connection, the same every time, or why there is none."""
     known = _connected.setdefault(group, {})
+    is_new = replicas is not None and replicas not in _agreed.setdefault(group, weakref.WeakSet())
     if device not in known:
         try:
             known[device] = _connect(group, device)
         except UnavailableError as reason:
             known[device] = str(reason)
             logger.info("peer memory is not used: %s", reason)
+    if replicas is not None and is_new and device.type == "cpu":
+        _agreed[group].add(replicas)
+        if "gloo" in backend_names(group):  # else nobody shares, and there may be no processes
+            found = known[device]
+            theirs = exchange_through_group(found if isinstance(found, str) else None, replicas)
+            known[device] = next((why_not for why_not in theirs if why_not is not None), found)
     return known[device]
 
 
