@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,14 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
-from fullshard.comm.backends import any_device, backend_name, backend_names, backend_of
+from fullshard.comm import select
+from fullshard.comm.backends import (
+    any_device,
+    backend_name,
+    backend_names,
+    backend_of,
+    let_go_at_exit,
+)
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
 from fullshard.errors import CommError
@@ -212,8 +220,60 @@ def _run(program: str, spelling: str, folder: Path) -> list[str]:
         env={**environment(), **({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if checked else {})},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+# Two ranks in one process. Their threads are done, but wait for the GIL, when the program ends.
+LEAVING = """
+import datetime, sys, time
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import torch.distributed as dist
+from fullshard.comm.backends import let_go_at_exit
+
+store, limit = dist.HashStore(), datetime.timedelta(seconds=20)
+with ThreadPoolExecutor(2) as pool:
+    ranks = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2)))
+if sys.argv[1] == "let go":
+    let_go_at_exit()
+tensors = [torch.ones(4), torch.ones(4)]
+sys.setswitchinterval(100)
+for rank, tensor in zip(ranks, tensors):
+    rank.allreduce([tensor])
+until = time.perf_counter() + 0.2
+while time.perf_counter() < until:
+    pass
+"""
+
+
+@pytest.mark.parametrize("how", ["let go", "at once"])
+def test_a_program_that_ends_after_a_collective_does_not_abort(how: str) -> None:
+    if how == "at once" and sys.version_info >= (3, 14):
+        pytest.skip("this Python leaves threads asleep that ask for the GIL at the end")
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if how == "at once":  # PyTorch's own, without anything of ours
+        assert done.returncode == -signal.SIGABRT
+        assert "terminate called without an active exception" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+
+
+@on_ranks(2)
+def test_every_way_over_gloo_lets_go_at_exit() -> None:
+    group = dist.group.WORLD
+    for choice in (CommChoice.PROCESS_GROUP, CommChoice.COLLECTIVES, CommChoice.PEER_MEMORY):
+        select._connected.clear()
+        let_go_at_exit.cache_clear()
+        select_comm(group, CPU, choice)
+        assert let_go_at_exit.cache_info().currsize == 1
+    select._connected.clear()

@@ -3,8 +3,19 @@
 What ``get_backend`` returns is what somebody typed, for all devices at once. Gloo on the CPU may be
 "gloo", "cpu:gloo", a part of "cpu:gloo,cuda:nccl", or "undefined" after a bare
 ``init_process_group()``. So the group is asked instead: it has one object for each device.
+
+[Note: Leaving Gloo] PyTorch's Gloo runs collectives on threads of its own. When one is done, its
+thread lets go of the tensors, and takes the GIL for it. Once the interpreter has begun to end, who
+asks for the GIL is ended instead (before Python 3.14), here in the midst of C++ that cannot be left
+like that: "terminate called without an active exception", and exit code 134. So a program that ends
+within milliseconds of a collective may abort, with or without fullshard. Destroying the group is a
+remedy only if nothing refers to it any more, since that joins the threads; meshes and models do
+refer to it. What always is: to sleep for a moment before the end, in which threads get the GIL.
 """
 
+import atexit
+import functools
+import time
 from typing import Any
 
 import torch
@@ -12,6 +23,7 @@ import torch.distributed as dist
 
 from fullshard.errors import CommError
 
+_LET_GO_S = 0.02
 _NAMELESS = ("custom", "undefined")  # what C++ says of classes that it does not know
 
 
@@ -69,6 +81,12 @@ def timeout_s(group: dist.ProcessGroup) -> float:
         if timeout is not None:
             return float(timeout.total_seconds())
     return 1800.0  # what torch waits by default
+
+
+@functools.cache
+def let_go_at_exit() -> None:
+    """Let Gloo's threads finish before the interpreter ends: see [Note: Leaving Gloo]."""
+    atexit.register(time.sleep, _LET_GO_S)
 
 
 def _name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_name
+from fullshard.comm.backends import backend_name, let_go_at_exit
 from fullshard.comm.interface import (
     Comm,
     Done,
@@ -52,6 +52,7 @@ class PeerMemoryComm(Comm):
         backend = backend_name(group, device)
         if backend != "gloo":
             raise UnavailableError(f"the process group's backend is {backend}, not gloo")
+        let_go_at_exit()
         self.memory = SharedMemory.connect(group)
         self.rank = self.memory.rank
         self.size = self.memory.size

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_name
+from fullshard.comm.backends import backend_name, let_go_at_exit
 from fullshard.comm.calls import GroupCalls, all_gather, reduce_scatter
 from fullshard.comm.interface import (
     Comm,
@@ -160,6 +160,8 @@ class ProcessGroupComm(Comm):
         self._scratch = Scratch.of(device)
         announce()
         self.backend = backend_name(group, device)
+        if self.backend == "gloo":
+            let_go_at_exit()
         self.is_nccl = device.type == "cuda" and self.backend == "nccl"
         known = isinstance(group, dist.ProcessGroup)  # not a stand-in
         self.sums_natively = known and self.backend != "gloo"
