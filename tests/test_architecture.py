@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"errors"},
     "comm": BASE | {"plan"},
     "engine": BASE | {"comm", "plan"},
-    "state": BASE | {"engine", "plan"},
+    "state": BASE | {"comm", "engine", "plan"},
     "optim": BASE | {"engine", "plan"},
     "models": {"errors"},
     "versions": set(),
@@ -155,6 +155,14 @@ def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
         if isinstance(node, ast.Attribute) and id(node) not in written
     }
     assert not {*read, *_imports(module)} & {"os.environ", "os.getenv", "os.environb"}
+
+
+@every_module
+def test_accelerators_are_those_that_are_there(module: Path) -> None:
+    # Without `check_available` torch says what it was built for.
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Call) and "current_accelerator" in ast.unparse(node.func):
+            assert [keyword.arg for keyword in node.keywords] == ["check_available"]
 
 
 def test_public_names_are_sorted_and_there() -> None:

@@ -408,3 +408,39 @@ def test_processes_that_a_script_starts_are_installed_too(tmp_path: Path) -> Non
         "spawn: fullshard.fsdp2 process_group",
         "forkserver: fullshard.fsdp2 process_group",
     ]
+
+
+LEAVING = """
+import atexit, sys
+import torch.distributed as dist
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = lambda: (sys.stdout.write("destroyed\\n"), destroy())
+atexit.register(lambda: sys.stdout.write(f"still there: {dist.is_initialized()}\\n"))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+end = sys.argv[1]
+if end == "destroyed":
+    dist.destroy_process_group()
+elif end == "failed":
+    raise ValueError
+elif end != "left":
+    sys.exit(int(end))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "printed"),
+    [
+        ("left", 0, ["still there: True", "destroyed"]),
+        ("0", 0, ["still there: True", "destroyed"]),
+        ("destroyed", 0, ["destroyed", "still there: False"]),
+        ("failed", 1, ["still there: True"]),
+        ("3", 3, ["still there: True"]),
+    ],
+)
+def test_a_group_that_a_script_leaves_is_destroyed_if_it_ends_well(
+    end: str, code: int, printed: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "leave.py").write_text(LEAVING)
+    done = _run(tmp_path, "leave.py", end)
+    assert (done.code, done.out.splitlines()) == (code, printed), done.err

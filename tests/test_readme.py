@@ -24,6 +24,7 @@ def test_the_example_of_fully_shard_runs_on_two_ranks(examples: list[str], tmp_p
     assert re.search(r"rank 1: loss [12]\.\d{3}$", printed, re.MULTILINE)
     assert "5 units" in printed
     assert "shard 2" in printed
+    assert printed.count("shard 2; peer memory (one host)") == 2 * 5
 
 
 def test_the_example_of_the_wrapper_runs_on_two_ranks(examples: list[str], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import deprecated
 
+from fullshard.comm.backends import backend_name, backend_of
 from fullshard.comm.collectives import (
     AllGather,
     CollectivesComm,
@@ -256,7 +257,7 @@ class FSDPModule:
             if group is None:
                 continue
             _refuse_custom(unit, "set_allocate_memory_from_process_group_for_comm")
-            backend: Any = group._get_backend(unit.device)
+            backend = backend_of(group, unit.device)
             if enable and not backend.supports_tensor_alloc(unit.device):
                 raise StateError(
                     f"{unit.label}: backend {backend.name()!r} on {unit.device} has no allocator "
@@ -281,10 +282,11 @@ class FSDPModule:
             if group is None:
                 continue
             _refuse_custom(unit, "set_symm_mem_for_comm")
-            if unit.device.type != "cuda" or "nccl" not in dist.get_backend(group):
+            found = backend_name(group, unit.device)
+            if unit.device.type != "cuda" or found != "nccl":
                 raise StateError(
                     f"{unit.label}: symmetric memory takes CUDA devices and NCCL, this is "
-                    f"{unit.device} and {dist.get_backend(group)}."
+                    f"{unit.device} and {found}."
                 )
             self._use_collectives(
                 unit,

@@ -126,7 +126,7 @@ def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return a 1-D mesh of all ranks, and initialise the process group if nobody has."""
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator is not None else "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=dim_names)
 
@@ -198,7 +198,7 @@ _smaller: dict[int, tuple[weakref.ref[DeviceMesh], dict[int, DeviceMesh]]] = {}
 
 def unit_device(mesh: DeviceMesh) -> torch.device:
     """Return the device on which this rank computes. Raises MeshError if it has none like it."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != mesh.device_type:

@@ -1,9 +1,13 @@
 """``python -m fullshard.run script.py``: run an unmodified script on fullshard."""
 
 import argparse
+import atexit
+import os
 import runpy
 import sys
 from pathlib import Path
+
+import torch.distributed as dist
 
 from fullshard.install import install
 from fullshard.policies import CommChoice
@@ -17,7 +21,10 @@ _EXAMPLES = """examples:
 
 
 def main() -> None:
-    """Call `install`, then run the script or module as ``python`` would."""
+    """Call `install`, then run the script or module as ``python`` would.
+
+    A default process group that is left when a script ends well is destroyed.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m fullshard.run",
         description="Run a script with torch.distributed.fsdp's fully_shard provided by fullshard.",
@@ -40,12 +47,23 @@ def main() -> None:
     set_default_comm(options.comm)
     install()
     sys.argv = [script, *options.args]
-    if options.module:
-        sys.path.insert(0, "")
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
+    sys.path.insert(0, "" if options.module else str(Path(script).resolve().parent))
+    atexit.register(_end_group, os.getpid())  # first, so after whatever the script registers
+    try:
+        if options.module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            atexit.unregister(_end_group)  # ending a group may wait for ranks that will not come
+        raise
+
+
+def _end_group(owner: int) -> None:
+    """Destroy the default process group if the script left one, in the process that ran it."""
+    if os.getpid() == owner and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -538,3 +538,29 @@ def test_one_rank_keeps_the_gradients_that_autograd_made(api: Api) -> None:
     model(torch.ones(2, 4)).sum().backward()  # added to, not replaced
     torch.testing.assert_close(local(model.weight.grad), 2 * kept)
     assert model.bias.grad is None
+
+
+@pytest.mark.apis("process_group")
+@on_ranks(2)
+def test_memory_of_sums_is_used_again_where_nothing_is_packed(api: Api) -> None:
+    model = nn.Linear(512, 512, bias=False)
+    (unit,) = api.fully_shard(model)._fullshard_state.units
+    assert unit.layout.buckets[0].packed_numel == 0
+    lent: list[int] = []
+
+    class Counting(type(unit.comm._scratch)):
+        def take(self, *args: Any) -> torch.Tensor:
+            memory = super().take(*args)
+            lent.append(memory.untyped_storage().data_ptr())
+            return memory
+
+        def give(self, tensor: torch.Tensor) -> None:
+            if tensor.numel():
+                lent.remove(tensor.untyped_storage().data_ptr())
+            super().give(tensor)
+
+    unit.comm._scratch = Counting(unit.device)
+    for _ in range(2):
+        model(torch.ones(2, 512)).sum().backward()
+        assert len(unit.comm._scratch.free) > 0
+        assert lent == []

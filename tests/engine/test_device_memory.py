@@ -166,7 +166,7 @@ def test_a_rank_with_a_gpu_of_its_own_gets_the_process_group() -> None:
     cuda = torch.device("cuda", 0)
     with _peers(HostPeers()), mock.patch.object(select, "ranks_share_a_gpu", return_value=False):
         comm = select.select_comm(dist.group.WORLD, cuda, CommChoice.AUTO)
-    assert comm.name == "process group (gloo)"
+    assert comm.name == "process group (gloo); no two ranks share a GPU"
     with (
         _peers(HostPeers()),
         mock.patch.object(select, "_sharing", {}),

@@ -6,11 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from fullshard.tools import cli, launch
 from fullshard.tools.config import OptionError, TrainConfig
-from fullshard.tools.job import check_local_ranks, resumed_job
+from fullshard.tools.job import check_local_ranks, new_job, resumed_job
 from fullshard.tools.run_folder import RunFolder
 
 
@@ -94,12 +95,45 @@ def test_a_rank_under_torchrun_refuses_another_number_of_ranks(
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    _have(monkeypatch, "cuda", available=True)
     config = TrainConfig(device="cuda", ranks=3)
     with pytest.raises(
         OptionError, match=r"has 2 GPUs, and each rank needs its own\. Use --ranks 2 or"
     ):
         check_local_ranks(config, 3)
+
+
+def _have(monkeypatch: pytest.MonkeyPatch, kind: str, *, available: bool) -> None:
+    """Let torch be built for an accelerator of which this machine has two, or none."""
+
+    def current(check_available: bool = False) -> torch.device | None:
+        return torch.device(kind) if available or not check_available else None
+
+    monkeypatch.setattr("torch.accelerator.current_accelerator", current)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "available", "expected"),
+    [
+        ("cuda", True, ("cuda", "bf16", 2)),
+        ("cuda", False, ("cpu", "fp32", 2)),
+        ("mps", True, ("cpu", "fp32", 2)),
+    ],
+    ids=["there", "only built in", "another kind"],
+)
+def test_auto_takes_the_gpus_that_are_there(
+    kind: str,
+    available: bool,
+    expected: tuple[str, str, int],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _have(monkeypatch, kind, available=available)
+    options = {"device": "auto", "dtype": "auto", "ranks": None, "data": (str(text),), "seq": 16}
+    config = new_job(options, tmp_path / "run").config
+    assert (config.device, config.dtype, config.ranks) == expected
 
 
 class TestResume:

@@ -10,12 +10,13 @@ import abc
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from fullshard.comm.backends import backend_of
 from fullshard.comm.calls import all_gather, reduce_scatter
 from fullshard.comm.interface import Done, Reduction, ShardBuffer, Sum, Work
 from fullshard.comm.liveness import naming_lost_ranks
@@ -86,7 +87,7 @@ class _ProcessGroupMemory(CommBuffer):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        backend: Any = self._group._get_backend(device)
+        backend = backend_of(self._group, device)
         if not backend.supports_tensor_alloc(device):
             return torch.empty(*size, dtype=dtype, device=device)
         allocated: torch.Tensor = backend.allocate_tensor(

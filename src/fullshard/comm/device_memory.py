@@ -282,7 +282,10 @@ class DeviceMemoryComm(Comm):
             self._flags_nbytes = max(2 * num_params, _FEW_PARAMS)
             size = _TURNS * self.size * self._flags_nbytes
             # Reductions under way keep what they have.
-            self._flags = memoryview(self.memory.allocate(size, "allocating flags"))
+            try:
+                self._flags = memoryview(self.memory.allocate(size, "allocating flags"))
+            except UnavailableError as reason:
+                raise CommError(f"{self.name}: {reason}.") from reason
         turn, width = sequence % _TURNS, self._flags_nbytes
         starts = [(turn * self.size + rank) * width for rank in range(self.size)]
         return [self._flags[start : start + width] for start in starts]

@@ -117,7 +117,10 @@ class Comm(abc.ABC):
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
     ) -> ShardBuffer:
-        """Allocate this rank's shards of a bucket, uninitialised. Every rank has to call it."""
+        """Allocate this rank's shards of a bucket, uninitialised. Every rank has to call it.
+
+        Raises UnavailableError, on every rank, if they were to share the memory and cannot.
+        """
 
     @abc.abstractmethod
     def all_gather(
@@ -172,7 +175,10 @@ class Comm(abc.ABC):
         return 0
 
     def prepare(self, staged_nbytes: Sequence[int]) -> None:  # noqa: B027
-        """Make room for reductions that stage this much. Every rank has to call it."""
+        """Make room for reductions that stage this much. Every rank has to call it.
+
+        Raises UnavailableError, on every rank, if they were to share the memory and cannot.
+        """
 
     def fence(self, label: str) -> None:  # noqa: B027
         """Return once every rank has arrived here, if ranks read each other's memory.

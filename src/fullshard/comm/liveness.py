@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.comm.shared_memory import SharedMemory, known_ledger
+from fullshard.comm.shared_memory import SharedMemory, host_identity, known_ledger
 from fullshard.errors import CommError, PeerLostError
 
 _GRACE_S = 1.0  # a dying process closes its connections before it is gone
@@ -20,9 +20,9 @@ _KEY = "fullshard/process/{}"
 
 def announce() -> None:
     """Say which process this rank is."""
-    with contextlib.suppress(Exception):  # a store of an unusual kind: names will be missing
+    with contextlib.suppress(Exception):  # an unusual store, or no /proc: names will be missing
         store = dist.distributed_c10d._get_default_store()
-        store.set(_KEY.format(dist.get_rank()), f"{_host()} {os.getpid()}")
+        store.set(_KEY.format(dist.get_rank()), f"{host_identity()} {os.getpid()}")
 
 
 class naming_lost_ranks:  # noqa: N801  (a context manager, used like a function)
@@ -81,8 +81,8 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
         store = dist.distributed_c10d._get_default_store()
         for rank in dist.get_process_group_ranks(group):
             if store.check([_KEY.format(rank)]):
-                host, _, pid = store.get(_KEY.format(rank)).decode().partition(" ")
-                if host == _host():
+                host, _, pid = store.get(_KEY.format(rank)).decode().rpartition(" ")
+                if host == host_identity():
                     processes[rank] = int(pid)
     deadline = time.monotonic() + _GRACE_S
     while processes and time.monotonic() < deadline:
@@ -99,7 +99,3 @@ def _is_running(pid: int) -> bool:
     except FileNotFoundError:
         return not Path("/proc/self").exists()  # without /proc, nothing can be said
     return state not in "ZX"
-
-
-def _host() -> str:
-    return f"{os.uname().nodename}:{os.getuid()}"

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.backends import backend_name, let_go_at_exit
 from fullshard.comm.interface import (
     Comm,
     Done,
@@ -48,10 +49,10 @@ class PeerMemoryComm(Comm):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         if device.type != "cpu":
             raise UnavailableError(f"it serves CPU ranks, this is {device.type}")
-        if dist.get_backend(group) != "gloo":
-            raise UnavailableError(
-                f"the process group's backend is {dist.get_backend(group)}, not gloo"
-            )
+        backend = backend_name(group, device)
+        if backend != "gloo":
+            raise UnavailableError(f"the process group's backend is {backend}, not gloo")
+        let_go_at_exit()
         self.memory = SharedMemory.connect(group)
         self.rank = self.memory.rank
         self.size = self.memory.size
@@ -175,10 +176,11 @@ class PeerMemoryComm(Comm):
         self._ring.abandon()
 
     def _enlarge(self, nbytes: int) -> None:
-        self._part_nbytes = round_up(nbytes, mmap.PAGESIZE)
+        part_nbytes = round_up(nbytes, mmap.PAGESIZE)
         self._staging = self.memory.allocate(
-            self.size * self._part_nbytes, "allocating the gradient ring"
+            self.size * part_nbytes, "allocating the gradient ring"
         )
+        self._part_nbytes = part_nbytes
 
     def _part(
         self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.backends import backend_name, let_go_at_exit
 from fullshard.comm.calls import GroupCalls, all_gather, reduce_scatter
 from fullshard.comm.interface import (
     Comm,
@@ -147,10 +148,12 @@ class ProcessGroupComm(Comm):
         self.device = device
         self._scratch = Scratch.of(device)
         announce()
-        known = isinstance(group, dist.ProcessGroup)
-        self.backend = dist.get_backend(group) if known else type(group).__name__  # a stand-in
-        self.is_nccl = device.type == "cuda" and "nccl" in self.backend
-        self.sums_natively = known and "gloo" not in self.backend
+        self.backend = backend_name(group, device)
+        if self.backend == "gloo":
+            let_go_at_exit()
+        self.is_nccl = device.type == "cuda" and self.backend == "nccl"
+        known = isinstance(group, dist.ProcessGroup)  # not a stand-in
+        self.sums_natively = known and self.backend != "gloo"
         # A mean saves a kernel. The fake backend takes what NCCL takes, and stands for it.
         self._averages = self.is_nccl or self.backend == "fake"
         self.gathered = Regions.of(device, "gather")
@@ -299,40 +302,43 @@ class ProcessGroupComm(Comm):
         works: list[Any] = []
         sums: list[tuple[torch.Tensor, torch.Tensor]] = []
         flags_seen: list[bool] = []
-        tensors: list[torch.Tensor] = []
+        sent: list[torch.Tensor] = []
+        lent: list[torch.Tensor] = []
 
-        def exchange(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        def exchange(source: torch.Tensor) -> torch.Tensor:
+            """Return what the ranks will have sent to this one, a row from each."""
             received = self._scratch.take(source.numel(), source.dtype)
             works.append(dist.all_to_all_single(received, source, group=self.group, async_op=True))
-            sums.append((received.view(self.size, -1), target))
-            tensors.extend((source, received))
-            return received
+            sent.append(source)
+            lent.append(received)
+            return received.view(self.size, -1)
 
         if bucket.is_flat:
             return self._reduce_scatter_flat(bucket, grads, out, how)
         for param, grad in zip(bucket.params, grads, strict=True):
             if param.route is Route.DIRECT:
                 source = _wire_gradient(param, grad, how.wire_dtype, out.device, how.scaling.before)
-                exchange(source, out.narrow(0, param.shard_offset, param.chunk_numel))
+                target = out.narrow(0, param.shard_offset, param.chunk_numel)
+                sums.append((exchange(source), target))
         # One more element a parameter tells every rank whether anybody had a gradient for it.
         present = [grad is not None for grad in grads]
         region = self._pack(bucket, grads, how.wire_dtype, how.scaling.before, len(grads))
         flags = torch.tensor(present, dtype=how.wire_dtype, device=out.device)
         region.memory.view(self.size, -1)[:, bucket.packed_numel :] = flags
         target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
-        received = exchange(region.memory, target).view(self.size, -1)
-        sums[-1] = (received[:, : bucket.packed_numel], target)
+        received = exchange(region.memory)
+        sums.append((received[:, : bucket.packed_numel], target))
 
         def finish() -> None:
             for terms, total in sums:
                 _sum_rows(terms, total, divisor=how.scaling.after)
             flags_seen.extend((received[:, bucket.packed_numel :] != 0).any(0).tolist())
-            for terms, _ in sums:
-                self._scratch.give(terms)
+            for memory in lent:
+                self._scratch.give(memory)
             self.packed.give(region)
 
         return PendingReduction(
-            Pending(works, finish, tuple(tensors), self, how.label),
+            Pending(works, finish, (*sent, *lent), self, how.label),
             lambda: tuple(flags_seen),
         )
 

@@ -16,7 +16,8 @@ from typing import ClassVar
 
 import torch
 
-from fullshard.comm.shared_memory import SharedMemory
+from fullshard.comm.shared_memory import SharedMemory, UnavailableError
+from fullshard.errors import CommError
 
 LINE = 64  # stretches and what is in them begin on cache lines
 
@@ -72,7 +73,7 @@ class Ring:
         self._pending: collections.deque[PendingSum] = collections.deque()
 
     def prepare(self, staged_nbytes: Sequence[int]) -> None:
-        """Make room for reductions that stage this much."""
+        """Make room for reductions that stage this much. Raises UnavailableError if there is none."""
         sizes = sorted(staged_nbytes, reverse=True)
         if sizes:
             # The largest alone, or two of the next size at once: the one being summed and the one
@@ -87,7 +88,12 @@ class Ring:
         """
         self._memory.ledger.enter(label, nbytes)
         nbytes = round_up(nbytes, LINE)
-        self._reserve(nbytes)
+        try:
+            self._reserve(nbytes)
+        except UnavailableError as reason:  # more than `prepare` was told, and too late to change
+            raise CommError(
+                f"{label}: {reason}. Raise the limit, or use set_default_comm('process_group')."
+            ) from reason
         start = self._next if self._next + nbytes <= self.nbytes else 0
         stop = start + nbytes
         held = [

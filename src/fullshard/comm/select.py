@@ -6,6 +6,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.backends import backend_names
 from fullshard.comm.collectives import CollectivesComm
 from fullshard.comm.cuda_ipc import CudaIpc, ranks_share_a_gpu
 from fullshard.comm.device_memory import DeviceMemoryComm
@@ -13,7 +14,7 @@ from fullshard.comm.interface import Comm
 from fullshard.comm.local import LocalComm
 from fullshard.comm.peer_memory import PeerMemoryComm
 from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.comm.shared_memory import UnavailableError
+from fullshard.comm.shared_memory import UnavailableError, exchange_through_group
 from fullshard.errors import CommError
 from fullshard.policies import CommChoice
 
@@ -23,6 +24,9 @@ logger = logging.getLogger("fullshard")
 _connected: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Comm | str]]"
 _connected = weakref.WeakKeyDictionary()
 _sharing: "weakref.WeakKeyDictionary[dist.ProcessGroup, bool]" = weakref.WeakKeyDictionary()
+# Of each group, those of replicas that know whether it shares memory.
+_agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]]"
+_agreed = weakref.WeakKeyDictionary()
 
 
 def select_comm(
@@ -31,6 +35,7 @@ def select_comm(
     choice: CommChoice,
     *,
     shards_on: torch.device | None = None,
+    replicas: dist.ProcessGroup | None = None,
 ) -> Comm:
     """Return the communication for a group; None means a group of one.
 
@@ -39,23 +44,49 @@ def select_comm(
     CommError if PEER_MEMORY is asked for and cannot be had. Every rank of the group has to call it.
 
     shards_on: where shards are kept, if not on the device.
+    replicas: the ranks that hold the same shards. They sum these with one another, so all lay them
+        out in one way, and one group that cannot share memory keeps the others from it.
     """
     if group is None or group.size() == 1:
         return LocalComm()
     if choice is CommChoice.PROCESS_GROUP or not isinstance(group, dist.ProcessGroup):
-        return ProcessGroupComm(group, device)
+        is_chosen = choice is CommChoice.PROCESS_GROUP
+        return _process_group(group, device, "asked for" if is_chosen else "a stand-in")
     if choice is CommChoice.COLLECTIVES:
         return CollectivesComm(group, device)
     if choice is CommChoice.AUTO and device.type == "cuda" and not _share_a_gpu(group, device):
-        return ProcessGroupComm(group, device)
-    comm = _offloaded(device, shards_on) or _peer_memory(group, device)
+        return _process_group(group, device, "no two ranks share a GPU")
+    comm = _offloaded(device, shards_on) or _peer_memory(group, device, replicas)
     if isinstance(comm, Comm):
         return comm
+    return _without_peer_memory(group, device, choice, comm)
+
+
+def leave_peer_memory(
+    group: dist.ProcessGroup, device: torch.device, choice: CommChoice, reason: UnavailableError
+) -> Comm:
+    """Return what serves a group that can share no more memory, now and for later units.
+
+    Raises CommError if PEER_MEMORY was asked for. Every rank has to call it with the same reason.
+    """
+    _connected.setdefault(group, {})[device] = str(reason)
+    logger.info("peer memory is not used any more: %s", reason)
+    return _without_peer_memory(group, device, choice, str(reason))
+
+
+def _without_peer_memory(
+    group: dist.ProcessGroup, device: torch.device, choice: CommChoice, reason: str
+) -> Comm:
     if choice is CommChoice.PEER_MEMORY:
-        raise CommError(f"Peer memory was asked for but cannot be had: {comm}. Use 'auto'.")
-    fallback = ProcessGroupComm(group, device)
-    fallback.name += f"; no peer memory: {comm}"
-    return fallback
+        raise CommError(f"Peer memory was asked for but cannot be had: {reason}. Use 'auto'.")
+    return _process_group(group, device, f"no peer memory: {reason}")
+
+
+def _process_group(group: dist.ProcessGroup, device: torch.device, reason: str) -> Comm:
+    """Return communication by the group's collectives, whose name says why it is that."""
+    comm = ProcessGroupComm(group, device)
+    comm.name += f"; {reason}"
+    return comm
 
 
 def _offloaded(device: torch.device, shards_on: torch.device | None) -> str | None:
@@ -64,15 +95,24 @@ def _offloaded(device: torch.device, shards_on: torch.device | None) -> str | No
     return f"shards are on {shards_on}, and computing is on {device}"
 
 
-def _peer_memory(group: dist.ProcessGroup, device: torch.device) -> Comm | str:
+def _peer_memory(
+    group: dist.ProcessGroup, device: torch.device, replicas: dist.ProcessGroup | None
+) -> Comm | str:
     """Return the group's connection, the same every time, or why there is none."""
     known = _connected.setdefault(group, {})
+    is_new = replicas is not None and replicas not in _agreed.setdefault(group, weakref.WeakSet())
     if device not in known:
         try:
             known[device] = _connect(group, device)
         except UnavailableError as reason:
             known[device] = str(reason)
             logger.info("peer memory is not used: %s", reason)
+    if replicas is not None and is_new and device.type == "cpu":
+        _agreed[group].add(replicas)
+        if "gloo" in backend_names(group):  # else nobody shares, and there may be no processes
+            found = known[device]
+            theirs = exchange_through_group(found if isinstance(found, str) else None, replicas)
+            known[device] = next((why_not for why_not in theirs if why_not is not None), found)
     return known[device]
 
 
@@ -88,6 +128,6 @@ def _share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ranks of the group compute on one GPU: found out once, by asking all."""
     if group not in _sharing:
         # Other backends may have no processes at all behind their ranks.
-        of_processes = any(name in dist.get_backend(group) for name in ("nccl", "gloo"))
-        _sharing[group] = of_processes and ranks_share_a_gpu(group, device)
+        of_processes = backend_names(group) & {"nccl", "gloo"}
+        _sharing[group] = bool(of_processes) and ranks_share_a_gpu(group, device)
     return _sharing[group]

@@ -12,6 +12,8 @@ words, written by one rank each, and only ever grow.
 
 import contextlib
 import dataclasses
+import errno
+import functools
 import logging
 import mmap
 import os
@@ -27,9 +29,10 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from fullshard.comm import ledger
+from fullshard.comm.backends import timeout_s
 from fullshard.comm.exchange import exchange_through_store
 from fullshard.comm.ledger import Ledger
-from fullshard.errors import CommError, PeerLostError, PeerTimeoutError
+from fullshard.errors import PeerLostError, PeerTimeoutError
 
 logger = logging.getLogger("fullshard")
 
@@ -40,6 +43,8 @@ _SPIN_S = 50e-6  # as long as a core each is likely: a flag takes 2-3 us
 _YIELD_S = 2e-3
 _LIVENESS_S = 0.1
 _SLOW_S = 30.0
+# Before Python 3.13 every mapping keeps a descriptor open, which counts against the limit on files.
+_MAPPING: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 class UnavailableError(Exception):
@@ -63,15 +68,22 @@ class SharedMemory:
 
     Build it with `connect`. Counters of each rank: arrivals at `barrier`, the offered descriptor,
     reductions posted and consumed (for `PeerMemoryComm`), once it has given up because of a lost
-    rank, that rank plus one, and what it has to say in `agree`.
+    rank, that rank plus one, why it could not map what was offered last (an errno, or 0), and what
+    it has to say in `agree`.
     """
 
-    BARRIER, OFFER_FD, POSTED, CONSUMED, GAVE_UP, BITS = range(6)
+    BARRIER, OFFER_FD, POSTED, CONSUMED, GAVE_UP, REFUSAL, BITS = range(7)
     _connections: ClassVar["weakref.WeakSet[SharedMemory]"] = weakref.WeakSet()
 
     def __init__(
-        self, introductions: list[_Introduction], rank: int, control: mmap.mmap, timeout_s: float
+        self,
+        introductions: list[_Introduction],
+        rank: int,
+        control: mmap.mmap,
+        pidfds: dict[int, int],
+        timeout_s: float,
     ) -> None:
+        """pidfds: of every other rank, by rank."""
         self.rank = rank
         self.size = len(introductions)
         self.timeout_s = timeout_s
@@ -84,12 +96,9 @@ class SharedMemory:
         self._arrivals = 0
         self._spin_s = _SPIN_S if self.size <= (os.cpu_count() or 1) else 0.0
         self._pidfds = select.poll()
-        self._rank_of_pidfd: dict[int, int] = {}
-        for peer in introductions:
-            if peer.rank != rank:
-                pidfd = os.pidfd_open(peer.pid)
-                self._pidfds.register(pidfd, select.POLLIN)
-                self._rank_of_pidfd[pidfd] = peer.rank
+        self._rank_of_pidfd = {pidfd: peer for peer, pidfd in pidfds.items()}
+        for pidfd in self._rank_of_pidfd:
+            self._pidfds.register(pidfd, select.POLLIN)
         self.ledger = Ledger(
             rank,
             [peer.global_rank for peer in introductions],
@@ -119,61 +128,73 @@ class SharedMemory:
 
         exchange: tells all ranks what each has to say; None takes the group's own collectives.
         """
-        exchange = exchange or _exchange
+        exchange = exchange or exchange_through_group
         rank, size = group.rank(), group.size()
+        nbytes = size * _CONTROL_NBYTES
         control: mmap.mmap | None = None
-        fd, problem = None, _platform_problem()
-        if problem is None and rank == 0:
-            fd = _create_file(size * _CONTROL_NBYTES)
-        mine = _Introduction(
-            rank,
-            dist.get_rank(),
-            os.getpid(),
-            host_identity() if problem is None else "",
-            fd,
-            problem,
-        )
+        fd, host, problem = None, "", _platform_problem()
+        # A limit may be that of one rank, so each says what it cannot do, and all go on together.
+        try:
+            if problem is None:
+                host = host_identity()
+                fd = _create_file(nbytes) if rank == 0 else None
+        except OSError as error:
+            problem = f"cannot share memory: {error}"
+        mine = _Introduction(rank, dist.get_rank(), os.getpid(), host, fd, problem)
         introductions: list[Any] = exchange(mine, group)
         problem = _common_problem(introductions)
+        pidfds: dict[int, int] = {}
         if problem is None:
             try:
-                control = _open_peer_file(
-                    introductions[0].pid, introductions[0].control_fd, size * _CONTROL_NBYTES
-                )
+                control = _open_peer_file(introductions[0].pid, introductions[0].control_fd, nbytes)
+                for peer in introductions:
+                    if peer.rank != rank:
+                        pidfds[peer.rank] = os.pidfd_open(peer.pid)
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot open a peer's memory: {error}"
         problems = [p for p in exchange(problem, group) if p is not None]
         if fd is not None:
             os.close(fd)
         if problems or control is None:
+            for pidfd in pidfds.values():
+                os.close(pidfd)
             raise UnavailableError(problems[0])
-        return cls(introductions, rank, control, _timeout_s(group))
+        return cls(introductions, rank, control, pidfds, timeout_s(group))
 
     def allocate(self, nbytes: int, label: str) -> mmap.mmap:
         """Map zeroed memory that all ranks share. Every rank has to call it with the same size.
 
-        Raises CommError if the host has too little memory.
+        Raises UnavailableError, on every rank and with the same words, if one of them cannot: the
+        host has too little memory, or a rank may not make files of this size or open more.
         """
         nbytes = max(nbytes, mmap.PAGESIZE)
-        fd = -1
+        fd, offered, refusal = -1, 0, 0
+        memory: mmap.mmap | None = None
         if self.rank == 0:
             try:
-                fd = _create_file(nbytes)
+                offered = fd = _create_file(nbytes)
             except OSError as error:
-                self.set(self.OFFER_FD, -1)
-                self.barrier(label)
-                raise CommError(f"{label}: cannot share {nbytes} bytes: {error}.") from error
-            self.set(self.OFFER_FD, fd)
+                offered = -(error.errno or errno.EIO)
+            self.set(self.OFFER_FD, offered)
         self.barrier(label)
         offered = self.get(0, self.OFFER_FD)
-        if offered < 0:
-            raise CommError(
-                f"{label}: rank {self._peers[0].global_rank} cannot share {nbytes} bytes."
-            )
-        memory = _open_peer_file(self._peers[0].pid, offered, nbytes)
+        if offered >= 0:
+            try:
+                memory = _open_peer_file(self._peers[0].pid, offered, nbytes)
+            except OSError as error:
+                refusal = error.errno or errno.EIO
+        self.set(self.REFUSAL, -offered if self.rank == 0 and offered < 0 else refusal)
+        # Nobody writes these words again before all have come here once more, and so have read them.
         self.barrier(label)
-        if self.rank == 0:
+        if fd >= 0:
             os.close(fd)
+        for peer in self._peers:
+            if refusal := self.get(peer.rank, self.REFUSAL):
+                raise UnavailableError(
+                    f"{label}: rank {peer.global_rank} cannot share {nbytes} bytes: "
+                    f"{os.strerror(refusal)}"
+                )
+        assert memory is not None
         return memory
 
     def barrier(self, label: str) -> None:
@@ -314,8 +335,12 @@ def _platform_problem() -> str | None:
     return f"this Python lacks os.{missing[0]}" if missing else None
 
 
+@functools.cache
 def host_identity() -> str:
-    """Name the set of processes that can open each other's files: kernel, pid space and user."""
+    """Name the set of processes that can open each other's files: kernel, pid space and user.
+
+    Raises OSError where there is no /proc.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
 
@@ -346,19 +371,13 @@ def _open_peer_file(pid: int, fd: int, nbytes: int) -> mmap.mmap:
     try:
         # Populated at once: a page fault costs more than the copy of a page.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        return mmap.mmap(mapped, nbytes, flags=flags)
+        return mmap.mmap(mapped, nbytes, flags=flags, **_MAPPING)
     finally:
         os.close(mapped)
 
 
-def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def exchange_through_group(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's value, in rank order. Every rank of the group has to call it."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    devices = group._device_types
-    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
-    timeout = getattr(options, "_timeout", None)
-    return float(timeout.total_seconds()) if timeout is not None else 1800.0

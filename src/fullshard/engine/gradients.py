@@ -111,6 +111,12 @@ class UnitGradients:
         for bucket in self._known:
             bucket.recipe = None
 
+    def use_replicate_comm(self, replicate_comm: Comm) -> None:
+        """Sum like this over the replicate axis; layouts stay as they are."""
+        self._replicate_comm = replicate_comm
+        for bucket in self._known:
+            bucket.recipe = None
+
     def bind(
         self,
         params: Sequence[ManagedParameter],

@@ -27,6 +27,7 @@ import torch
 from torch.autograd import profiler
 
 from fullshard.comm.interface import Comm
+from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.gradients import InFlight
 from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.order import ForwardOrder
@@ -79,8 +80,14 @@ class Iteration:
         for unit in self.units:
             for comm, nbytes in unit.gradients.needs(unit.config).items():
                 needs.setdefault(comm, []).extend(nbytes)
-        for comm in self._comms:
-            comm.prepare(needs.get(comm, []))
+        for comm in comms:
+            try:
+                comm.prepare(needs.get(comm, []))
+            except UnavailableError as reason:
+                for unit in self.units:
+                    unit.leave(comm, reason)
+                self.connect()
+                return
 
     def observe(self, observer: Observer | None) -> None:
         """Tell this observer what happens from now on, or nobody."""

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from fullshard.comm.interface import Comm, Work
 from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.comm.select import select_comm
+from fullshard.comm.select import leave_peer_memory, select_comm
+from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.accumulation import Accumulation, FlatAccumulation, RowsAccumulation
 from fullshard.engine.buffers import UnitBuffers
 from fullshard.engine.flat_params import FlatHolder
@@ -28,7 +29,7 @@ from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHol
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_params import UnitParams
-from fullshard.errors import StateError
+from fullshard.errors import CommError, StateError
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.trace import Kind
 from fullshard.policies import ShardedState, UnitConfig
@@ -56,7 +57,13 @@ class Unit:
         self.is_root = False
         self.runtime = Runtime.of(device)
         shards_on = torch.device("cpu") if config.offload_to_cpu else device
-        self.comm = select_comm(mesh.shard_group, device, config.comm, shards_on=shards_on)
+        self.comm = select_comm(
+            mesh.shard_group,
+            device,
+            config.comm,
+            shards_on=shards_on,
+            replicas=mesh.replicate_group,
+        )
         self.replicate_comm = select_comm(mesh.replicate_group, device, config.comm)
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
         self.reduce_group: dist.ProcessGroup | None = None  # set_separate_reduce_scatter_group
@@ -170,7 +177,11 @@ class Unit:
         if own.buffers is None or own.buffers.layout != layout:
             self.settle()
             self._replace_accumulation()
-            own.allocate(layout, self.comm, self.runtime, self.config)
+            try:
+                own.allocate(layout, self.comm, self.runtime, self.config)
+            except UnavailableError as reason:
+                self.leave(self.comm, reason)  # which adopts them with another layout
+                return
             specs = [param.spec(self.config.mp_policy) for param in own.all]
             self.gradients.bind(own.all, specs, layout if self.is_flat else None)
         for holder in own.holders:
@@ -193,6 +204,28 @@ class Unit:
         self.comm = comm
         self.gradients.use_comm(self._reduce_comm)
         self.set_params(self.params)
+
+    def leave(self, comm: Comm, reason: UnavailableError) -> None:
+        """Use process groups from now on where it was this, whose ranks can share no more memory.
+
+        Every rank has to call it. Raises CommError if peer memory was asked for, and for shards that
+        other groups have replicas of: those go on as they are, and do not fit what this one would do.
+        """
+        choice, device = self.config.comm, self.device
+        if comm is self.replicate_comm:
+            assert self.mesh.replicate_group is not None
+            self.replicate_comm = leave_peer_memory(
+                self.mesh.replicate_group, device, choice, reason
+            )
+            self.gradients.use_replicate_comm(self.replicate_comm)
+        if comm is self.comm:
+            assert self.mesh.shard_group is not None
+            if self.mesh.plan.replicate_size > 1:
+                raise CommError(
+                    f"{self.label} (rank {dist.get_rank()}): {reason}. Raise the limit, or use "
+                    "set_default_comm('process_group')."
+                ) from reason
+            self.use_comm(leave_peer_memory(self.mesh.shard_group, device, choice, reason))
 
     def reduce_over(self, group: dist.ProcessGroup | None) -> None:
         """Reduce-scatter over another process group of the same ranks, or over the same again."""

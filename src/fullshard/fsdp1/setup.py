@@ -242,7 +242,7 @@ def compute_device(
     device_id: int | str | torch.device | None, mesh: DeviceMesh | None
 ) -> torch.device:
     """Return the device to compute on: the one given, the mesh's, or what this process has."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_id is None:
         if accelerator is None or (mesh is not None and mesh.device_type == "cpu"):
             return torch.device("cpu")
@@ -258,6 +258,12 @@ def compute_device(
         )
     if device.type == "cpu":
         return torch.device("cpu")
+    if accelerator is None or accelerator.type != device.type:
+        here = f"an accelerator of type {accelerator.type!r}" if accelerator else "no accelerator"
+        raise ShardingError(
+            f"device_id={device_id}: this process has {here}. Pass a device that it has, or leave it "
+            "out."
+        )
     if str(device) == device.type:
         device = torch.device(device.type, torch.accelerator.current_device_index())
         warnings.warn(

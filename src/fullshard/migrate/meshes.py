@@ -108,5 +108,5 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _default_device() -> str:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type

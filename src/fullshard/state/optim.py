@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.backends import any_device
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
 from fullshard.state.optim_keys import (
@@ -410,7 +411,7 @@ def _spread(state_dict: StateDict, group: dist.ProcessGroup | None) -> StateDict
     if "state" not in described[0]:
         return {}  # refused by all ranks
     remaining = iter(tensors)
-    device = _group_device(group)
+    device = any_device(group)
 
     def receive(value: Any) -> Any:
         if not isinstance(value, _Described):
@@ -444,14 +445,6 @@ def _map_state(state_dict: Any, function: Callable[[Any], Any]) -> Any:
         for name, own in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
-
-
-def _group_device(group: dist.ProcessGroup | None) -> torch.device:
-    if "nccl" in dist.get_backend(group):
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
 
 
 def _own(value: Any) -> Any:

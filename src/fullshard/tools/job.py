@@ -37,7 +37,7 @@ def new_job(options: dict[str, Any], out: Path) -> Job:
 
     Raises OptionError for options that cannot work and for a folder that is taken.
     """
-    num_gpus = torch.accelerator.device_count()
+    num_gpus = _num_gpus()
     device = options["device"]
     if device == "auto":
         device = "cuda" if num_gpus else "cpu"
@@ -92,10 +92,17 @@ def check_local_ranks(config: TrainConfig, ranks: int) -> None:
     """Raise OptionError if this machine cannot give each of its ranks a device."""
     if config.device == "cpu":
         return
-    num_gpus = torch.accelerator.device_count()
+    num_gpus = _num_gpus()
     if ranks > num_gpus:
         raise OptionError(
             f"--ranks {ranks}: this machine has {num_gpus} GPU{'' if num_gpus == 1 else 's'}, and "
             f"each rank needs its own. Use {f'--ranks {num_gpus} or ' if num_gpus else ''}"
             "--device cpu."
         )
+
+
+def _num_gpus() -> int:
+    """Count the GPUs that are there, which is not what torch was built for."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_gpu = accelerator is not None and accelerator.type == "cuda"
+    return torch.accelerator.device_count() if is_gpu else 0
