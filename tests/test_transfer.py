@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import SGD, AdamW, Optimizer
 
+from fullshard.errors import StateError
 from tests.api import Api
-from tests.fsdp1.models import Block, full_value, net, quiet, train, wrap
-from tests.harness import Pools, Task, mesh_of, on_ranks, world_size
+from tests.fsdp1.models import Block, clean, full_value, net, quiet, train, wrap
+from tests.harness import Fate, Pools, Task, mesh_of, on_ranks, run_fresh, world_size
 from tests.training import assert_equal
 
 # There is nothing of PyTorch's to compare with, and it does not depend on how bytes travel.
@@ -204,15 +206,19 @@ def test_checkpoints_load_on_other_numbers_of_ranks(
         assert_equal(state, before[0])
 
 
-def _write_checkpoint(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
-    model = _make(api, way)
+def _write_checkpoint(
+    api: Api, way: str, folder: Path, optimizer: str = "adamw", steps: int = 2
+) -> dict[str, Tensor]:
+    model = _make(api, way, optimizer=optimizer, steps=steps)
     with quiet():
         dcp.save(api.sharded_state(*model), checkpoint_id=folder)
         return _whole(api.sharded_state(*model))
 
 
-def _read_checkpoint(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
-    model = _make(api, way, seed=5)
+def _read_checkpoint(
+    api: Api, way: str, folder: Path, optimizer: str = "adamw", steps: int = 2
+) -> dict[str, Tensor]:
+    model = _make(api, way, seed=5, optimizer=optimizer, steps=steps)
     with quiet():
         state = api.sharded_state(*model)
         dcp.load(state, checkpoint_id=folder)
@@ -222,7 +228,214 @@ def _read_checkpoint(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
     return result
 
 
+# Into an optimizer that has not stepped
+
+
+NEW: list[tuple[str, str, tuple[int, int]]] = [
+    ("orig", "fully_shard", (2, 2)),
+    ("fully_shard", "flat", (2, 2)),
+    ("flat", "fully_shard", (4, 2)),
+    ("fully_shard", "orig_mesh", (2, 4)),
+    ("replicated", "flat_mesh", (1, 2)),
+    ("flat_mesh", "replicated_flat", (2, 1)),
+]
+
+
+@pytest.mark.apis("peer_memory", "process_group")
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("first", "second", "ranks"), NEW)
+def test_checkpoint_resumes_before_any_step(
+    api: str,
+    first: str,
+    second: str,
+    ranks: tuple[int, int],
+    optimizer: str,
+    pools: Pools,
+    tmp_path: Path,
+) -> None:
+    how = {"api": api, "folder": tmp_path, "optimizer": optimizer}
+    before = pools.run(ranks[0], Task(__name__, "_write_checkpoint", {"way": first, **how}))
+    read = {"way": second, "steps": 0, **how}
+    for state in pools.run(ranks[1], Task(__name__, "_read_checkpoint", read)):
+        assert_equal(state, before[0])
+
+
+@on_default_comm
+def test_checkpoint_resumes_in_new_processes(api: str, tmp_path: Path) -> None:
+    how = {"api": api, "folder": tmp_path}
+    before = run_fresh(4, _write_checkpoint, way="flat", **how)
+    after = run_fresh(2, _read_checkpoint, way="fully_shard", steps=0, **how)
+    for outcome in (*before, *after):
+        assert outcome.fate is Fate.RETURNED, outcome.text
+        assert_equal(outcome.value, before[0].value)
+
+
+MORE_OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    **OPTIMIZERS,
+    "adam_amsgrad": lambda params: optim.Adam(params, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "adamw_foreach": lambda params: AdamW(params, lr=0.01, foreach=True),
+    "adamw_tensor": lambda params: AdamW(params, lr=torch.tensor(0.01)),
+    "adamw_fused": lambda params: AdamW(params, lr=0.01, fused=True),
+    "adagrad": lambda params: optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.1),
+    "adadelta": lambda params: optim.Adadelta(params, lr=0.5, weight_decay=0.01),
+    "adamax": lambda params: optim.Adamax(params, lr=0.01),
+    "asgd": lambda params: optim.ASGD(params, lr=0.1, t0=1, weight_decay=0.1),
+    "nadam": lambda params: optim.NAdam(params, lr=0.01),
+    "radam": lambda params: optim.RAdam(params, lr=0.01),
+    "rmsprop": lambda params: optim.RMSprop(params, lr=0.01, centered=True, momentum=0.5),
+    "sgd_plain": lambda params: SGD(params, lr=0.1),
+    "own": lambda params: _Own(params),  # noqa: PLW0108 -- defined below
+}
+
+
+class _Own(Optimizer):
+    """A user's optimizer: momentum, its own counter, and state that begins with the parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Follow the momentum, pulled back to where it began."""
+        self.num_steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["momentum"] = torch.zeros_like(parameter)
+                    state["anchor"] = parameter.detach().clone()
+                state["step"] += 1
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(group["lr"] * state["momentum"] / state["step"])
+                parameter.lerp_(state["anchor"], 0.01)
+
+
+@on_default_comm
+@pytest.mark.parametrize("optimizer", MORE_OPTIMIZERS)
+@pytest.mark.parametrize("way", ["orig", "flat", "fully_shard"])
+@on_ranks(2)
+def test_state_from_before_the_first_step_begins_like_none(
+    api: Api, way: str, optimizer: str
+) -> None:
+    def make(seed: int) -> tuple[Any, Optimizer]:
+        model, _ = _make(api, way, seed=seed, steps=0)
+        return model, MORE_OPTIMIZERS[optimizer](model.parameters())
+
+    plain, saved, loaded = make(1), make(1), make(5)
+    before = copy.deepcopy(saved[1].state_dict())
+    calls: list[object] = []
+    saved[1].register_step_pre_hook(lambda *args: calls.append(args))
+    torch.optim.lr_scheduler.LambdaLR(saved[1], lambda _: 1.0)  # counts steps
+    rng = torch.random.get_rng_state()
+    with quiet():
+        state = api.sharded_state(*saved)
+        assert len(saved[1].state) == len(before["state"])  # Adagrad has some from the start
+        assert saved[1].state_dict()["param_groups"] == [
+            {**group, "initial_lr": group["lr"]} for group in before["param_groups"]
+        ]
+        assert not calls
+        assert torch.equal(torch.random.get_rng_state(), rng)
+        assert all(parameter.grad is None for parameter in saved[0].parameters())
+        api.load_sharded_state(state, *loaded)
+        losses = [train(*each, steps=3) for each in (plain, saved, loaded)]
+        assert losses[1] == losses[0]
+        assert losses[2] == losses[0]
+        assert_equal(_whole(api.sharded_state(*loaded)), _whole(api.sharded_state(*plain)))
+
+
+@pytest.mark.apis("peer_memory", "process_group")
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_optimizer_that_steps_on_shards_has_a_first_state_too(api: Api, fused: bool) -> None:
+    def make(seed: int) -> tuple[Any, Optimizer]:
+        model, _ = _make(api, "fully_shard", seed=seed, steps=0)
+        made = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        return model, api.step_on_shards(made)
+
+    trained, new = make(1), make(5)
+    train(*trained)
+    with quiet():
+        state = api.sharded_state(*new)
+        names = [name for name, _ in new[0].named_parameters()]
+        assert sorted(state["optimizer"]["state"]) == sorted(names)
+        api.load_sharded_state(api.sharded_state(*trained), *new)
+        losses = [train(*each, steps=2) for each in (trained, new)]
+    assert losses[0] == losses[1]
+
+
+@on_default_comm
+@pytest.mark.parametrize("way", ["orig", "fully_shard"])
+@on_ranks(2)
+def test_first_state_is_made_of_what_is_trainable_and_lacks_it(api: Api, way: str) -> None:
+    model, optimizer = _make(api, way, steps=0)
+    frozen = [name for name, _ in model.named_parameters() if "stem" in name]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    train(model, optimizer)
+    frozen = [clean(name) for name in frozen]
+    with quiet():
+        state = api.sharded_state(model, optimizer)["optimizer"]["state"]
+        assert all(name not in state for name in frozen)
+        model.requires_grad_(requires_grad=True)
+        state = api.sharded_state(model, optimizer)["optimizer"]["state"]
+    for name in frozen:
+        assert state[name]["step"] == 0
+        assert not full_value(state[name]["exp_avg"]).any()
+    assert state["head.weight"]["step"] == 2
+    assert full_value(state["head.weight"]["exp_avg"]).any()
+
+
 # Errors
+
+
+@on_default_comm
+@pytest.mark.parametrize("way", ["orig", "flat", "fully_shard"])
+@pytest.mark.parametrize("steps", [0, 2])
+@on_ranks(2)
+def test_state_that_would_be_left_behind_is_named(api: Api, way: str, steps: int) -> None:
+    model, optimizer = _make(api, way)
+    other, new = _make(api, way, seed=5, steps=steps)
+    with quiet():
+        before = _whole(api.sharded_state(other))
+        state = api.sharded_state(model, optimizer)
+        for lacking in (
+            {},
+            {n: s for n, s in state["optimizer"]["state"].items() if "stem" not in n},
+        ):
+            saved = {**state["optimizer"], "state": lacking}
+            with pytest.raises(
+                StateError, match=r"no state of .*stem\.bias \(exp_avg, exp_avg_sq, step\)"
+            ):
+                api.load_sharded_state({**state, "optimizer": saved}, other, new)
+        part = {**state["optimizer"]["state"]}
+        part["stem.weight"] = {"step": part["stem.weight"]["step"]}
+        saved = {**state["optimizer"], "state": part}
+        with pytest.raises(StateError, match=r"no state of stem\.weight \(exp_avg, exp_avg_sq\)\."):
+            api.load_sharded_state({**state, "optimizer": saved}, other, new)
+        assert_equal(_whole(api.sharded_state(other)), before)
+
+
+@on_default_comm
+@pytest.mark.parametrize("way", ["orig", "fully_shard"])
+@on_ranks(2)
+def test_state_of_what_the_optimizer_does_not_train_is_named(api: Api, way: str) -> None:
+    model, optimizer = _make(api, way)
+    few = [p for name, p in model.named_parameters() if "stem" not in name]
+    with quiet(), pytest.raises(StateError, match=r"does not train stem\.weight, stem\.bias"):
+        api.load_sharded_state(api.sharded_state(model, optimizer), model, AdamW(few))
+
+
+@on_default_comm
+@pytest.mark.parametrize("way", ["orig", "fully_shard"])
+@on_ranks(2)
+def test_optimizer_that_cannot_say_what_it_begins_with_says_so(api: Api, way: str) -> None:
+    model, _ = _make(api, way, steps=0)
+    with quiet(), pytest.raises(StateError, match=r"LBFGS .*closure.* Take a step first"):
+        api.sharded_state(model, optim.LBFGS(model.parameters()))
 
 
 @on_default_comm

@@ -22,6 +22,7 @@ from fullshard.errors import StateError
 from fullshard.fsdp1 import auto_wrap, wrap_policies
 from fullshard.fsdp1 import options as fsdp1_options
 from fullshard.fsdp1.module import FullyShardedDataParallel
+from fullshard.fsdp1.recognition import recognise_again
 from fullshard.fsdp_module import FSDPModule, ReplicateModule
 from fullshard.replicate import replicate
 from fullshard.sharding import set_default_comm
@@ -204,6 +205,7 @@ def uninstall() -> None:
     while _undo:
         module, name, value = _undo.pop()
         setattr(module, name, value)
+    recognise_again(FullyShardedDataParallel)
 
 
 def _set(module: types.ModuleType, name: str, value: Any) -> None:

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.state import optim as optim_state
-from fullshard.state.optim_keys import all_names
+from fullshard.state.first_state import first_state, lacking_state, with_first_states
+from fullshard.state.optim_keys import all_names, trained_parameters
 from fullshard.state.options import ShardedStateDictConfig, StateDictType, default_settings
 from fullshard.state.parts import locals_of
 
@@ -25,8 +27,12 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return ``{"model": ..., "optimizer": ...}``, by the names parameters had before sharding.
 
-    Values are DTensors, but for what is not sharded, and share memory with the model's where they
+    Values are DTensors, except what is not sharded, and share memory with the model's where they
     can. ``torch.distributed.checkpoint`` writes and reads them. Every rank has to call it.
+
+    Trainable parameters that the optimizer has no state of yet get what it begins with, so that a
+    new process has something to load a checkpoint into. The optimizer itself stays as it is. Raises
+    StateError for one that cannot say what it begins with.
     """
     with _sharded_values(model):
         state: dict[str, Any] = {"model": model.state_dict()}
@@ -34,7 +40,7 @@ def sharded_state(
         state["optimizer"] = optim_state.save(
             model,
             optimizer,
-            optimizer.state_dict(),
+            with_first_states(optimizer, optimizer.state_dict(), set(trained_parameters(model))),
             shards=True,
             rank0_only=False,
             offload_to_cpu=False,
@@ -50,8 +56,12 @@ def load_sharded_state(
 ) -> None:
     """Load what `sharded_state` returned, of this model sharded in any way. Every rank has to call it.
 
-    Raises RuntimeError for missing, unexpected or misshapen parameters, as ``load_state_dict``.
+    Raises RuntimeError for missing, unexpected or misshapen parameters, as ``load_state_dict``, and
+    StateError if state that the optimizer keeps is not there, or has nowhere to go. Both before
+    anything is loaded into the optimizer.
     """
+    if optimizer is not None:
+        _check_complete(model, optimizer, state["optimizer"])  # by all ranks, before any loads
     values = dict(state["model"])
     for unit, names in all_names(model):
         if unit.is_flat:
@@ -68,6 +78,50 @@ def load_sharded_state(
             optim_state.load(
                 model, optimizer, state["optimizer"], rank0_only=False, is_named=False, group=None
             )
+        )
+
+
+def _check_complete(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+) -> None:
+    """Refuse to leave moments behind: those that are not saved, and those that nobody takes."""
+    if "state" not in saved:
+        return  # refused when it is loaded
+    trained = trained_parameters(model)
+    lacking = set(lacking_state(optimizer))
+    missing: list[str] = []
+    taken: set[str] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            names = trained[parameter].names if parameter in trained else ()
+            taken.update(names)
+            if not names or not parameter.requires_grad:
+                continue
+            is_lacking = (number, position) in lacking
+            kept = (
+                first_state(optimizer, number, position)
+                if is_lacking
+                else optimizer.state[parameter]
+            )
+            gone = {name: kept.keys() - saved["state"].get(name, {}).keys() for name in names}
+            missing += [
+                f"{name} ({', '.join(sorted(keys))})" for name, keys in gone.items() if keys
+            ]
+    known = {name for what in trained.values() for name in what.names}
+    left = [name for name in saved["state"] if name in known - taken]
+    # Ranks own different pieces, so one may see what others do not; all have to stop together.
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (missing, left))
+    problems = []
+    if missing := list(dict.fromkeys(name for own, _ in everyones for name in own)):
+        problems.append(f"it has no state of {', '.join(missing)}")
+    if left := list(dict.fromkeys(name for _, own in everyones for name in own)):
+        problems.append(f"the optimizer does not train {', '.join(left)}, of which it has state")
+    if problems:
+        raise StateError(
+            f"The state does not fit this {type(optimizer).__name__}: {'; '.join(problems)}. Save "
+            "and load with optimizers of one kind that train the same parameters. What was frozen "
+            "when it was saved may be made trainable after loading."
         )
 
 

@@ -36,6 +36,15 @@ def test_configuration_is_read_back_as_written(tmp_path: Path) -> None:
     assert folder.read_summary() is None
 
 
+def test_folders_that_are_named_otherwise_are_no_checkpoints(tmp_path: Path) -> None:
+    for name in ("step-00000020", "step-12abc", "step-00000030-copy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 20
+
+
 def test_the_latest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     for name in ("step-00000100", "step-00000020", "step-00000300", "partial-step-00000400"):
         (tmp_path / name).mkdir()

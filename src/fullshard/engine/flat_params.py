@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fullshard.engine.params import ManagedParameter, ParamForm, ShardHolder, Slot, mark_owner
 from fullshard.errors import StateError
@@ -186,6 +187,7 @@ class HiddenParameter(PieceParameter):
     ) -> None:
         super().__init__(original, slots, form, owned)
         self._holder = holder
+        holder.contents.append((owned.piece, form.unsharded))
         mark_owner(holder.sharded, self)
         self._placeholder = torch.empty(self.shape, dtype=original.dtype, device="meta")
 
@@ -240,9 +242,13 @@ class HiddenParameter(PieceParameter):
 
 
 class FlatHolder:
-    """The flat parameter that hidden ones are trained through, and where it is registered."""
+    """The flat parameter that hidden ones are trained through, and where it is registered.
+
+    contents: of each parameter, what this rank owns, and the DTensor that it was (None: it was plain).
+    """
 
     def __init__(self, module: nn.Module, like: torch.Tensor, *, requires_grad: bool) -> None:
+        self.contents: list[tuple[Piece | None, DTensorSpec | None]] = []
         self.slot = Slot(module, FLAT_PARAM)
         self.sharded = FlatParameter(like.new_empty(0), requires_grad=requires_grad)
         self.slot.register(self.sharded)

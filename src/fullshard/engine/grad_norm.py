@@ -1,13 +1,34 @@
 """Gradient clipping by the norm over all ranks."""
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from fullshard.engine.flat_params import FlatHolder
 from fullshard.engine.params import owner_of
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+class _Part(NamedTuple):
+    """A gradient, or a run of a flat one, with the groups over which it is divided.
+
+    grad: what is scaled; None where this rank has none. dtype: of the parameter, the same on every
+        rank. counted: what the norm is taken of, nearly always ``grad`` itself.
+    """
+
+    groups: Groups
+    grad: torch.Tensor | None
+    dtype: torch.dtype
+    counted: torch.Tensor | None
 
 
 @torch.no_grad()
@@ -20,38 +41,32 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their norm is at most ``max_norm``; return the norm before.
 
-    parameters: sharded on any meshes, plain, or both. Every rank has to call it.
+    parameters: sharded on any meshes, plain, or both. Every rank has to call it. Plain gradients
+        count once, so they have to be the same on every rank.
     norm_type: 1, 2, any positive p, or infinity.
 
     Returns a 0-dim plain tensor, the norm over all ranks, the same on each. One all-reduce for each
-    different mesh. Raises RuntimeError on a norm that is not finite, if asked to.
+    different set of mesh axes, and for each axis in it. Raises RuntimeError on a norm that is not
+    finite, if asked to.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    device = torch.device("cpu")
-    for parameter in parameters:
-        grad, piece_groups = parameter.grad, _piece_groups(parameter)
-        if grad is None and not piece_groups:
-            continue
-        device = parameter.device
-        # Other ranks may have a gradient for their piece where this one has none.
-        locals_ = by_groups.setdefault(
-            piece_groups if grad is None or piece_groups else _shard_groups(grad), []
-        )
-        if grad is not None:
-            locals_.append(grad._local_tensor if isinstance(grad, DTensor) else grad)
+    parameters = list(parameters)
+    by_groups: dict[Groups, list[_Part]] = {}
+    for part in _parts(parameters):
+        by_groups.setdefault(part.groups, []).append(part)
     if not by_groups:
         return torch.tensor(0.0)
-    parts = []
-    for groups, locals_ in by_groups.items():
-        part = _local_power(locals_, norm_type, device)
+    device = parameters[-1].device
+    powers = []
+    for groups, parts in by_groups.items():
+        power = _local_power(parts, norm_type, device)
         for group in groups:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-            part = _for_group(part, group)
-            dist.all_reduce(part, op=op, group=group)
-        parts.append(part)
-    stacked = torch.stack([part.to(parts[0].device) for part in parts])
+            power = _for_group(power, group)
+            dist.all_reduce(power, op=op, group=group)
+        powers.append(power)
+    stacked = torch.stack([power.to(powers[0].device) for power in powers])
     norm = stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -59,48 +74,106 @@ def clip_grad_norm_(
             "that is not finite, or pass error_if_nonfinite=False to go on."
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for locals_ in filter(None, by_groups.values()):
-        torch._foreach_mul_(locals_, scale.to(locals_[0].device))
+    for parts in by_groups.values():
+        grads = [part.grad for part in parts if part.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, scale.to(grads[0].device))
     return norm
 
 
-def _piece_groups(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the group over which a parameter is divided that is a piece of a flat buffer."""
-    if isinstance(parameter, DTensor):
-        return ()
+def _parts(parameters: Iterable[torch.Tensor]) -> Iterator[_Part]:
+    """Yield gradients by the groups that divide them: on every rank the same, in the same order.
+
+    What is divided is yielded without a gradient, too, since other ranks may have one for their
+    piece, and wait for this rank's zero.
+    """
+    groups_of = functools.cache(_shard_groups)
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            counted, spec = grad, grad._spec
+            if _is_partial(spec.placements):
+                # Parts of a sum can be scaled like the sum, but their own norm says nothing of it.
+                whole = [Replicate() if p.is_partial() else p for p in spec.placements]
+                counted = grad.redistribute(placements=whole)
+            groups = groups_of(spec.mesh, spec.placements)
+            yield _Part(groups, grad._local_tensor, parameter.dtype, counted._local_tensor)
+        elif isinstance(parameter, DTensor):
+            groups = groups_of(parameter._spec.mesh, parameter._spec.placements)
+            if groups and parameter.requires_grad:
+                yield _Part(groups, None, parameter.dtype, None)
+        else:
+            yield from _plain_parts(parameter, grad)
+
+
+def _plain_parts(parameter: torch.Tensor, grad: torch.Tensor | None) -> Iterator[_Part]:
+    """Yield the gradient of a plain parameter: a piece of a flat buffer, a whole buffer, or neither.
+
+    A flat parameter may stand for some that tensor parallel divides and some that it repeats. Only
+    the first are summed over its axis, so their runs are yielded apart.
+    """
     owner = owner_of(parameter)  # type: ignore[arg-type]
-    group = owner.shard_group if owner is not None else None
-    return (group,) if group is not None and group.size() > 1 else ()
+    if owner is None:
+        if grad is not None:
+            yield _Part((), grad, parameter.dtype, grad)
+        return
+    group = owner.shard_group
+    outer = (group,) if group is not None and group.size() > 1 else ()
+    if not isinstance(owner.holder, FlatHolder):
+        inner = _groups_below(owner.form.unsharded)
+        if grad is not None or outer or inner:
+            yield _Part((*outer, *inner), grad, parameter.dtype, grad)
+        return
+    runs = [(piece, _groups_below(spec)) for piece, spec in owner.holder.contents]
+    if len({inner for _, inner in runs}) == 1:
+        runs = [(None, runs[0][1])]
+    for piece, inner in runs:
+        own = grad
+        if grad is not None and len(runs) > 1:
+            start, numel = (piece.shard_start, piece.numel) if piece is not None else (0, 0)
+            own = grad[start : start + numel]
+        if own is not None or outer or inner:
+            yield _Part((*outer, *inner), own, parameter.dtype, own)
 
 
-def _for_group(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _for_group(power: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a number where the group can sum it: of offloaded gradients it is in host memory."""
     devices = getattr(group, "_device_types", [])  # a stand-in has none
-    if not devices or part.device.type in {device.type for device in devices}:
-        return part
-    return part.to(devices[0])
+    if not devices or power.device.type in {device.type for device in devices}:
+        return power
+    return power.to(devices[0])
 
 
-def _shard_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which a gradient is divided; replicas hold the same and do not count."""
-    if not isinstance(grad, DTensor):
-        return ()
+def _groups_below(spec: DTensorSpec | None) -> Groups:
+    """Return the groups that divided a parameter before it was flattened, as tensor parallel does."""
+    return () if spec is None else _shard_groups(spec.mesh, spec.placements)
+
+
+def _shard_groups(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Groups:
+    """Return the groups over which a tensor is divided; replicas hold the same and do not count."""
     return tuple(
-        grad.device_mesh.get_group(axis)
-        for axis, placement in enumerate(grad.placements)
-        if isinstance(placement, Shard) and grad.device_mesh.size(axis) > 1
+        mesh.get_group(axis)
+        for axis, placement in enumerate(placements)
+        # `_StridedShard`, which comes with tensor parallel, is no subclass of `Shard`.
+        if isinstance(placement, (Shard, _StridedShard)) and mesh.size(axis) > 1
     )
 
 
-def _local_power(
-    locals_: list[torch.Tensor], norm_type: float, device: torch.device
-) -> torch.Tensor:
+@functools.cache
+def _is_partial(placements: tuple[Placement, ...]) -> bool:
+    return any(placement.is_partial() for placement in placements)
+
+
+def _local_power(parts: list[_Part], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the sum of p-th powers, or the maximum for infinity, in float32 or wider."""
-    filled = [tensor for tensor in locals_ if tensor.numel()]
-    if not filled:
-        return torch.zeros((), device=device)
-    dtype = torch.promote_types(filled[0].dtype, torch.float32)
+    # From the parameters' dtypes: every rank has to reduce the same, whatever it has a part of.
+    wide = {part.dtype for part in parts} & {torch.float64, torch.complex128}
+    dtype = torch.float64 if wide else torch.float32
+    counted = [part.counted for part in parts if part.counted is not None and part.counted.numel()]
+    if not counted:
+        return torch.zeros((), device=device, dtype=dtype)
+    counted = [tensor.abs() if tensor.is_complex() else tensor for tensor in counted]
     norms = torch.stack(
-        [norm.to(dtype) for norm in torch._foreach_norm(filled, norm_type, dtype=dtype)]
+        [norm.to(dtype) for norm in torch._foreach_norm(counted, norm_type, dtype=dtype)]
     )
     return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()

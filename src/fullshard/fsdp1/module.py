@@ -32,6 +32,7 @@ from fullshard.fsdp1.options import (
     MixedPrecision,
     ShardingStrategy,
 )
+from fullshard.fsdp1.recognition import recognise
 from fullshard.fsdp1.setup import (
     ProcessGroups,
     broadcast_states,
@@ -111,6 +112,7 @@ class FullyShardedDataParallel(WithStateDicts):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        recognise(FullyShardedDataParallel)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
                 "FSDP will not all-gather parameters for containers that do not implement forward: "

@@ -30,18 +30,20 @@ class Checkpoint(NamedTuple):
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the complete checkpoint with the most steps, or None."""
-    found = [
-        Checkpoint(int(path.name.removeprefix(_PREFIX)), path)
-        for path in folder.glob(f"{_PREFIX}[0-9]*")
-        if (path / ".metadata").is_file()
-    ]
+    found = [each for each in _checkpoints(folder) if (each.path / ".metadata").is_file()]
     return max(found, default=None)
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the folders named as checkpoints are; others (``step-12-copy``) are the user's own."""
+    paths = [(path, path.name.removeprefix(_PREFIX)) for path in folder.glob(f"{_PREFIX}*")]
+    return [Checkpoint(int(step), path) for path, step in paths if step.isdecimal()]
 
 
 def save_checkpoint(
     folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Write a checkpoint and then remove the older ones. Collective."""
+    """Write a checkpoint and then remove the older ones, so that there always is one. Collective."""
     final = folder / f"{_PREFIX}{step:08d}"
     partial = folder / f"partial-{final.name}"
     if dist.get_rank() == 0:
@@ -53,13 +55,17 @@ def save_checkpoint(
         dcp.save(_state(model, optimizer), checkpoint_id=partial)
     dist.barrier()
     if dist.get_rank() == 0:
-        if final.exists():  # a run resumed at its last step saves the same state again
-            shutil.rmtree(final)
-        partial.rename(final)
+        if (final / ".metadata").is_file():
+            # A run resumed at its last step saves the same state again. To replace a folder takes
+            # two steps, and a crash between them would leave no checkpoint: the first one stays.
+            shutil.rmtree(partial)
+        else:
+            shutil.rmtree(final, ignore_errors=True)  # what is not complete
+            partial.rename(final)
         _sync_directory(folder)
-        for old in folder.glob(f"{_PREFIX}[0-9]*"):
-            if old != final:
-                shutil.rmtree(old)
+        for old in _checkpoints(folder):
+            if old.path != final:
+                shutil.rmtree(old.path)
     dist.barrier()
 
 

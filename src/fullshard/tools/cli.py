@@ -129,7 +129,11 @@ def train(
         int, _option("Sequences per rank and forward.", panel="Training")
     ] = _DEFAULT.batch,
     grad_accum: Annotated[
-        int, _option("Forwards and backwards per step.", panel="Training")
+        int,
+        _option(
+            "Forwards and backwards per step, each reduced, so that gradients stay sharded.",
+            panel="Training",
+        ),
     ] = _DEFAULT.grad_accum,
     lr: Annotated[float, _option("Highest learning rate.", panel="Training")] = _DEFAULT.lr,
     min_lr: Annotated[

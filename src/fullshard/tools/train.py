@@ -120,6 +120,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         total = torch.zeros((), device=self.device)
+        # Each micro-batch is reduced: gradients then take a shard's memory per rank. Without
+        # (`set_requires_gradient_sync`) a rank would hold whole float32 gradients, `ranks` times as
+        # much, to save `grad_accum - 1` reductions, and `--grad-accum` is there to save memory.
         for micro in range(config.grad_accum):
             first = (micro * config.ranks + self.rank) * config.batch
             tokens = draw_batch(

@@ -1,0 +1,110 @@
+"""Letting torch's distributed state dicts recognise the wrapper.
+
+``torch.distributed.checkpoint.state_dict`` asks by PyTorch's class which modules are wrapped. A model
+that it does not recognise is saved as if nothing were sharded: one rank's pieces, under wrong keys.
+So the first wrapper that is made puts a class in front of PyTorch's there, in that one module, which
+answers for both: for models with our wrappers ours does the work, for all others PyTorch's.
+"""
+
+import dataclasses
+import importlib
+from typing import Any
+
+from torch import nn
+
+from fullshard.errors import StateError
+from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES
+from fullshard.fsdp1.state_dicts import WithStateDicts
+from fullshard.interop import wrapped_state
+from fullshard.state import options
+from fullshard.state.options import StateDictType
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+_STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
+_HYBRID = "HYBRID_SHARDING_STRATEGIES"
+_wanted: set[type] = set()  # that were asked for
+
+
+class _Either(type):
+    """The class of a class that stands for PyTorch's wrapper and ours."""
+
+    ours: Any
+    theirs: Any  # PyTorch's
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, (cls.ours, cls.theirs))
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.theirs, name)
+
+    def _of(cls, model: nn.Module) -> Any:
+        """Return whose wrappers a model has; PyTorch's if none."""
+        if not any(isinstance(module, cls.ours) for module in model.modules()):
+            return cls.theirs
+        if cls.theirs.fsdp_modules(model):
+            raise StateError(
+                f"{type(model).__name__} has wrappers of fullshard and of torch.distributed.fsdp. "
+                "Wrap it by one of them, or save its parts apart."
+            )
+        return cls.ours
+
+    def fsdp_modules(cls, module: nn.Module, root_only: bool = False) -> list[Any]:
+        found: list[Any] = cls._of(module).fsdp_modules(module, root_only)
+        return found
+
+    def state_dict_type(
+        cls,
+        module: nn.Module,
+        state_dict_type: Any,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> Any:
+        wrapper = cls._of(module)
+        if wrapper is cls.ours:
+            state_dict_type = StateDictType[state_dict_type.name]
+            state_dict_config = _as_ours(state_dict_config)
+            optim_state_dict_config = _as_ours(optim_state_dict_config)
+        return wrapper.state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+
+    def optim_state_dict(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls._of(model).optim_state_dict(model, *args, **kwargs)
+
+    def optim_state_dict_to_load(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls._of(model).optim_state_dict_to_load(model, *args, **kwargs)
+
+
+def recognise(ours: type[WithStateDicts]) -> None:
+    """Let torch's distributed state dicts know models wrapped by this class, and PyTorch's as before.
+
+    Does nothing where they know it already, from an earlier call or through `install`.
+    """
+    _wanted.add(ours)
+    module: Any = importlib.import_module(_MODULE)
+    theirs = module.FSDP
+    if theirs is ours or isinstance(theirs, _Either):
+        return
+    their_state_of = getattr(module, _STATE_OF)
+
+    def state_of(each: nn.Module) -> Any:
+        return wrapped_state(each) if isinstance(each, ours) else their_state_of(each)
+
+    module.FSDP = _Either("FullyShardedDataParallel", (), {"ours": ours, "theirs": theirs})
+    setattr(module, _STATE_OF, state_of)
+    setattr(module, _HYBRID, [*getattr(module, _HYBRID), *HYBRID_SHARDING_STRATEGIES])
+
+
+def recognise_again(ours: type[WithStateDicts]) -> None:
+    """Do as `recognise` if it was ever called: `uninstall` takes away what made that needless."""
+    if ours in _wanted:
+        recognise(ours)
+
+
+def _as_ours(config: Any) -> Any:
+    """Return the same options as an object of our class of that name."""
+    if config is None:
+        return None
+    kind = getattr(options, type(config).__name__)
+    fields = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in vars(config).items() if name in fields})
