@@ -43,7 +43,7 @@ from fullshard.engine.precision import (
     replace_differentiable,
 )
 from fullshard.engine.root_share import warn_of_large_root
-from fullshard.engine.runtime import eager
+from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.trace import Kind
@@ -267,6 +267,7 @@ class ModuleState:
                 args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs
 
+    @passing_through
     def run_as_forward(
         self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
@@ -279,6 +280,7 @@ class ModuleState:
         reference = weakref.ref(module)  # what the module keeps must not keep the module
         self._methods.append((reference, name, method))
 
+        @passing_through
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             this = reference()

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import _SingleLevelFunction
 
+from fullshard.engine.runtime import passing_through
+
 
 class State(Protocol):
     """Whose moments these are."""
@@ -29,6 +31,7 @@ class AfterBackward(_SingleLevelFunction):
         return tensors
 
     @staticmethod
+    @passing_through
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return (None, *_end(ctx.state, grads, ()))
 
@@ -67,6 +70,7 @@ class BeforeBackward(torch.autograd.Function):
         ctx.state = inputs[0]
 
     @staticmethod
+    @passing_through
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, ctx.state.before_backward(grad)
 
@@ -93,6 +97,7 @@ def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[
     return marked
 
 
+@passing_through
 def _end(
     state: State, grads: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:

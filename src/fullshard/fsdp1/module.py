@@ -20,6 +20,7 @@ from fullshard.engine.flat_params import FlatParameter
 from fullshard.engine.grad_norm import clip_grad_norm_
 from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.precision import differentiable_tensors
+from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import WholeOptions, whole_parameters
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
@@ -234,6 +235,7 @@ class FullyShardedDataParallel(WithStateDicts):
         return views
 
     @property
+    @passing_through
     def _unit(self) -> Unit:
         return self._state.all_units[0]
 
@@ -266,6 +268,7 @@ class FullyShardedDataParallel(WithStateDicts):
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [each for each in found if each.check_is_root()] if root_only else found
 
+    @passing_through
     def __getattr__(self, name: str) -> Any:
         """Look missing attributes up on the wrapped module."""
         try:
@@ -291,6 +294,7 @@ class FullyShardedDataParallel(WithStateDicts):
 
     # Running
 
+    @passing_through
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
         if self._computes_fully_in_eval:
@@ -301,6 +305,7 @@ class FullyShardedDataParallel(WithStateDicts):
             self._refuse_overlap()
         return self._state.run_as_forward(self, _run_wrapped, args, kwargs)
 
+    @eager
     def _refuse_overlap(self) -> None:
         for instance in self.fsdp_modules(self):
             if instance._unit.flat is not None and any(
@@ -310,6 +315,7 @@ class FullyShardedDataParallel(WithStateDicts):
                     "FSDP optimizer in backward only supported with use_orig_params=True!"
                 )
 
+    @eager
     def _follow_mode(self) -> None:
         """Compute in full precision if in evaluation, from the root down."""
         if self._state.known_iteration is not None and not self._state.is_root:
@@ -460,6 +466,7 @@ class FullyShardedDataParallel(WithStateDicts):
             instance._unit.configure(comm_hook=CommHook(state, hook))
 
 
+@passing_through
 def _run_wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
     return instance._fsdp_wrapped_module(*args, **kwargs)
 
