@@ -90,9 +90,7 @@ def _wrapped_after(
         model[index] = torch.compile(model[index], **compiled)
 
 
-def _checkpointed(
-    api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any
-) -> None:
+def _checkpointed(api: Api, model: nn.Sequential, compiled: dict[str, Any], **options: Any) -> None:
     for index in range(2):
         model[index] = checkpoint_wrapper(model[index])
     _in_place_after(api, model, compiled, **options)
@@ -164,9 +162,7 @@ class Run:
     is_whole: bool = False
 
 
-def _train(
-    api: Api, way: Callable[..., None], *, fullgraph: bool = False, **options: Any
-) -> Run:
+def _train(api: Api, way: Callable[..., None], *, fullgraph: bool = False, **options: Any) -> Run:
     _forget_compiled()
     counter = CompileCounterWithBackend("aot_eager")
     model, run = _model(), Run()

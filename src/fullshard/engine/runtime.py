@@ -144,7 +144,7 @@ def passing_through(function: Callable[_P, _R]) -> Callable[_P, _R]:
     For what stands between ``nn.Module.__call__`` and the module's own forward. A function that is
     compiled itself and calls this one takes it in like any other.
     """
-    _never_compile(function.__code__)  # type: ignore[attr-defined]
+    _never_compile(function.__code__)
     return function
 
 

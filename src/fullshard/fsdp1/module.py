@@ -7,6 +7,7 @@ holds a flat unit: where the unit's parameters are gathered and reduced, see `en
 import contextlib
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -181,7 +182,10 @@ class FullyShardedDataParallel(WithStateDicts):
         config = _unit_config(self)
         unit = flat_unit(self.module, covered, self._placement.mesh, device, config, ignored.params)
         self._state = ModuleState([self], [unit], hooks=False)
+        self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._state.ignored.update(ignored.modules)
+        for inner in self.fsdp_modules(module):
+            inner._outer = weakref.ref(self)
         mark_managed(covered, keeps_parameters=use_orig_params)
         self._register_state_dict_hooks()
 
@@ -256,9 +260,11 @@ class FullyShardedDataParallel(WithStateDicts):
         return None if self._state.known_iteration is None else self._state.is_root
 
     def check_is_root(self) -> bool:
-        """Whether this instance is in no other one. Makes it a root if nothing has run yet."""
-        _ = self._state.shared
-        return self._state.is_root
+        """Whether this instance is in no other one. Before the first forward, as far as is known."""
+        if self._state.known_iteration is not None:
+            return self._state.is_root
+        outer = self._outer() if self._outer is not None else None
+        return outer is None or all(module is not self for module in outer.modules())
 
     @staticmethod
     def fsdp_modules(
@@ -266,7 +272,15 @@ class FullyShardedDataParallel(WithStateDicts):
     ) -> list["FullyShardedDataParallel"]:
         """Return the instances in a module, itself included, or those in no other one."""
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
-        return [each for each in found if each.check_is_root()] if root_only else found
+        if not root_only:
+            return found
+        inside: set[nn.Module] = set()  # of those before: an instance comes before what is in it
+        roots: list[FullyShardedDataParallel] = []
+        for each in found:
+            if each not in inside and each.check_is_root():
+                roots.append(each)
+                inside.update(each.modules())
+        return roots
 
     @passing_through
     def __getattr__(self, name: str) -> Any:
