@@ -11,6 +11,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor import DTensor
 
+import fullshard
 from tests.api import Api
 from tests.harness import on_ranks
 from tests.models import mlp
@@ -63,6 +64,55 @@ def test_root_is_known_from_the_first_forward_on(api: Api) -> None:
     assert [state._is_root for state in states] == [True, False, False, False]
     for state in states:
         assert state._state_ctx.all_states == states
+
+
+def _ask_everything(module: Any) -> None:
+    """Ask a module whatever can be asked, and set what can be set, before its model runs."""
+    context = fullshard.fully_shard.state(module)._state_ctx
+    assert context.is_last_backward
+    assert context.post_optim_event is None
+    assert len(context.all_states) == 1
+    context.is_last_backward = True
+    module.set_is_last_backward(True)
+    module.set_post_optim_event(torch.Event("cpu"))
+    fullshard.describe(module)
+    fullshard.memory_report(module)
+
+
+@pytest.mark.ours("asks what is not part of the API")
+@on_ranks(2)
+def test_questions_and_settings_make_nothing_the_root(api: Api) -> None:
+    model = _sharded(api)
+    for module in (*model, model):
+        _ask_everything(module)
+    states = [api.fully_shard.state(module) for module in (model, *model)]
+    assert [state._is_root for state in states] == [None] * 4
+    mean_square(model(make_batch(16))).backward()
+    assert [state._is_root for state in states] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("who", ["root", "first unit"])
+@on_ranks(2)
+def test_what_is_said_before_the_first_forward_holds_from_then_on(api: Api, who: str) -> None:
+    if api.is_torch and who != "root":
+        pytest.skip("PyTorch forgets what other modules than the root were told")
+    model = _sharded(api)
+    (model if who == "root" else model[0]).set_is_last_backward(False)
+    model(make_batch(16))
+    state = api.fully_shard.state(model)
+    assert state._state_ctx.is_last_backward is False
+    assert api.fully_shard.state(model[1])._state_ctx.is_last_backward is False
+    model[1].set_is_last_backward(True)
+    assert state._state_ctx.is_last_backward is True
+
+
+@on_ranks(2)
+def test_what_the_root_is_told_before_the_first_forward_counts(api: Api) -> None:
+    model = _sharded(api)
+    model.set_is_last_backward(False)
+    model[0].set_is_last_backward(True)
+    model(make_batch(16))
+    assert api.fully_shard.state(model)._state_ctx.is_last_backward is False
 
 
 @on_ranks(2)

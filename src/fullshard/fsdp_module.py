@@ -103,15 +103,18 @@ class FSDPModule:
         _state(self).backward_prefetch = _states(modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last of this iteration (several per forward)."""
-        _state(self).shared.is_last_backward = is_last_backward
+        """Say whether the next backward is the last of this iteration (several per forward).
+
+        It holds for the whole model. Before the first forward, what the root was told counts.
+        """
+        _state(self).say(is_last_backward=is_last_backward)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the root's next all-gathers wait for this event, recorded after the optimizer step.
 
         Without effect where there are no streams. Each event is waited for once.
         """
-        _state(self).shared.post_optim_event = event
+        _state(self).say(post_optim_event=event)
 
     def reset_iter_state(self) -> None:
         """Forget an iteration that an exception ended. The root's next forward does so itself."""

@@ -103,7 +103,7 @@ class FSDPParamGroup(_View):
     def post_backward(self, *_: Any) -> None:
         """Reduce what was accumulated, as a pipeline schedule asks for after its backwards."""
         self._state.training_state = TrainingState.POST_BACKWARD
-        self._state.shared.after_backward(self._shown)
+        self._state.iteration_or_initialise().after_backward(self._shown)
 
 
 class FSDPStateContext(_View):
@@ -117,15 +117,19 @@ class FSDPStateContext(_View):
 
     @property
     def is_last_backward(self) -> bool:
-        return self._shown.shared.is_last_backward
+        return self._shown.is_last_backward
 
     @is_last_backward.setter
     def is_last_backward(self, value: bool) -> None:
-        self._shown.shared.is_last_backward = value
+        self._shown.say(is_last_backward=value)
 
     @property
     def post_optim_event(self) -> torch.Event | None:
-        return self._shown.shared.post_optim_event
+        return self._shown.post_optim_event
+
+    @post_optim_event.setter
+    def post_optim_event(self, event: torch.Event | None) -> None:
+        self._shown.say(post_optim_event=event)
 
 
 class FSDPState(_View):
@@ -168,7 +172,7 @@ class FSDPState(_View):
         return groups[0] if groups else None
 
     def _lazy_init(self) -> None:
-        _ = self._shown.shared
+        self._shown.iteration_or_initialise()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self._shown.before_forward(module, args, kwargs)

@@ -186,8 +186,8 @@ def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     # By identity: a mesh equals those of the same ranks, whose groups may be gone.
     reference, known = _smaller.get(id(mesh), (None, {}))
     if reference is None or reference() is not mesh:
-        known = {}
-        _smaller[id(mesh)] = (weakref.ref(mesh), known)
+        known, key = {}, id(mesh)
+        _smaller[key] = (weakref.ref(mesh, lambda _: _smaller.pop(key, None)), known)
     if size not in known:
         known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
     return known[size]

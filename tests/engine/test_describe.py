@@ -63,6 +63,19 @@ def test_description_reports_a_moved_tie(api: Api) -> None:
 
 
 @on_ranks(2)
+def test_description_before_the_first_forward_changes_nothing(api: Api) -> None:
+    model = Transformer(tied=True)
+    for unit in (model.embed, *model.blocks, model.head, model):
+        api.fully_shard(unit)
+    for unit in (*model.blocks, model):
+        before = str(api.describe(unit))
+        assert before == str(api.describe(unit))
+    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    assert str(api.describe(model)) == before
+    assert str(api.describe(model.blocks[0])) == before  # of the whole model, once it is known
+
+
+@on_ranks(2)
 def test_description_of_a_plain_module_is_refused(api: Api) -> None:
     with pytest.raises(api.errors.FullshardError, match="fully_shard"):
         api.describe(mlp())

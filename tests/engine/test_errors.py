@@ -237,14 +237,3 @@ def test_a_parameter_that_cannot_be_sharded_is_named_by_its_path(api: Api) -> No
         api.fully_shard(model[0], shard_placement_fn=lambda _: Shard(1))
     assert type(model) is nn.Sequential
     assert not isinstance(model[0].weight, DTensor)
-
-
-@on_ranks(2)
-def test_view_as_output_is_warned_about(api: Api) -> None:
-    class View(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x)[:1]
-
-    layer = api.fully_shard(View(4, 4))
-    with pytest.warns(UserWarning, match="returned a view tensor"):
-        layer(torch.ones(2, 4))

@@ -15,6 +15,7 @@ from tests.custom_collectives import custom_gather, custom_reduce
 from tests.harness import mesh_of, on_ranks
 from tests.models import Transformer, mlp
 from tests.training import (
+    assert_equal,
     assert_gradients_are_parts_of,
     full_gradients,
     gradients_alone,
@@ -265,6 +266,134 @@ def test_method_to_register_must_exist_on_a_unit(api: Api) -> None:
     api.fully_shard(model)
     with pytest.raises(ValueError, match="does not have a method generate"):
         api.register_fsdp_forward_method(model, "generate")
+
+
+# Calls within calls
+
+
+class Generator(nn.Module):
+    """Methods that call forward, and a layer that they use after it. (n, 16) -> same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply all but the head."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+    def generate(self, x: Tensor, *, fails: bool = False) -> Tensor:
+        """Apply everything several times."""
+        for _ in range(3):
+            x = self.head(self(x))
+            if fails:
+                raise ZeroDivisionError
+        return x
+
+    def train_on(self, x: Tensor, optimizer: torch.optim.Optimizer) -> list[float]:
+        """Take two steps."""
+        losses = []
+        for _ in range(2):
+            loss = mean_square(self(x))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+class Tree(nn.Module):
+    """A module that calls itself between two layers. (n, 16) -> same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(16, 16)
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        """Add what the branches make of x."""
+        x = self.down(x).tanh()
+        if depth:
+            x = x + self(x, depth - 1) + self(x.sin(), depth - 1)
+        return self.up(x)
+
+
+def _generators(api: Api, reshard: bool | None) -> tuple[Generator, Generator]:
+    model = Generator()
+    alone = copy.deepcopy(model)
+    for block in model.blocks:
+        api.fully_shard(block, reshard_after_forward=reshard)
+    api.fully_shard(model, reshard_after_forward=reshard)
+    for name in ("generate", "train_on"):
+        api.register_fsdp_forward_method(model, name)
+    return model, alone
+
+
+@pytest.mark.ours("parameters are freed when the inner call is over")
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(2)
+def test_method_uses_layers_after_it_called_forward(api: Api, reshard: bool | None) -> None:
+    model, alone = _generators(api, reshard)
+    batch = make_batch(16)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model.generate(batch), alone.generate(batch))
+        is_sharded = [isinstance(p, DTensor) for p in model.blocks.parameters()]
+        assert all(is_sharded) or reshard is False
+        for net in (model, alone):
+            mean_square(net.generate(batch)).backward()
+            mean_square(net(batch)).backward()
+        assert_equal(full_gradients(model), full_gradients(alone))
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+@on_ranks(2)
+def test_method_may_train(api: Api, reshard: bool | None) -> None:
+    model, alone = _generators(api, reshard)
+    losses = []
+    for net in (model, alone):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        losses.append([net.train_on(make_batch(16, seed=seed), optimizer) for seed in range(2)])
+    torch.testing.assert_close(losses[0], losses[1])
+
+
+@pytest.mark.ours("parameters are freed when the inner call is over")
+@on_ranks(2)
+def test_method_that_raised_after_it_called_forward_may_be_called_again(api: Api) -> None:
+    model, alone = _generators(api, True)
+    batch = make_batch(16)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model.generate(batch, fails=True)
+        for net in (model, alone):
+            mean_square(net.generate(batch)).backward()
+        assert_equal(full_gradients(model), full_gradients(alone))
+
+
+@pytest.mark.ours("parameters are freed when the innermost call is over")
+@pytest.mark.parametrize("is_root", [True, False])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(2)
+def test_module_that_calls_itself_trains_as_alone(
+    api: Api, is_root: bool, reshard: bool | None
+) -> None:
+    model: nn.Module = Tree() if is_root else nn.Sequential(nn.Linear(16, 16), Tree())
+    alone = copy.deepcopy(model)
+    if not is_root:
+        api.fully_shard(model[1], reshard_after_forward=reshard)
+    api.fully_shard(model, reshard_after_forward=reshard)
+    for seed in range(2):
+        batch = make_batch(16, seed=seed)
+        for net in (model, alone):
+            mean_square(net(batch)).backward()
+        assert_equal(full_gradients(model), full_gradients(alone))
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch), alone(batch))
 
 
 # After an exception

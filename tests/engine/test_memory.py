@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fullshard.comm.scratch import Scratch
+from fullshard.engine.hooks import state_of
 from fullshard.engine.whole import gather_whole
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
@@ -258,7 +259,7 @@ def test_memory_of_whole_parameters_goes_with_them(api: Api) -> None:
     model = wrap(api, layers(), "pieces")
     run_step(model)
     model.zero_grad()
-    for unit in model._state.shared.units:
+    for unit in model._state.iteration_or_initialise().units:
         whole = [tensor._base for tensor in gather_whole(unit)]
         held = [weakref.ref(tensor) for tensor in whole]
         assert all(tensor is not None for tensor in whole)
@@ -288,7 +289,7 @@ def test_a_model_without_sharded_modules_is_refused(api: Api) -> None:
         api.memory_report(mlp())
 
 
-def warnings_of(api: Api, model: nn.Module) -> list[str]:
+def warnings_of(model: nn.Module) -> list[str]:
     """Return what is logged while the root is found out, and again."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -297,7 +298,9 @@ def warnings_of(api: Api, model: nn.Module) -> list[str]:
     logger.addHandler(handler)
     try:
         for _ in range(2):
-            api.describe(model)
+            state = state_of(model)
+            assert state is not None
+            state.iteration_or_initialise()
     finally:
         logger.removeHandler(handler)
     return [record.getMessage() for record in records]
@@ -308,7 +311,7 @@ def warnings_of(api: Api, model: nn.Module) -> list[str]:
 @pytest.mark.parametrize("face", ["rows", "flat"])
 def test_a_root_with_most_parameters_is_warned_of_once(api: Api, face: str) -> None:
     model = nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(3)), Block())
-    found = warnings_of(api, wrap(api, model, face))
+    found = warnings_of(wrap(api, model, face))
     if rank() != 0:
         assert found == []
         return
@@ -327,4 +330,4 @@ def test_no_root_is_warned_of_without_need(api: Api) -> None:
     small = nn.Sequential(wide(64), wide(64), wide(64))
     in_blocks = nn.Sequential(Block(1536), Block(1536), Block(1536))
     for model in (small, in_blocks):
-        assert warnings_of(api, wrap(api, model)) == []
+        assert warnings_of(wrap(api, model)) == []

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 from tests.api import Api
 from tests.fsdp1.models import batch, net, orig_params, quiet, run_step, train, whole, wrap
@@ -50,6 +52,38 @@ def test_a_compiled_wrapper_computes_the_same(api: Api, use_orig_params: bool) -
             train(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, compiled)
         ]
     assert losses[0] == losses[1]
+
+
+@on_ranks(2, limit_s=120)  # the first of them imports the compiler
+def test_wrapped_blocks_compile_as_full_graphs(api: Api) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = wrap(api, net(), use_orig_params=True)
+    other = wrap(api, net(), use_orig_params=True)
+    for block in other.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    with quiet():
+        losses = [
+            train(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, other)
+        ]
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2, limit_s=120)
+def test_compiled_wrapper_compiles_what_the_user_wrote_and_nothing_else(api: Api) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = wrap(api, net(), use_orig_params=True)
+    graphs = CompileCounterWithBackend("aot_eager")
+    with quiet():
+        compiled = torch.compile(model, backend=graphs)
+        train(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), steps=1)
+        num_frames = counters["frames"]["total"]
+        train(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), steps=3)
+    if not api.is_torch:
+        assert not counters["graph_break"]
+        assert num_frames == graphs.frame_count + 1  # the model's forward, which calls the blocks
+    assert counters["frames"]["total"] == num_frames
 
 
 @orig_params

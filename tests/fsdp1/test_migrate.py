@@ -136,8 +136,6 @@ MODELS: dict[str, Callable[[Any], nn.Module]] = {
 
 
 def _train(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[float]:
-    # Both faces say that a linear layer that is a unit returns a view of what it computed.
-    warnings.filterwarnings("ignore", ".* is sharded and returned a view tensor")
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     losses = []
     for _ in range(4):

@@ -777,6 +777,30 @@ def test_outermost_instance_is_the_root(api: Api) -> None:
     assert FSDP.fsdp_modules(nn.Linear(2, 2)) == []
 
 
+@pytest.mark.ours("the first one that is asked becomes the root")
+@on_default_comm
+@on_ranks(2)
+def test_asking_who_is_the_root_makes_nobody_the_root(api: Api) -> None:
+    model = wrap(api, net())
+    FSDP = api.FullyShardedDataParallel
+    inner = model.blocks[0]
+    assert not inner.check_is_root()
+    assert FSDP.fsdp_modules(inner, root_only=True) == []
+    assert FSDP.fsdp_modules(model.module, root_only=True) == []
+    with pytest.raises(RuntimeError, match="inner FSDP instances"), inner.no_sync():
+        pass
+    other = wrap(api, Block())
+    assert other.check_is_root()
+    outer = wrap(api, nn.Sequential(other), nested=False)
+    assert not other.check_is_root()
+    assert FSDP.fsdp_modules(nn.ModuleList([model, outer]), root_only=True) == [model, outer]
+    for each in (model, outer, inner, other):
+        assert each._is_root is None
+    run_step(model)
+    assert model.check_is_root()
+    assert not inner.check_is_root()
+
+
 @on_default_comm
 @on_ranks(2)
 def test_inner_instance_that_ran_first_is_refused(api: Api) -> None:

@@ -1,6 +1,8 @@
 """Layouts, checked for every rank of jobs of up to 1,024 ranks in one process."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -203,6 +205,19 @@ def test_parameters_of_different_dtypes_get_buckets_of_their_own() -> None:
     ]
     layout = rows_layout(specs, shard_size=2)
     assert [[p.index for p in bucket.params] for bucket in layout.buckets] == [[0, 2], [1]]
+
+
+def test_geometry_is_forgotten_with_the_last_bucket_that_has_it() -> None:
+    specs = [ParamSpec("w", (12_345, 3), torch.float32, torch.float32)]
+    buckets = [rows_layout(specs, shard_size=2).buckets[0] for _ in range(2)]
+    assert buckets[0].geometry is buckets[1].geometry
+    geometry = weakref.ref(buckets[0].geometry)
+    del buckets[0]
+    gc.collect()
+    assert geometry() is not None
+    buckets.clear()
+    gc.collect()
+    assert geometry() is None
 
 
 def test_buckets_of_one_geometry_are_known_by_one_object() -> None:

@@ -9,6 +9,7 @@ During backward the sums are lent to the unsharded parameters, so that autograd 
 place while what it adds is in cache.
 """
 
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -52,9 +53,19 @@ class SpareMemory:
         storage = self._storages.pop(key, None)
         if storage is None or storage.nbytes() != math.prod(shape) * dtype.itemsize:
             return None
-        if storage_uses(storage._cdata) > 1 or sys.getrefcount(storage) > 2:  # a call is one use
+        if storage_uses(storage._cdata) > 1 or sys.getrefcount(storage) > _references_to_own():
             return None
         return tensor_over(storage, 0, shape, dtype)
+
+
+@functools.cache
+def _references_to_own() -> int:
+    """Count the references to a storage that a local variable alone refers to.
+
+    It is 2 up to Python 3.13, of which the call is one, and less where calls borrow.
+    """
+    own = torch.UntypedStorage(0)
+    return sys.getrefcount(own)
 
 
 class Accumulation(Protocol):

@@ -15,17 +15,19 @@
 
 Special cases. Activation recomputation runs 1 and 3 again inside backward, between 4 and 6: the
 parameters stay unsharded until 6. A module that runs several times has one 6 for each, and reduces
-each time. Modules sharded together share a state: 3 completes with the last of them, or, if one
-never ran, with the forward root, which may be the group itself. Inside a transform a node stands
-for 4. After an exception, whatever was left is reset by the next forward of the root; gradients
-that earlier micro-batches accumulated are kept if it came in forward.
+each time. If it calls itself, or a method that counts as forward calls it, 2 and the resharding are
+those of the outermost call. Modules sharded together share a state: 3 completes with the last of
+them, or, if one never ran, with the forward root, which may be the group itself. Inside a transform
+a node stands for 4. An output that is a view has a second 4, on what it is a view of. After an
+exception, whatever was left is reset by the next forward of the root; gradients that earlier
+micro-batches accumulated are kept if it came in forward.
 """
 
 import functools
 import operator
-import warnings
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.iteration import Iteration, is_in_backward
-from fullshard.engine.nodes import mark_after_backward, mark_before_backward
+from fullshard.engine.nodes import mark_after_backward, mark_before_backward, watch_view
 from fullshard.engine.params import ManagedParameter
 from fullshard.engine.precision import (
     cast_inputs,
@@ -43,7 +45,7 @@ from fullshard.engine.precision import (
     replace_differentiable,
 )
 from fullshard.engine.root_share import warn_of_large_root
-from fullshard.engine.runtime import eager
+from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name, contains, lowest_common_unit
@@ -76,10 +78,12 @@ class ModuleState:
         # Returns the iteration of the model this belongs to, None before its first use.
         self.iteration: Callable[[], Iteration | None] = _no_iteration
         self._own_iteration: Iteration | None = None  # of a root
+        self._said: dict[str, Any] = {}  # about iterations, before the root was known
         self._root: weakref.ref[ModuleState] | None = None
         self._states: list[ModuleState] = [self]  # of a root: all below it
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()  # of a group: those that have yet to run
+        self._calls_itself = False  # in this forward
         self._methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._hooks: list[RemovableHandle] = []
         self.attach()
@@ -128,14 +132,46 @@ class ModuleState:
         return self._own_iteration is not None
 
     @property
-    def shared(self) -> Iteration:
-        """The iteration of the model this belongs to; the first module to ask becomes its root."""
+    @passing_through
+    def known_iteration(self) -> Iteration | None:
+        """The iteration of the model this belongs to; None before the model's first use."""
+        return self.iteration()
+
+    def iteration_or_initialise(self) -> Iteration:
+        """Return the same; before the model's first use, make this its root.
+
+        For what runs the model. Whoever only asks, or changes a setting, uses `known_iteration`: a
+        module that became a root because of a question would be in the way of the real one.
+        """
         return self.iteration() or self.initialise()
 
     @property
-    def known_iteration(self) -> Iteration | None:
-        """The same, or None before the model's first use."""
-        return self.iteration()
+    def is_last_backward(self) -> bool:
+        """Whether the next backward is the last of its iteration."""
+        iteration = self.iteration()
+        value: bool = (
+            self._said.get("is_last_backward", True)
+            if iteration is None
+            else iteration.is_last_backward
+        )
+        return value
+
+    @property
+    def post_optim_event(self) -> torch.Event | None:
+        """What the next forward of the root waits for."""
+        iteration = self.iteration()
+        return (
+            self._said.get("post_optim_event") if iteration is None else iteration.post_optim_event
+        )
+
+    def say(self, **facts: Any) -> None:
+        """Set ``is_last_backward`` or ``post_optim_event``, once the root is known or at once."""
+        iteration = self.iteration()
+        if iteration is None:
+            self._said.update(facts)
+            return
+        for name, value in facts.items():
+            setattr(iteration, name, value)
 
     def initialise(self) -> Iteration:
         """Make this the root: resolve names and ties, materialise the units, connect them."""
@@ -146,7 +182,7 @@ class ModuleState:
                 "and run first. Apply fully_shard to the module that contains them."
             )
         (root,) = self.modules
-        named = _named_states(root)
+        named = named_states(root)
         for name, state in named.items():
             # What was below another wrapper before may move; a sharded module's place is for good.
             is_taken = state.is_root or (state._has_hooks and state.known_iteration is not None)
@@ -159,12 +195,12 @@ class ModuleState:
         self._states = list(dict.fromkeys(named.values()))
         for state in self._states:
             state._units = None
-        for state in self._states:
-            name = ", ".join(clean_name(name) for name, other in named.items() if other is state)
-            for unit in state.all_units:
-                unit.set_name(name)
-        _name_parameters(root, self._states)
-        _move_ties(root, named)
+        for unit, name in names_of_units(named).items():
+            unit.set_name(name)
+        for param, paths in names_of_parameters(root, self._states).items():
+            param.names = paths
+        for param, unit, other in moves_of_ties(root, named):
+            unit.give_param(param, other)
         for unit in self.all_units:
             unit.become_root()
         for state in self._states:
@@ -178,6 +214,9 @@ class ModuleState:
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)
+        for state in reversed(self._states):  # the root's own words come last, and count
+            state.say(**state._said)
+            state._said.clear()
         return self._own_iteration
 
     def _cast_buffers(self) -> None:
@@ -196,7 +235,7 @@ class ModuleState:
         (unit,) = self.all_units
         if full == (self._reduced is not None):
             return
-        _ = self.shared
+        self.iteration_or_initialise()
         if self._reduced is not None:
             config, self._reduced = self._reduced, None
             unit.configure(mp_policy=config.mp_policy, buffer_dtype=config.buffer_dtype)
@@ -242,10 +281,15 @@ class ModuleState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.training_state is TrainingState.PRE_BACKWARD and is_in_backward():
             # A backward that ran in between may have resharded them.
-            self.shared.begin_units(self.units, prefetches=False)
+            self.iteration_or_initialise().begin_units(self.units, prefetches=False)
             return cast_inputs(self.policy, args, kwargs)
-        iteration = self.shared
+        iteration = self.iteration_or_initialise()
         units = self.units
+        has_begun = self.training_state is TrainingState.FORWARD and id(module) not in self._to_run
+        # Either an exception ended that forward, or it is still running and this is part of it.
+        if has_begun and self._num_calls(module) > 1:
+            return self._begin_inner_call(args, kwargs)
+        self._calls_itself = False
         if self._own_iteration is not None and _is_left_over(iteration):
             self.reset(keeps_gradients=not iteration.has_stale_backward)
         is_first = self.training_state is not TrainingState.FORWARD
@@ -266,6 +310,7 @@ class ModuleState:
                 args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs
 
+    @passing_through
     def run_as_forward(
         self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
@@ -278,6 +323,7 @@ class ModuleState:
         reference = weakref.ref(module)  # what the module keeps must not keep the module
         self._methods.append((reference, name, method))
 
+        @passing_through
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             this = reference()
@@ -316,7 +362,9 @@ class ModuleState:
         policy = self.policy
         if self.training_state is TrainingState.PRE_BACKWARD:
             return cast_outputs(policy, output)
-        iteration = self.shared
+        iteration = self.iteration_or_initialise()
+        if self._calls_itself and self._num_calls(module) > 1:
+            return cast_outputs(policy, self._mark_outputs(output))
         is_root = iteration.is_forward_root(self)
         if self._to_run:
             self._to_run.discard(id(module))
@@ -336,21 +384,58 @@ class ModuleState:
 
     def _complete_forward(self, output: Any) -> Any:
         outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
-        self.shared.end_units(self.units, is_differentiable=bool(outputs))
+        self.iteration_or_initialise().end_units(self.units, is_differentiable=bool(outputs))
         self.training_state = TrainingState.IDLE
-        if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled():
+        return self._mark_outputs(output, outputs)
+
+    def _mark_outputs(self, output: Any, outputs: Sequence[torch.Tensor] | None = None) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        if torch._C._are_functorch_transforms_active():
             return map_tensors(lambda tensor: mark_before_backward(self, tensor), output)
-        for tensor in outputs:
+        for tensor in differentiable_tensors(output) if outputs is None else outputs:
             if tensor._is_view():
-                _warn_of_view(self.modules)
-            tensor.register_hook(self.before_backward)
+                watch_view(self, tensor)
+            else:
+                tensor.register_hook(self.before_backward)
         return output
+
+    # 1 and 3 of a call within a call of the same module
+
+    def _begin_inner_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let the outer call's parameters serve. They are needed until it is over.
+
+        No 2 either: in backward they are needed until the outer call's 6.
+        """
+        self._calls_itself = True
+        for unit in self.units:
+            unit.unshard()
+            unit.wait_unshard()
+        return cast_inputs(self.policy, args, kwargs)
+
+    def _num_calls(self, module: nn.Module) -> int:
+        """Count the calls of a module that are running on this thread, by looking at its stack.
+
+        Slow, but right after an exception of any kind too, where a counter would have to be told.
+        """
+        count = 0
+        frame = sys._getframe().f_back
+        while frame is not None:
+            code = frame.f_code
+            if code is _CALLS_METHOD:
+                count += frame.f_locals["self"] is self and frame.f_locals["module"] is module
+            elif code is _CALLS_FORWARD and self._has_hooks:
+                count += frame.f_locals["self"] is module
+            frame = frame.f_back
+        return count
 
     # 4
 
     @eager
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor:
-        iteration = self.shared
+        iteration = self.iteration_or_initialise()
         iteration.begin_backward(self.end_backward)
         if self.training_state is TrainingState.PRE_BACKWARD:
             return grad
@@ -377,7 +462,7 @@ class ModuleState:
     @eager
     def after_backward(self) -> None:
         self.training_state = TrainingState.POST_BACKWARD
-        iteration = self.shared
+        iteration = self.iteration_or_initialise()
         for unit in reversed(self.units):
             iteration.after_backward(unit)
 
@@ -394,7 +479,7 @@ class ModuleState:
         ]
         for state in states:
             state.training_state = TrainingState.IDLE
-        self.shared.end_backward(finished)
+        self.iteration_or_initialise().end_backward(finished)
 
     @property
     def everyone(self) -> list["ModuleState"]:
@@ -419,6 +504,12 @@ class ModuleState:
                 unit.follow_changes()
 
 
+# The functions in which a module's forward runs, and a method that counts as one.
+_CALLS_FORWARD = nn.Module._call_impl.__code__
+_CALLS_METHOD = ModuleState.run_as_forward.__code__
+
+
+@passing_through
 def _no_iteration() -> None:
     return None
 
@@ -429,7 +520,8 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return state if isinstance(state, ModuleState) else None
 
 
-def _named_states(root: nn.Module) -> dict[str, ModuleState]:
+def named_states(root: nn.Module) -> dict[str, ModuleState]:
+    """Return the states in a model by the paths of their modules."""
     return {
         name: state
         for name, module in root.named_modules()
@@ -442,31 +534,40 @@ def _is_left_over(iteration: Iteration) -> bool:
     return not is_in_backward() and (iteration.is_in_forward or iteration.has_stale_backward)
 
 
-def _warn_of_view(modules: Sequence[nn.Module]) -> None:
-    names = ", ".join(type(module).__name__ for module in modules)
-    warnings.warn(
-        f"{names} is sharded and returned a view tensor. Changing it in place (`x += y`) makes "
-        "autograd forget to gather the parameters for backward: write `x = x + y`, or return "
-        "`x.clone()`.",
-        UserWarning,
-        stacklevel=3,
-    )
+def names_of_units(named: Mapping[str, ModuleState]) -> dict[Unit, str]:
+    """Return what the units of these states are called: by the paths of their modules."""
+    paths: dict[ModuleState, list[str]] = {}
+    for path, state in named.items():
+        paths.setdefault(state, []).append(clean_name(path))
+    return {unit: ", ".join(names) for state, names in paths.items() for unit in state.all_units}
 
 
-def _name_parameters(root: nn.Module, states: Sequence[ModuleState]) -> None:
+def names_of_parameters(
+    root: nn.Module, states: Iterable[ModuleState]
+) -> dict[ManagedParameter, list[str]]:
+    """Return the paths of the states' parameters below a module."""
     paths: dict[int, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(clean_name(path))
-    for param in [param for state in states for unit in state.units for param in unit.params]:
-        param.names = [
+    return {
+        param: [
             f"{path}.{slot.name}" if path else slot.name
             for slot in param.slots
             for path in paths.get(id(slot.module()), ())
         ]
+        for state in states
+        for unit in state.all_units
+        for param in unit.params
+    }
 
 
-def _move_ties(root: nn.Module, named: dict[str, ModuleState]) -> None:
-    """Move each parameter that several units use to the innermost unit that contains them all."""
+def moves_of_ties(
+    root: nn.Module, named: Mapping[str, ModuleState]
+) -> list[tuple[ManagedParameter, Unit, Unit]]:
+    """Find what has to move: each parameter that several units use, from its unit to another.
+
+    That is the innermost unit that contains them all.
+    """
     name_of = {id(module): name for name, module in root.named_modules()}
     single = {name: state for name, state in named.items() if len(state._modules) == 1}
     moves: list[tuple[ManagedParameter, Unit, Unit]] = []
@@ -479,8 +580,7 @@ def _move_ties(root: nn.Module, named: dict[str, ModuleState]) -> None:
             if nearest != {id(state)}:
                 target = single[lowest_common_unit(users, single)]
                 moves.append((param, unit, _on_mesh_of(unit, target, param)))
-    for param, unit, other in moves:
-        unit.give_param(param, other)
+    return moves
 
 
 def _on_mesh_of(unit: Unit, state: ModuleState, param: ManagedParameter) -> Unit:

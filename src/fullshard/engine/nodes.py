@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import _SingleLevelFunction
 
+from fullshard.engine.runtime import passing_through
+
 
 class State(Protocol):
     """Whose moments these are."""
@@ -29,6 +31,7 @@ class AfterBackward(_SingleLevelFunction):
         return tensors
 
     @staticmethod
+    @passing_through
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return (None, *_end(ctx.state, grads, ()))
 
@@ -67,6 +70,7 @@ class BeforeBackward(torch.autograd.Function):
         ctx.state = inputs[0]
 
     @staticmethod
+    @passing_through
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, ctx.state.before_backward(grad)
 
@@ -93,6 +97,7 @@ def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[
     return marked
 
 
+@passing_through
 def _end(
     state: State, grads: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
@@ -110,3 +115,43 @@ def mark_before_backward(state: State, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     marked: torch.Tensor = BeforeBackward.apply(state, tensor)  # type: ignore[no-untyped-call]
     return marked
+
+
+class _View:
+    """An output that is a view: when its gradient is ready, whatever was done to it since.
+
+    A view that is changed in place gets another node, which knows nothing of its hooks. What it is
+    a view of keeps its own node behind that of the change, so there is a hook on both. The first
+    one to fire in a backward pass counts: the second comes late if nothing was changed and the
+    module returned a view of its input.
+    """
+
+    __slots__ = ("_seen", "_state")
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._seen = -1  # in this backward pass
+
+    @passing_through
+    def of_view(self, grad: torch.Tensor) -> torch.Tensor:
+        self._seen = torch._C._current_graph_task_id()
+        return self._state.before_backward(grad)
+
+    @passing_through
+    def of_base(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        task = torch._C._current_graph_task_id()
+        grad = next((grad for grad in grads if grad is not None), None)
+        if grad is not None and task != self._seen:
+            self._seen = task
+            self._state.before_backward(grad)
+
+
+def watch_view(state: State, tensor: torch.Tensor) -> None:
+    """Call `State.before_backward` when the gradient of a view is ready, or of what it became."""
+    view = _View(state)
+    tensor.register_hook(view.of_view)
+    # Autograd itself refuses a change in place where the base has no node, and where one function
+    # made several views.
+    node = tensor._base.grad_fn if tensor._base is not None else None
+    if node is not None:
+        node.register_prehook(view.of_base)

@@ -1,11 +1,20 @@
 """What is in effect, as values and as text."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from fullshard.engine.hooks import state_of
+from fullshard.engine.hooks import (
+    ModuleState,
+    moves_of_ties,
+    named_states,
+    names_of_parameters,
+    names_of_units,
+    state_of,
+)
+from fullshard.engine.params import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.layout import Route
@@ -74,10 +83,22 @@ class Description:
         return "\n".join([head, *(str(unit) for unit in self.units)])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shown:
+    """A unit as it is described: by itself, or as its root will change it when it first runs."""
+
+    unit: Unit
+    name: str
+    params: Sequence[ManagedParameter]
+    names: Mapping[ManagedParameter, Sequence[str]]
+    is_root: bool
+
+
 def describe(model: nn.Module) -> Description:
     """Return what is in effect for a sharded model: not what was asked for, what it came to.
 
-    Resolves the root as the first forward would. Raises StateError if nothing is sharded.
+    Before the first forward, as if the model were its root, without making it one. Raises
+    StateError if it is not sharded.
     """
     state = state_of(model)
     if state is None:
@@ -85,16 +106,40 @@ def describe(model: nn.Module) -> Description:
             f"{type(model).__name__} is not sharded. Pass the module given to fully_shard last, or the "
             "outermost wrapper."
         )
-    states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
-    units = [unit for s in states for unit in s.units]
-    if not any(param.local.is_meta for unit in units for param in unit.params):
-        units = state.shared.units
-    return Description(tuple(_describe(unit) for unit in units))
+    iteration = state.known_iteration  # of the whole model, though ``model`` be a part of it
+    units = _expected(model, state) if iteration is None else map(_as_it_is, iteration.units)
+    return Description(tuple(map(_describe, units)))
 
 
-def _describe(unit: Unit) -> UnitDescription:
-    layout, plan, policy = unit.layout, unit.mesh.plan, unit.config.mp_policy
-    params = [param for bucket in layout.buckets for param in bucket.params]
+def _as_it_is(unit: Unit) -> _Shown:
+    return _Shown(unit, unit.name, unit.params, {p: p.names for p in unit.params}, unit.is_root)
+
+
+def _expected(model: nn.Module, root: ModuleState) -> list[_Shown]:
+    """Return the units as they will be: called by their paths, and tied parameters moved."""
+    named = named_states(model)
+    names = names_of_parameters(model, dict.fromkeys(named.values()))
+    params = {unit: list(unit.params) for state in named.values() for unit in state.all_units}
+    for param, unit, other in moves_of_ties(model, named):
+        params[unit].remove(param)
+        params[other].append(param)
+    return [
+        _Shown(unit, name, params[unit], names, unit in root.all_units)
+        for unit, name in names_of_units(named).items()
+        if params[unit]
+    ]
+
+
+def _describe(shown: _Shown) -> UnitDescription:
+    unit, names = shown.unit, shown.names
+    plan, policy = unit.mesh.plan, unit.config.mp_policy
+    layout = unit.layout_of(shown.params)
+    plain = [param for param in shown.params if not param.is_extended]
+    placed = [param for bucket in layout.buckets for param in bucket.params]
+    routes = {
+        route: tuple(_name(names, plain[p.index]) for p in placed if p.route is route)
+        for route in Route
+    }
     option = unit.config.reshard_after_forward
     mesh = f"shard {plan.shard_size}"
     if plan.replicate_size > 1:
@@ -105,21 +150,21 @@ def _describe(unit: Unit) -> UnitDescription:
         else _dtype(b.dtype)
         for b in layout.buckets
     )
-    reduce_dtype = policy.reduce_dtype or (layout.buckets[0].compute_dtype if params else None)
+    reduce_dtype = policy.reduce_dtype or (layout.buckets[0].compute_dtype if placed else None)
     accumulate = unit.comm.accumulate_dtype(reduce_dtype) if reduce_dtype else None
     return UnitDescription(
-        name=unit.name,
+        name=shown.name,
         mesh=mesh,
         communication=unit.comm.name,
         dtypes=f"parameters {', '.join(dtypes)}; gradients reduced in {_dtype(reduce_dtype)}, "
         f"summed in {_dtype(accumulate)}",
-        reshard_after_forward=(not unit.is_root) if option is None else option,
-        direct=tuple(p.spec.name for p in params if p.route is Route.DIRECT),
-        packed=tuple(p.spec.name for p in params if p.route is Route.PACKED),
-        flat=tuple(p.spec.name for p in params if p.route is Route.FLAT),
-        frozen=tuple(p.name for p in unit.params if not p.requires_grad),
-        tied=tuple(" = ".join(p.names) for p in unit.params if len(p.slots) > 1),
-        extended=tuple(p.name for p in unit.params if p.is_extended),
+        reshard_after_forward=(not shown.is_root) if option is None else option,
+        direct=routes[Route.DIRECT],
+        packed=routes[Route.PACKED],
+        flat=routes[Route.FLAT],
+        frozen=tuple(_name(names, p) for p in shown.params if not p.requires_grad),
+        tied=tuple(" = ".join(names[p]) for p in shown.params if len(p.slots) > 1),
+        extended=tuple(_name(names, p) for p in shown.params if p.is_extended),
         in_place=unit.may_be_in_place and not unit.is_written,
         is_written=unit.is_written,
         offload=unit.config.offload_to_cpu,
@@ -127,6 +172,10 @@ def _describe(unit: Unit) -> UnitDescription:
         unsharded_nbytes=layout.unsharded_nbytes,
         divide_factor=unit.config.gradient_divide_factor or float(plan.data_parallel_size),
     )
+
+
+def _name(names: Mapping[ManagedParameter, Sequence[str]], param: ManagedParameter) -> str:
+    return names[param][0] if names[param] else param.name
 
 
 def _dtype(dtype: torch.dtype | None) -> str:

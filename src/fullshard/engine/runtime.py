@@ -125,10 +125,14 @@ class no_grad:  # noqa: N801  (torch's name)
 _NOTHING = contextlib.nullcontext()
 _in_transforms = torch._C._are_functorch_transforms_active
 _compile_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_never_compile = torch._dynamo.eval_frame.skip_code
 
 
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``torch.compiler.disable``, at a third of its cost where nothing is compiled."""
+    """``torch.compiler.disable``, at a third of its cost where nothing is compiled.
+
+    Called by what is not compiled itself (``nn.Module.__call__``, autograd), it interrupts no graph.
+    """
     disabled: Callable[_P, _R] = torch.compiler.disable(function)
 
     @functools.wraps(function)
@@ -137,7 +141,19 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return call
+    # Dynamo compiles every Python frame that it meets, this one too, and would end the graph at the
+    # call of `disabled`: a graph break, or an error under fullgraph=True.
+    return passing_through(call)
+
+
+def passing_through(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Never compile a function where a graph could begin with it; what it calls may be compiled.
+
+    For what stands between ``nn.Module.__call__`` and the module's own forward. A function that is
+    compiled itself and calls this one takes it in like any other.
+    """
+    _never_compile(function.__code__)
+    return function
 
 
 def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:

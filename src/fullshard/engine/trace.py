@@ -289,7 +289,8 @@ def trace(
     the block gets is called; if it never is, where ``optimizer.step()`` returns; without both, the
     block is one step. What was recorded in the folder before is replaced.
 
-    model: the outermost sharded module, of either API.
+    model: the outermost sharded module, of either API. Before its first forward this makes it the
+        root, as that forward would.
     optimizer: so that its time and the memory of its state are shown.
     first_step: the number of the first step, for the report.
     activations: whether to count what autograd saves; torch.func transforms do not allow it.
@@ -328,7 +329,7 @@ def _iteration_of(model: nn.Module) -> Iteration:
             f"{type(model).__name__} is not sharded, so there is nothing to trace. Pass the module "
             "given to fully_shard last, or the outermost FullyShardedDataParallel."
         )
-    iteration = state.shared
+    iteration = state.iteration_or_initialise()
     if isinstance(iteration.observer, Tracer):
         raise StateError(f"{type(model).__name__} is being traced already. Leave that block first.")
     if not any(unit.params for unit in iteration.units):

@@ -90,7 +90,6 @@ class MemoryMeter:
         self.saved = SavedTensors(
             [_local(each) for each in (*model.parameters(), *forms) if each is not None]
         )
-        self._shards = sum(unit.layout.shard_nbytes for unit in units)
         self._known: dict[tuple[int, Unit], int] = {}  # by category and unit
         self._totals = [0] * (len(CATEGORIES) - 1)
         self._totals[_SHARDS] = sum(unit.layout.shard_nbytes for unit in units)

@@ -134,6 +134,11 @@ class Unit:
         """Where the plain parameters lie."""
         return self._own.layout(self.comm, self.config.mp_policy)
 
+    def layout_of(self, params: Sequence[ManagedParameter]) -> UnitLayout:
+        """Return where the plain ones of these would lie, if they were the unit's."""
+        plain = [param for param in params if not param.is_extended]
+        return self._own.layout(self.comm, self.config.mp_policy, plain)
+
     def set_params(self, params: Sequence[ManagedParameter]) -> None:
         """Take these parameters, and allocate their memory unless some are still on meta."""
         self._own.take(params)

@@ -74,9 +74,14 @@ class UnitParams:
         """What an optimizer updates: each parameter, or one for all of them."""
         return list(dict.fromkeys(param.holder for param in self.all))
 
-    def layout(self, comm: Comm, policy: MixedPrecisionPolicy) -> UnitLayout:
-        """Return where the plain parameters lie, as they are now."""
-        specs = [param.spec(policy) for param in self.plain]
+    def layout(
+        self,
+        comm: Comm,
+        policy: MixedPrecisionPolicy,
+        plain: Sequence[ManagedParameter] | None = None,
+    ) -> UnitLayout:
+        """Return where the plain parameters lie, as they are now, or where these would."""
+        specs = [param.spec(policy) for param in (self.plain if plain is None else plain)]
         if self.flat_layout is not None:
             return retype(self.flat_layout, specs)
         return rows_layout(specs, shard_size=self._mesh.plan.shard_size, rule=comm.rule)

@@ -7,6 +7,7 @@ holds a flat unit: where the unit's parameters are gathered and reduced, see `en
 import contextlib
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from fullshard.engine.flat_params import FlatParameter
 from fullshard.engine.grad_norm import clip_grad_norm_
 from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.precision import differentiable_tensors
+from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import WholeOptions, whole_parameters
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
@@ -182,7 +184,10 @@ class FullyShardedDataParallel(WithStateDicts):
         config = _unit_config(self)
         unit = flat_unit(self.module, covered, self._placement.mesh, device, config, ignored.params)
         self._state = ModuleState([self], [unit], hooks=False)
+        self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._state.ignored.update(ignored.modules)
+        for inner in self.fsdp_modules(module):
+            inner._outer = weakref.ref(self)
         mark_managed(covered, keeps_parameters=use_orig_params)
         self._register_state_dict_hooks()
 
@@ -236,6 +241,7 @@ class FullyShardedDataParallel(WithStateDicts):
         return views
 
     @property
+    @passing_through
     def _unit(self) -> Unit:
         return self._state.all_units[0]
 
@@ -256,9 +262,11 @@ class FullyShardedDataParallel(WithStateDicts):
         return None if self._state.known_iteration is None else self._state.is_root
 
     def check_is_root(self) -> bool:
-        """Whether this instance is in no other one. Makes it a root if nothing has run yet."""
-        _ = self._state.shared
-        return self._state.is_root
+        """Whether this instance is in no other one. Before the first forward, as far as is known."""
+        if self._state.known_iteration is not None:
+            return self._state.is_root
+        outer = self._outer() if self._outer is not None else None
+        return outer is None or all(module is not self for module in outer.modules())
 
     @staticmethod
     def fsdp_modules(
@@ -266,8 +274,17 @@ class FullyShardedDataParallel(WithStateDicts):
     ) -> list["FullyShardedDataParallel"]:
         """Return the instances in a module, itself included, or those in no other one."""
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
-        return [each for each in found if each.check_is_root()] if root_only else found
+        if not root_only:
+            return found
+        inside: set[nn.Module] = set()  # of those before: an instance comes before what is in it
+        roots: list[FullyShardedDataParallel] = []
+        for each in found:
+            if each not in inside and each.check_is_root():
+                roots.append(each)
+                inside.update(each.modules())
+        return roots
 
+    @passing_through
     def __getattr__(self, name: str) -> Any:
         """Look missing attributes up on the wrapped module."""
         try:
@@ -293,6 +310,7 @@ class FullyShardedDataParallel(WithStateDicts):
 
     # Running
 
+    @passing_through
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
         if self._computes_fully_in_eval:
@@ -303,6 +321,7 @@ class FullyShardedDataParallel(WithStateDicts):
             self._refuse_overlap()
         return self._state.run_as_forward(self, _run_wrapped, args, kwargs)
 
+    @eager
     def _refuse_overlap(self) -> None:
         for instance in self.fsdp_modules(self):
             if instance._unit.flat is not None and any(
@@ -312,6 +331,7 @@ class FullyShardedDataParallel(WithStateDicts):
                     "FSDP optimizer in backward only supported with use_orig_params=True!"
                 )
 
+    @eager
     def _follow_mode(self) -> None:
         """Compute in full precision if in evaluation, from the root down."""
         if self._state.known_iteration is not None and not self._state.is_root:
@@ -462,6 +482,7 @@ class FullyShardedDataParallel(WithStateDicts):
             instance._unit.configure(comm_hook=CommHook(state, hook))
 
 
+@passing_through
 def _run_wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
     return instance._fsdp_wrapped_module(*args, **kwargs)
 

@@ -27,6 +27,7 @@ import enum
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -192,8 +193,11 @@ class BucketLayout:
 
     @functools.cached_property
     def geometry(self) -> object:
-        """The same object for all buckets that equal this one, so that it is compared quickly."""
-        return _geometry(self)
+        """The same object for all buckets that equal this one, so that it is compared quickly.
+
+        For as long as one of them refers to it.
+        """
+        return _geometries.setdefault(dataclasses.replace(self), _Geometry())
 
     @functools.cached_property
     def is_flat(self) -> bool:
@@ -422,9 +426,13 @@ def regroup(bucket: BucketLayout, *, shard_size: int) -> BucketLayout:
     )
 
 
-@functools.cache
-def _geometry(_: BucketLayout) -> object:
-    return object()
+class _Geometry:
+    """Stands for all buckets that are equal."""
+
+
+# By a copy of the first of equal buckets: a bucket itself refers to its geometry, and would keep it
+# here for ever.
+_geometries: weakref.WeakValueDictionary[BucketLayout, _Geometry] = weakref.WeakValueDictionary()
 
 
 def _rows_bucket(

@@ -6,9 +6,9 @@
 2:unshard 2:backward 2:reshard 2:reduce 1:unshard 1:backward 1:reshard 1:reduce \
 0:backward 0:reshard 0:reduce
 
-Prefetch is a pass over steps: it moves an unshard to before the compute that precedes it. The
-module tree only predicts the order. The runtime records the order it observes (`Recorder`), uses
-the last one to prefetch, and follows whatever really happens.
+This is how tests say what a step has to do; here prefetch is a pass over steps, which moves an
+unshard to before the compute that precedes it. The runtime has no such plan: it records the order
+it observes (`Recorder`), uses the last one to prefetch, and follows whatever really happens.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The `fullshard` command. The one place that reads environment variables.
+"""The `fullshard` command. Of the tools, the one place that reads environment variables.
 
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
