@@ -10,9 +10,20 @@ import torch
 from torch import nn
 
 from tests.api import Api
-from tests.fsdp1.models import batch, net, orig_params, quiet, run_step, train, whole, wrap
+from tests.fsdp1.models import (
+    averaged_gradients,
+    batch,
+    net,
+    orig_params,
+    quiet,
+    run_step,
+    train,
+    whole,
+    whole_gradients,
+    wrap,
+)
 from tests.harness import on_ranks, rank
-from tests.training import mean_square
+from tests.training import mean_square, my_part
 
 
 @orig_params
@@ -113,3 +124,63 @@ def test_the_flat_parameter_of_pieces_shares_their_memory(api: Api) -> None:
 def test_a_wrapper_cannot_be_copied(api: Api) -> None:
     with pytest.raises(AssertionError, match="cannot be deep-copied"):
         copy.deepcopy(wrap(api, net()))
+
+
+strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+@strategies
+@pytest.mark.ours("with SHARD_GRAD_OP, zeroes tensors that are no leaves")
+@on_ranks(2)
+def test_zero_grad_between_forward_and_backward_reaches_what_is_trained(
+    api: Api, strategy: str
+) -> None:
+    model, alone = wrap(api, net(), strategy, use_orig_params=True), net()
+    for each in (model, alone):
+        run_step(each, seed=0)
+        loss = mean_square(each(my_part(batch(1))))
+        each.zero_grad()
+        loss.backward()
+    expected = averaged_gradients(alone)
+    gradients = whole_gradients(api, model)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True], ids=["dry run", "evaluation"])
+@strategies
+@pytest.mark.ours("refuses an optimizer after a forward with SHARD_GRAD_OP")
+@on_ranks(2)
+def test_parameters_are_the_same_objects_after_a_forward(
+    api: Api, strategy: str, is_evaluation: bool
+) -> None:
+    model, alone = wrap(api, net(), strategy, use_orig_params=True), net()
+    before = dict(model.named_parameters())
+    for each in (model, alone):  # both have seen the batch, for their statistics
+        with torch.set_grad_enabled(not is_evaluation):
+            each(my_part(batch(3)))
+    now = dict(model.named_parameters())
+    assert [n for n in before if now[n] is not before[n]] == []
+    assert now.keys() == before.keys()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    assert all(p.grad is None for p in before.values())
+    moved = whole(api, model)
+    assert [n for n, p in alone.named_parameters() if torch.equal(moved[n], p)] == []
+
+
+@strategies
+@pytest.mark.ours("with FULL_SHARD, shows pieces")
+@on_ranks(2)
+def test_a_weight_used_between_forward_and_backward_is_whole_and_trained(
+    api: Api, strategy: str
+) -> None:
+    model, alone = wrap(api, net(), strategy, use_orig_params=True), net()
+    for each in (model, alone):
+        hidden = each(my_part(batch()))
+        mean_square(nn.functional.linear(hidden, each.head.weight)).backward()
+        assert each.head.weight in set(each.parameters())
+    expected = averaged_gradients(alone)
+    for name, gradient in whole_gradients(api, model).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)

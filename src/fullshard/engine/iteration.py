@@ -64,6 +64,7 @@ class Iteration:
     def connect(self) -> None:
         """Take note of how the units communicate and how many reductions may be under way."""
         comms = comms_of(self.units)
+        self._original = [unit for unit in self.units if unit.keeps_originals]
         self._fenced = [comm for comm in comms if type(comm).fence is not Comm.fence]
         self._comms = comms
         buffers = (unit.config.reduce_scatter_max_input_buffers for unit in self.units)
@@ -153,6 +154,11 @@ class Iteration:
                 kept = unit.is_held or unit.config.reshard_after_forward is False
                 if not kept and unit.state is not ShardedState.GATHERING:
                     unit.reshard()
+        for unit in self._original:  # optimizers and `zero_grad` must find what is trained
+            if self._expects_backward:
+                unit.hide_between()
+            elif not unit.is_held:
+                unit.hide_unsharded()
         self.fence("after forward")
 
     # Backward

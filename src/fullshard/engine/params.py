@@ -72,12 +72,22 @@ class Slot:
             self.registry.pop(self.name, None)
         module.__dict__[self.name] = tensor
 
+    def shadow(self, tensor: torch.Tensor) -> None:
+        """Let ``module.name`` be a tensor, whatever is registered under that name."""
+        module = self.module()
+        if module is not None:
+            module.__dict__[self.name] = tensor  # which Python looks at before `__getattr__`
+
     def take_back(self, parameter: nn.Parameter) -> None:
         """Register a parameter where a tensor was put aside."""
+        self.drop_shadow()
+        self.register(parameter)
+
+    def drop_shadow(self) -> None:
+        """Let ``module.name`` be what is registered."""
         module = self.module()
         if module is not None:
             module.__dict__.pop(self.name, None)
-        self.register(parameter)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

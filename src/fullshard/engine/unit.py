@@ -271,6 +271,17 @@ class Unit:
             self.is_hidden = True
             self._own.show_sharded()
 
+    def hide_between(self) -> None:
+        """Register the sharded parameters from forward to backward; attributes stay unsharded."""
+        if self.is_unsharded and not self.is_held and not self.is_hidden:
+            self.is_hidden = True
+            self._own.show_between()
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether users train the parameters that they built the modules with."""
+        return self.is_flat and self.flat is None
+
     def _show_unsharded(self) -> None:
         self.is_hidden = False
         self._own.show_unsharded()

@@ -47,6 +47,7 @@ class UnitParams:
         self._mesh = mesh
         self._device = device
         self._switch: Switch | None = None
+        self._has_shadows = False
         self.take(params)
 
     def take(self, params: Sequence[ManagedParameter]) -> None:
@@ -184,11 +185,35 @@ class UnitParams:
         if self._switch is not None and not self._switch.is_current:
             self._switch = None
 
+    def show_between(self) -> None:
+        """Register the sharded parameters, and let attributes be the unsharded ones.
+
+        Between forward and backward: who asks for parameters gets those that are trained, and who
+        computes with ``module.weight`` gets the whole one.
+        """
+        self.show_sharded()
+        self._has_shadows = True
+        for param in self.all:
+            unsharded = param.current_unsharded()
+            for slot in param.slots:
+                slot.shadow(unsharded)
+
+    def _drop_shadows(self) -> None:
+        self._has_shadows = False
+        for param in self.all:
+            for slot in param.slots:
+                slot.drop_shadow()
+
     def show_sharded(self) -> None:
+        if self._has_shadows:
+            self._drop_shadows()
         for each in (self._switch,) if self._switch is not None else self._shown():
             each.show_sharded()
 
     def show_unsharded(self) -> None:
+        if self._has_shadows:
+            self._drop_shadows()
+            self.follow_switch()  # what is trained was in sight, and may have been frozen
         for each in (self._switch,) if self._switch is not None else self._shown():
             each.show_unsharded()
 
