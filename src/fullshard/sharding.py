@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.engine.hooks import ModuleState
 from fullshard.engine.params import DTensorParameter, ParamForm
+from fullshard.engine.strays import mark_ignored
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError, UnsupportedError
@@ -118,7 +119,10 @@ def make_units(
     parameters.connect_ties()
     names.clear()
     parameters.slots.clear()  # the last references to the whole parameters, but for the user's
-    ModuleState(roots, [Unit(*arguments) for arguments in units])
+    state = ModuleState(roots, [Unit(*arguments) for arguments in units])
+    state.ignored.update(m for r in roots for m in r.modules() if not is_composable(m))
+    for parameter in ignored_params or ():
+        mark_ignored(parameter)
     for root in roots:
         root.__class__ = sharded_class(type(root), kind)
     mark_sharded(roots, kind.applied_by)

@@ -12,6 +12,7 @@
                              unused in part), then everything under way is finished
     8  state-dict hooks      before saving or loading: parameters are shown sharded; after loading:
                              shards that were replaced are brought back to the unit's memory
+    -  process-wide          registration of parameters and modules, optimizer steps: see `strays`
 
 Special cases. Activation recomputation runs 1 and 3 again inside backward, between 4 and 6: the
 parameters stay unsharded until 6. A module that runs several times has one 6 for each, and reduces
@@ -44,6 +45,7 @@ from fullshard.engine.precision import (
 )
 from fullshard.engine.root_share import warn_of_large_root
 from fullshard.engine.runtime import eager
+from fullshard.engine.strays import is_stray, registrations, warn_of_strays, watch
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.trace import Kind
@@ -83,6 +85,9 @@ class ModuleState:
         self._to_run: set[int] = set()  # of a group: those that have yet to run
         self._methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._hooks: list[RemovableHandle] = []
+        self._num_registrations = -1  # in the process, when strays were looked for
+        self._strays: set[str] = set()  # those found then
+        watch()
         self.attach()
 
     def attach(self) -> None:
@@ -226,6 +231,20 @@ class ModuleState:
             visit(module)
         return list(found)
 
+    def _look_for_strays(self) -> None:
+        """Warn of parameters that were added since the modules were sharded."""
+        self._num_registrations = registrations.value
+        paths = {module: path for path, module in self.modules[0].named_modules()}
+        strays = {
+            f"{clean_name(paths[module])}.{name}".lstrip(".")
+            for state in self._states
+            for module in state.own_modules()
+            for name, parameter in module._parameters.items()
+            if is_stray(parameter)
+        }
+        warn_of_strays(sorted(strays - self._strays))
+        self._strays = strays
+
     def reset(self, *, keeps_gradients: bool = False) -> None:
         """Forget an iteration that did not end, and the gradients of earlier ones unless told."""
         if self._own_iteration is None:
@@ -256,6 +275,8 @@ class ModuleState:
         if is_first and not iteration.is_in_forward and not is_in_backward():
             args, kwargs = _to_device(self.all_units[0].device, args, kwargs)
             iteration.begin_forward(self)
+            if self._num_registrations != registrations.value:
+                self._look_for_strays()
         args, kwargs = cast_inputs(self.policy, args, kwargs)
         prefetches = not self.forward_prefetch
         iteration.begin_units(units, prefetches=prefetches, is_training=module.training)

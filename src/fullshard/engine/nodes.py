@@ -110,3 +110,15 @@ def mark_before_backward(state: State, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     marked: torch.Tensor = BeforeBackward.apply(state, tensor)  # type: ignore[no-untyped-call]
     return marked
+
+
+def is_captured(leaf: torch.Tensor) -> bool:
+    """Whether this is the backward of `torch.autograd.grad`, for this leaf among others."""
+    if torch._C._current_graph_task_id() == -1:
+        return False  # a schedule that calls for reduction itself
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # which is how it says so
+        return True
+    return False

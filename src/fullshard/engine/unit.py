@@ -360,7 +360,10 @@ class Unit:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take what autograd has accumulated, one full gradient a parameter."""
-        return self._own.take_gradients()
+        grads = self._own.take_gradients()
+        if self.keeps_after_forward and not _has_any(grads):
+            self._own.warn_of_captured(self.label)
+        return grads
 
     @property
     def unreduced(self) -> list[torch.Tensor]:

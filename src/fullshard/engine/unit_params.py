@@ -5,6 +5,7 @@ Parameters may be replaced, moved or cast by others between steps: ``to_empty``,
 them home; when it does is up to `unit`.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from fullshard.comm.interface import Comm
 from fullshard.engine.buffers import UnitBuffers
 from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.flat_params import FlatHolder
+from fullshard.engine.nodes import is_captured
 from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.switch import Switch
@@ -222,6 +224,22 @@ class UnitParams:
         if self._switch is not None and self._switch.is_plain:
             return self._switch.take_gradients()
         return [param.take_gradient() for param in self.all]
+
+    def warn_of_captured(self, label: str) -> None:
+        """Warn of parameters whose gradient `torch.autograd.grad` returns."""
+        names = [
+            param.name
+            for param in self.all
+            if param.unsharded is not None and param.requires_grad and is_captured(param.unsharded)
+        ]
+        if names:
+            warnings.warn(
+                f"torch.autograd.grad returns the gradient of {', '.join(names)} in {label} as "
+                "this rank has it: nothing reduces it. Average it over the data-parallel ranks, or "
+                "call backward() and read the parameter's .grad.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def drop_gradients(self) -> None:
         """Forget what autograd has accumulated."""

@@ -1,5 +1,6 @@
 """From modules to a flat unit."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -43,6 +44,7 @@ def flat_unit(
         first = next(iter(names))
         local = first._local_tensor if isinstance(first, DTensor) else first
         holder = FlatHolder(module, local.detach(), requires_grad=first.requires_grad)
+    _warn_of_hooks(names, config)
     managed = []
     for index, (parameter, slots) in enumerate(parameters.slots.items()):
         form = _form(parameter, names[parameter], mesh)
@@ -120,6 +122,19 @@ def _check(
         )
     if config.style is ParamStyle.FLAT:
         _check_uniform(list(names))
+
+
+def _warn_of_hooks(names: dict[nn.Parameter, str], config: UnitConfig) -> None:
+    """Name the parameters whose hooks no longer have anything to be called with."""
+    hooked = [name for parameter, name in names.items() if parameter._post_accumulate_grad_hooks]
+    if config.style is ParamStyle.FLAT and hooked:
+        warnings.warn(
+            f"{', '.join(hooked)}: hooks after accumulation (register_post_accumulate_grad_hook) "
+            "are not called with use_orig_params=False, which keeps the gradient of no single "
+            "parameter. Pass use_orig_params=True, or register them on the flat parameter.",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _check_uniform(parameters: Sequence[nn.Parameter]) -> None:

@@ -20,6 +20,7 @@ from fullshard.engine.flat_params import FlatParameter
 from fullshard.engine.grad_norm import clip_grad_norm_
 from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.precision import differentiable_tensors
+from fullshard.engine.strays import mark_ignored
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import WholeOptions, whole_parameters
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
@@ -181,6 +182,8 @@ class FullyShardedDataParallel(WithStateDicts):
         unit = flat_unit(self.module, covered, self._placement.mesh, device, config, ignored.params)
         self._state = ModuleState([self], [unit], hooks=False)
         self._state.ignored.update(ignored.modules)
+        for parameter in ignored.params:
+            mark_ignored(parameter)
         mark_managed(covered, keeps_parameters=use_orig_params)
         self._register_state_dict_hooks()
 
