@@ -72,6 +72,9 @@ class ModuleState:
         self.training_state = TrainingState.IDLE
         self._reduced: UnitConfig | None = None  # what applies again after full precision
         self.ignored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # below the modules, not ours
+        # Names of parameters that are left as they are, of modules that are ours.
+        self.ignored_names: weakref.WeakKeyDictionary[nn.Module, set[str]]
+        self.ignored_names = weakref.WeakKeyDictionary()
         self.buffer_dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]]
         self.buffer_dtypes = weakref.WeakKeyDictionary()  # of buffers that were cast
         self.forward_prefetch: list[ModuleState] = []
@@ -240,7 +243,7 @@ class ModuleState:
             for state in self._states
             for module in state.own_modules()
             for name, parameter in module._parameters.items()
-            if is_stray(parameter)
+            if is_stray(parameter) and name not in state.ignored_names.get(module, ())
         }
         warn_of_strays(sorted(strays - self._strays))
         self._strays = strays

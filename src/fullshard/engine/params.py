@@ -29,6 +29,7 @@ from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import MixedPrecisionPolicy
 
 _OWNER = "_fullshard_owner"  # on original and sharded parameters: who manages them
+_MARKED = "_fullshard_marked"  # on the same: which object it is, for a copy has its attributes
 _STANDS_FOR = "_fullshard_stands_for"  # on unsharded parameters: who shows them
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -134,7 +135,6 @@ class ManagedParameter(abc.ABC):
         self.unsharded: nn.Parameter | None = None
         self.accumulated_grad: torch.Tensor | None = None  # of backwards that did not reduce
         self.shard_group: dist.ProcessGroup | None = None  # over which it is sharded
-        self.marked: list[weakref.ref[nn.Parameter]] = []  # the original, sharded ones since
         # What users want done to whole gradients: `register_hook` before sharding.
         self.gradient_hooks: Any = original._backward_hooks
         local = original._local_tensor if isinstance(original, DTensor) else original
@@ -146,7 +146,6 @@ class ManagedParameter(abc.ABC):
         other.__dict__.update(self.__dict__)
         other.slots, other.names, other.sharded = slots, list(self.names), sharded
         other.unsharded = other.accumulated_grad = other.gradient_hooks = None
-        other.marked = []
         mark_owner(sharded, other)
         return other
 
@@ -289,8 +288,8 @@ class ManagedParameter(abc.ABC):
         """Whether this manages what the parameter once was; copies have its marks, but are not it."""
         if parameter is self.sharded or parameter is self.holder.sharded:
             return False
-        former = any(reference() is parameter for reference in self.marked)
-        return former or any(parameter is form for form in self.forms)
+        is_former = getattr(parameter, _MARKED, None) == id(parameter)
+        return is_former or any(parameter is form for form in self.forms)
 
     @property
     def is_replaced(self) -> bool:
@@ -476,8 +475,8 @@ def has_extension(local: torch.Tensor, name: str) -> bool:
 def mark_owner(parameter: nn.Parameter, manager: ManagedParameter) -> None:
     """Note on a parameter who manages it."""
     marks.value += 1
-    manager.marked.append(weakref.ref(parameter))
     setattr(parameter, _OWNER, weakref.ref(manager))
+    setattr(parameter, _MARKED, id(parameter))
 
 
 def manager_of(parameter: nn.Parameter) -> ManagedParameter | None:

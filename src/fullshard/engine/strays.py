@@ -26,7 +26,6 @@ from fullshard.engine.params import Count, manager_of, marks, owner_of
 from fullshard.engine.runtime import eager
 from fullshard.errors import StateError
 
-_IGNORED = "_fullshard_ignored"  # on parameters that the user wants left as they are
 _NAMED = 8  # so many names in a message
 
 registrations = Count()  # of what is not ours, since `watch`
@@ -47,19 +46,9 @@ def watch() -> None:
         )
 
 
-def mark_ignored(parameter: nn.Parameter) -> None:
-    """Note on a parameter that it is left as it is at the user's wish."""
-    setattr(parameter, _IGNORED, True)
-
-
 def is_stray(parameter: nn.Parameter | None) -> bool:
-    """Whether a parameter is trained, but neither sharded nor ignored."""
-    return (
-        parameter is not None
-        and parameter.requires_grad
-        and manager_of(parameter) is None
-        and not hasattr(parameter, _IGNORED)
-    )
+    """Whether a parameter is trained, but not sharded."""
+    return parameter is not None and parameter.requires_grad and manager_of(parameter) is None
 
 
 def warn_of_strays(names: list[str]) -> None:

@@ -12,6 +12,7 @@ by `hooks` and `iteration`.
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,25 @@ from fullshard.policies import ShardedState, UnitConfig
 logger = logging.getLogger("fullshard")
 
 
+class UnitComms(NamedTuple):
+    """How a unit communicates over its shard axis and over its replicate axis."""
+
+    shard: Comm
+    replicate: Comm
+
+
+def choose_comms(mesh: UnitMesh, device: torch.device, config: UnitConfig) -> UnitComms:
+    """Choose how a unit communicates, before anything is changed: raises CommError.
+
+    Every rank has to call it.
+    """
+    shards_on = torch.device("cpu") if config.offload_to_cpu else device
+    return UnitComms(
+        select_comm(mesh.shard_group, device, config.comm, shards_on=shards_on),
+        select_comm(mesh.replicate_group, device, config.comm),
+    )
+
+
 class Unit:
     """Parameters sharded over one mesh, with their memory and communication."""
 
@@ -46,8 +66,12 @@ class Unit:
         device: torch.device,
         config: UnitConfig,
         layout: UnitLayout | None = None,
+        comms: UnitComms | None = None,
     ) -> None:
-        """layout: a flat one, which stays for good; None makes one by rows."""
+        """layout: a flat one, which stays for good; None makes one by rows.
+
+        comms: what `choose_comms` returned for it; None chooses.
+        """
         self.mesh = mesh
         self.device = device
         self.config = config
@@ -55,9 +79,8 @@ class Unit:
         self._gather_label = "root: all-gather"
         self.is_root = False
         self.runtime = Runtime.of(device)
-        shards_on = torch.device("cpu") if config.offload_to_cpu else device
-        self.comm = select_comm(mesh.shard_group, device, config.comm, shards_on=shards_on)
-        self.replicate_comm = select_comm(mesh.replicate_group, device, config.comm)
+        comms = comms or choose_comms(mesh, device, config)
+        self.comm, self.replicate_comm = comms.shard, comms.replicate
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
         self.reduce_group: dist.ProcessGroup | None = None  # set_separate_reduce_scatter_group
         self.state = ShardedState.SHARDED
@@ -376,13 +399,15 @@ class Unit:
         return [] if self._accumulation is None else self._accumulation.spare.tensors
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep full gradients for a later reduction, in the reduce dtype."""
+        """Keep full gradients for a later reduction: in the reduce dtype, or as autograd made them.
+
+        Those of flat units are the latter, since users see them.
+        """
         if self._accumulation is None:
-            dtype = self.config.mp_policy.reduce_dtype
             self._accumulation = (
-                RowsAccumulation(self.params, dtype)
+                RowsAccumulation(self.params, self.config.mp_policy.reduce_dtype)
                 if not self.is_flat
-                else FlatAccumulation(self.layout, self.params, self.device, dtype)
+                else FlatAccumulation(self.layout, self.params, self.device)
             )
         self._is_accumulating = True
         self._accumulation.add(grads)
@@ -411,7 +436,8 @@ class Unit:
             return None
         if self.observer is not None:
             self.observer.begin(Kind.REDUCE_SCATTER, self.gradients)
-        in_flight = self.gradients.start(grads, self.config, accumulated=accumulated)
+        is_wide = accumulated and not self.is_flat  # in the reduce dtype
+        in_flight = self.gradients.start(grads, self.config, accumulated=is_wide)
         if self.observer is not None:
             self.observer.end()
         return in_flight

@@ -15,7 +15,13 @@ from fullshard.engine.buffers import UnitBuffers
 from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.flat_params import FlatHolder
 from fullshard.engine.nodes import is_captured
-from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
+from fullshard.engine.params import (
+    DTensorParameter,
+    ManagedParameter,
+    ShardHolder,
+    mark_owner,
+    owner_of,
+)
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.switch import Switch
 from fullshard.engine.unit_mesh import UnitMesh
@@ -85,6 +91,9 @@ class UnitParams:
         self._switch = None
         for param in self.all:
             param.follow_replacement()
+            sharded = param.holder.sharded
+            if owner_of(sharded) is None:  # `torch.utils.swap_tensors` swaps attributes as well
+                mark_owner(sharded, param)
 
     @property
     def is_split(self) -> bool:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.flat_params import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params import ParamForm, Slot
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, UnitComms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError
 from fullshard.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
@@ -26,6 +26,7 @@ def flat_unit(
     device: torch.device,
     config: UnitConfig,
     ignored_params: set[nn.Parameter],
+    comms: UnitComms,
 ) -> Unit:
     """Flatten the parameters of the covered modules into one unit.
 
@@ -50,7 +51,7 @@ def flat_unit(
         form = _form(parameter, names[parameter], mesh)
         parameter._fsdp_flattened = True  # type: ignore[attr-defined]
         managed.append(_managed(parameter, slots, form, owned[index], holder))
-    unit = Unit(managed, mesh, device, config, layout)
+    unit = Unit(managed, mesh, device, config, layout, comms)
     if unit.flat is not None:
         unit.flat.sharded._fqns = names_below(module, unit)  # type: ignore[attr-defined]
     return unit
