@@ -332,6 +332,7 @@ class Unit:
                 param.show_post_forward(kept[index], self.mesh.post_forward)
             self.state = ShardedState.SHARDED_POST_FORWARD
             self.is_held = False
+            own.retire()
             return
         else:
             own.buffers.free_unsharded()
@@ -339,6 +340,7 @@ class Unit:
                 own.extended.free()
         self.is_hidden = False
         own.show_sharded()
+        own.retire()
         self.state = ShardedState.SHARDED
         self.is_held = False
         if self.observer is not None:

@@ -14,6 +14,7 @@ from fullshard.comm.interface import Comm
 from fullshard.engine.buffers import UnitBuffers
 from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.flat_params import FlatHolder
+from fullshard.engine.kept import KeptParameters
 from fullshard.engine.nodes import is_captured
 from fullshard.engine.params import (
     DTensorParameter,
@@ -56,12 +57,14 @@ class UnitParams:
         self._device = device
         self._switch: Switch | None = None
         self._has_shadows = False
+        self._kept: KeptParameters | None = None
+        self._num_switched = 0  # references of the switch to what `_kept` looks after
         self.take(params)
 
     def take(self, params: Sequence[ManagedParameter]) -> None:
         """Be these parameters from now on. Their memory is to be allocated."""
         self.all = list(params)
-        self._switch = None
+        self._drop_switch()
         for param in self.all:
             param.shard_group = self._mesh.shard_group
             param.show_sharded()
@@ -88,7 +91,7 @@ class UnitParams:
 
     def follow_replacements(self) -> None:
         """Take over what somebody registered in place of sharded parameters."""
-        self._switch = None
+        self._drop_switch()
         for param in self.all:
             param.follow_replacement()
             sharded = param.holder.sharded
@@ -151,9 +154,21 @@ class UnitParams:
 
     def _create_unsharded(self) -> None:
         assert self.buffers is not None
-        self._switch = None
+        self._drop_switch()
+        if self._kept is not None:
+            self._kept.restore()
+            self._kept = None
         for index, param in enumerate(self.plain):
             param.create_unsharded(self.buffers.unsharded(index))
+        self._kept = KeptParameters(self.plain)
+
+    def retire(self) -> None:
+        """After a reshard: make the use of unsharded parameters that somebody keeps an error."""
+        if self._kept is not None:
+            self._kept.retire(self._num_switched)
+
+    def _drop_switch(self) -> None:
+        self._switch, self._num_switched = None, 0
 
     @property
     def have_moved(self) -> bool:
@@ -194,7 +209,7 @@ class UnitParams:
     def follow_switch(self) -> None:
         """Notice parameters that were frozen, made trainable or registered in one more place."""
         if self._switch is not None and not self._switch.is_current:
-            self._switch = None
+            self._drop_switch()
 
     def show_between(self) -> None:
         """Register the sharded parameters, and let attributes be the unsharded ones.
@@ -222,6 +237,8 @@ class UnitParams:
             each.show_sharded()
 
     def show_unsharded(self) -> None:
+        if self._kept is not None:
+            self._kept.restore()
         if self._has_shadows:
             self._drop_shadows()
             self.follow_switch()  # what is trained was in sight, and may have been frozen
@@ -262,4 +279,6 @@ class UnitParams:
         if not is_simple or not all(param.is_only_registered for param in self.all):
             return self.all
         self._switch = Switch(self.all)
+        if self._kept is not None:
+            self._num_switched = sum(len(param.slots) for param in self._kept.params)
         return (self._switch,)
