@@ -132,6 +132,21 @@ class FSDPModule:
 
     # Gradients
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, of parameters that are unsharded now as well.
+
+        Between forward and backward those that are registered may be unsharded, and what is trained
+        has the gradients of earlier backwards.
+        """
+        cast(Any, super()).zero_grad(set_to_none)
+        for unit in self._units(recurse=True):
+            for holder in unit.holders if unit.is_unsharded else ():
+                parameter = holder.sharded
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.engine.hooks import ModuleState
 from fullshard.engine.params import DTensorParameter, ParamForm
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, choose_comms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError, UnsupportedError
 from fullshard.fsdp_module import FSDPModule, sharded_class
@@ -30,6 +30,7 @@ from fullshard.wrapping import (
     check_modules,
     check_parameters,
     covered_modules,
+    ignored_names,
     qualified_names,
     root_modules,
 )
@@ -92,7 +93,7 @@ def make_units(
     """Make one unit a mesh of what a module, or several, has and no earlier call took.
 
     kind: what the modules become. default: the mesh of parameters for which ``shard_placement_fn``
-    names none. Raises before anything is changed.
+    names none. Raises before anything is changed, except for lack of memory.
     """
     given = module if isinstance(module, (list, tuple)) else [module]
     check_modules(given, kind.applied_by)
@@ -105,6 +106,7 @@ def make_units(
     check_parameters(names, device)
     groups = _group_by_mesh(names, default, shard_placement_fn)
     prepared = [_prepare(info, forms, config) for info, forms in groups]
+    comms = [choose_comms(place, device, own_config) for place, _, own_config in prepared]
 
     _move_to_device(covered, parameters, device, config)
     units = []
@@ -118,7 +120,10 @@ def make_units(
     parameters.connect_ties()
     names.clear()
     parameters.slots.clear()  # the last references to the whole parameters, but for the user's
-    ModuleState(roots, [Unit(*arguments) for arguments in units])
+    made = [Unit(*arguments, comms=own) for arguments, own in zip(units, comms, strict=True)]
+    state = ModuleState(roots, made)
+    state.ignored.update(m for r in roots for m in r.modules() if not is_composable(m))
+    state.ignored_names.update(ignored_names(covered, ignored_params or set()))
     for root in roots:
         root.__class__ = sharded_class(type(root), kind)
     mark_sharded(roots, kind.applied_by)

@@ -36,6 +36,18 @@ def covered_modules(
     return list(found)
 
 
+def ignored_names(
+    modules: Iterable[nn.Module], ignored: Set[nn.Parameter]
+) -> dict[nn.Module, set[str]]:
+    """Return by module the names of ignored parameters: others may be registered there later."""
+    found: dict[nn.Module, set[str]] = {}
+    for module in modules if ignored else ():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in ignored:
+                found.setdefault(module, set()).add(name)
+    return found
+
+
 class CoveredParameters:
     """The parameters of covered modules: new ones, and ties to ones sharded before."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -237,3 +238,27 @@ def test_a_parameter_that_cannot_be_sharded_is_named_by_its_path(api: Api) -> No
         api.fully_shard(model[0], shard_placement_fn=lambda _: Shard(1))
     assert type(model) is nn.Sequential
     assert not isinstance(model[0].weight, DTensor)
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "orig", "flat"])
+@pytest.mark.ours("no peer memory")
+@on_ranks(2)
+def test_nothing_is_changed_where_peer_memory_cannot_be_had(api: Api, face: str) -> None:
+    model = nn.Sequential(mlp(1), mlp(1))
+    before, shapes = _fingerprint(model), [p.shape for p in model.parameters()]
+
+    def shard() -> None:
+        if face == "fully_shard":
+            api.fully_shard(model)
+            return
+        policy = api.ModuleWrapPolicy({nn.Linear})
+        api.FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=face == "orig")
+
+    api.set_default_comm("peer_memory")  # the fixture restores it
+    with (
+        mock.patch("fullshard.comm.select._peer_memory", return_value="none here"),
+        pytest.raises(api.CommError, match="cannot be had: none here"),
+    ):
+        shard()
+    assert _fingerprint(model) == before
+    assert [p.shape for p in model.parameters()] == shapes

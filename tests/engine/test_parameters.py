@@ -65,6 +65,23 @@ def test_parameter_frozen_between_forward_and_backward_gets_no_gradient(api: Api
     assert all(parameter.grad is not None for parameter in others)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.ours("zeroes the unsharded parameters only")
+@on_ranks(2)
+def test_zero_grad_between_forward_and_backward_reaches_what_is_trained(
+    api: Api, set_to_none: bool
+) -> None:
+    model, batches = mlp(3), [make_batch(16, seed=seed) for seed in range(2)]
+    expected = gradients_alone(model, batches[1])
+    api.fully_shard(model[0], reshard_after_forward=False)
+    api.fully_shard(model)
+    mean_square(model(my_part(batches[0]))).backward()
+    loss = mean_square(model(my_part(batches[1])))
+    model.zero_grad(set_to_none)
+    loss.backward()
+    assert_gradients_are_parts_of(model, expected)
+
+
 @on_ranks(2)
 def test_parameter_frozen_between_steps_gets_no_gradient(api: Api) -> None:
     model, batch = UnevenMLP(), make_batch(7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,24 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
+import fullshard.engine.whole as engine_whole
 from tests.api import Api
-from tests.fsdp1.models import batch, net, orig_params, quiet, run_step, train, whole, wrap
+from tests.fsdp1.models import (
+    averaged_gradients,
+    batch,
+    net,
+    orig_params,
+    parameters,
+    quiet,
+    run_step,
+    summon,
+    train,
+    whole,
+    whole_gradients,
+    wrap,
+)
 from tests.harness import on_ranks, rank
-from tests.training import mean_square
+from tests.training import mean_square, my_part
 
 
 @orig_params
@@ -147,3 +162,145 @@ def test_the_flat_parameter_of_pieces_shares_their_memory(api: Api) -> None:
 def test_a_wrapper_cannot_be_copied(api: Api) -> None:
     with pytest.raises(AssertionError, match="cannot be deep-copied"):
         copy.deepcopy(wrap(api, net()))
+
+
+strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+@strategies
+@pytest.mark.ours("with SHARD_GRAD_OP, zeroes tensors that are no leaves")
+@on_ranks(2)
+def test_zero_grad_between_forward_and_backward_reaches_what_is_trained(
+    api: Api, strategy: str
+) -> None:
+    model, alone = wrap(api, net(), strategy, use_orig_params=True), net()
+    for each in (model, alone):
+        run_step(each, seed=0)
+        loss = mean_square(each(my_part(batch(1))))
+        each.zero_grad()
+        loss.backward()
+    expected = averaged_gradients(alone)
+    gradients = whole_gradients(api, model)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True], ids=["dry run", "evaluation"])
+@strategies
+@pytest.mark.ours("refuses an optimizer after a forward with SHARD_GRAD_OP")
+@on_ranks(2)
+def test_parameters_are_the_same_objects_after_a_forward(
+    api: Api, strategy: str, is_evaluation: bool
+) -> None:
+    model, alone = wrap(api, net(), strategy, use_orig_params=True), net()
+    before = dict(model.named_parameters())
+    for each in (model, alone):  # both have seen the batch, for their statistics
+        with torch.set_grad_enabled(not is_evaluation):
+            each(my_part(batch(3)))
+    now = dict(model.named_parameters())
+    assert [n for n in before if now[n] is not before[n]] == []
+    assert now.keys() == before.keys()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    assert all(p.grad is None for p in before.values())
+    moved = whole(api, model)
+    assert [n for n, p in alone.named_parameters() if torch.equal(moved[n], p)] == []
+
+
+@strategies
+@pytest.mark.ours("with FULL_SHARD, shows pieces")
+@on_ranks(2)
+def test_a_weight_used_between_forward_and_backward_is_whole_and_trained(
+    api: Api, strategy: str
+) -> None:
+    model, alone = wrap(api, net(), strategy, use_orig_params=True), net()
+    for each in (model, alone):
+        hidden = each(my_part(batch()))
+        mean_square(nn.functional.linear(hidden, each.head.weight)).backward()
+        assert each.head.weight in set(each.parameters())
+    expected = averaged_gradients(alone)
+    for name, gradient in whole_gradients(api, model).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
+@orig_params
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_unreduced_gradients_have_the_dtype_they_were_computed_in(
+    api: Api, strategy: str, use_orig_params: bool, reduce_dtype: torch.dtype | None
+) -> None:
+    precision = api.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    model = wrap(api, net(), strategy, mixed_precision=precision, use_orig_params=use_orig_params)
+    own = [p for name, p in parameters(model).items() if not name.startswith("batch_norm")]
+    with model.no_sync():
+        for seed in range(2):
+            run_step(model, seed)
+            dtypes = {p.grad.dtype for p in own if p.grad is not None}
+            # Batch norms are wrapped apart, in full precision.
+            assert torch.bfloat16 in dtypes
+            assert use_orig_params <= (dtypes == {torch.bfloat16})
+    run_step(model, 2)
+    assert {p.grad.dtype for p in own if p.grad is not None} == {torch.float32}
+
+
+@orig_params
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.ours("no such method")
+@on_ranks(2)
+def test_what_is_written_to_a_parameter_unsharded_by_hand_is_dropped(
+    api: Api, strategy: str, use_orig_params: bool
+) -> None:
+    model = wrap(api, net(), strategy, use_orig_params=use_orig_params)
+    before = whole(api, model)
+    model(batch())
+    model._unshard()
+    weight = model.stem.weight
+    with torch.no_grad():
+        weight.fill_(7.0)
+    model._state.reset()
+    for name, value in whole(api, model).items():
+        torch.testing.assert_close(value, before[name], msg=name)
+
+
+@orig_params
+@pytest.mark.ours("fails at another place")
+@on_ranks(2)
+def test_a_failure_while_parameters_are_summoned_leaves_none_of_them_whole(
+    api: Api, use_orig_params: bool
+) -> None:
+    model = wrap(api, net(), use_orig_params=use_orig_params)
+    shapes = [p.shape for p in model.parameters()]
+    real = engine_whole.gather_whole
+    calls = []
+
+    def fail_at_the_second(unit: Any) -> Any:
+        calls.append(unit)
+        if len(calls) == 2:
+            raise RuntimeError("lost")
+        return real(unit)
+
+    with (
+        mock.patch.object(engine_whole, "gather_whole", fail_at_the_second),
+        pytest.raises(RuntimeError, match="lost"),
+        summon(api, model),
+    ):
+        pass
+    assert [p.shape for p in model.parameters()] == shapes
+    assert len(whole(api, model)) == len(list(net().parameters()))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.ours("writes to the shards what does not fit")
+@on_ranks(2)
+def test_a_summoned_parameter_of_another_shape_leaves_the_others_sharded(api: Api) -> None:
+    model = wrap(api, net(), use_orig_params=True)
+    shapes = [p.shape for p in model.parameters()]
+    with (
+        pytest.raises(AssertionError, match="weight: its shape was changed"),
+        summon(api, model),
+    ):
+        model.blocks[0].wide.weight.data = torch.zeros(3)
+    assert [p.shape for p in model.parameters()] == shapes
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))

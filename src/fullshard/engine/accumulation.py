@@ -157,13 +157,11 @@ class FlatAccumulation:
         layout: UnitLayout,
         params: Sequence[ManagedParameter],
         device: torch.device,
-        dtype: torch.dtype | None,
     ) -> None:
-        """device, dtype: where and as what gradients are accumulated; None is their own dtype."""
+        """device: where gradients are accumulated, in the compute dtype, as autograd would."""
         self._layout = layout
         self._params = params
         self._device = device
-        self._dtype = dtype
         self._flats: dict[int, torch.Tensor] = {}  # of each parameter, by index
         self._views: dict[int, torch.Tensor] = {}
         self._present: set[int] = set()
@@ -207,7 +205,7 @@ class FlatAccumulation:
 
     def _allocate(self, number: int, bucket: BucketLayout, *, covers: bool) -> None:
         """Make a bucket's buffer. ``covers``: every parameter's part of it is about to be set."""
-        shape, dtype = (bucket.unsharded_numel,), self._dtype or bucket.compute_dtype
+        shape, dtype = (bucket.unsharded_numel,), bucket.compute_dtype
         flat = self.spare.take(number, shape, dtype)
         if flat is None:
             flat = torch.zeros(shape, dtype=dtype, device=self._device)

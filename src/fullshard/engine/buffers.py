@@ -11,7 +11,8 @@ backward |
 reduction | optimizer |
 
 Unsharded parameters are created once and keep their identity: autograd's graph saves them. A
-private buffer is freed by resizing its storage to nothing, under the tensors that view it.
+private buffer is freed by resizing its storage to nothing, under the tensors that view it; `kept`
+makes the use of parameters that somebody keeps meanwhile an error.
 """
 
 import dataclasses

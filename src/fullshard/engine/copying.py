@@ -52,6 +52,9 @@ def copy_sharded(
         for each, one in zip(state.modules, copies, strict=True):
             one.__class__ = classes[each]
         state.copy_methods(new[state], memo)
+        for ignored, names in state.ignored_names.items():
+            new[state].ignored_names[memo[id(ignored)]] = set(names)
+        new[state].ignored.update(memo[id(own)] for own in state.ignored if id(own) in memo)
     for state, other in new.items():
         other.forward_prefetch = [new.get(s, s) for s in state.forward_prefetch]
         other.backward_prefetch = [new.get(s, s) for s in state.backward_prefetch]

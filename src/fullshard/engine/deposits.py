@@ -2,8 +2,10 @@
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm.interface import shard_views
 from fullshard.engine.accumulation import show_gradient
@@ -101,6 +103,9 @@ class BucketGradients:
             if not present[position] or (is_flat and not _takes_gradient(holder)):
                 continue
             sharded = holder.sharded
+            if sharded._backward_hooks:
+                self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
+                run_gradient_hooks(holder, views[position])
             if sharded.grad is not None:
                 local = holder.local_grad
                 assert local is not None
@@ -127,6 +132,8 @@ class BucketGradients:
         for holder, view in zip(self.holders, views, strict=True):
             if self.bucket.is_flat and not _takes_gradient(holder):
                 continue
+            if holder.sharded._backward_hooks:
+                run_gradient_hooks(holder, view)
             if holder.local_grad is not None:
                 holder.local_grad.add_(view)
                 continue
@@ -160,6 +167,21 @@ class BucketGradients:
             holder.sharded.grad is wrapped or not holder.sharded.numel()
             for holder, wrapped in zip(self.holders, shards.wrapped, strict=True)
         )
+
+
+def run_gradient_hooks(holder: ShardHolder, local: torch.Tensor) -> None:
+    """Pass a reduced gradient, as the sharded parameter's, through that one's `register_hook` hooks.
+
+    Autograd never sees the sharded parameter, so nobody else runs them. What they return replaces
+    the values of ``local``.
+    """
+    for hook in list((holder.sharded._backward_hooks or {}).values()):
+        grad = holder.wrap_shard(local.to(holder.sharded.dtype))
+        result = hook(grad)
+        new: Any = grad if result is None else result
+        new = new._local_tensor if isinstance(new, DTensor) else new
+        if new is not local:
+            local.copy_(new)
 
 
 def _takes_gradient(holder: ShardHolder) -> bool:

@@ -65,6 +65,7 @@ class PieceParameter(ManagedParameter):
         """Return the sharded form: the parameter itself, for optimizers that refer to it."""
         if isinstance(original, DTensor):
             return nn.Parameter(piece, requires_grad=original.requires_grad)
+        original._backward_hooks = None  # the unsharded form has them: they are of whole gradients
         original.data = piece
         return original
 

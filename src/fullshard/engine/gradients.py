@@ -19,7 +19,7 @@ import torch
 from fullshard.comm.hooked import reduce_by_hook
 from fullshard.comm.interface import Comm, Reduction
 from fullshard.engine.buffers import GradientShards
-from fullshard.engine.deposits import BucketGradients
+from fullshard.engine.deposits import BucketGradients, run_gradient_hooks
 from fullshard.engine.params import ManagedParameter, ShardHolder
 from fullshard.engine.recipe import Recipe, make_recipe, wire_dtype
 from fullshard.engine.runtime import Lane, Runtime, no_grad
@@ -167,6 +167,9 @@ class UnitGradients:
         return True
 
     def _hand_over(self, grad: torch.Tensor, holder: ShardHolder) -> None:
+        if holder.sharded._backward_hooks:
+            grad = grad.clone()
+            run_gradient_hooks(holder, grad)
         local = holder.local_grad
         if local is not None:
             local.add_(grad)

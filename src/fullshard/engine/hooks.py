@@ -12,6 +12,7 @@
                              unused in part), then everything under way is finished
     8  state-dict hooks      before saving or loading: parameters are shown sharded; after loading:
                              shards that were replaced are brought back to the unit's memory
+    -  process-wide          registration of parameters and modules, optimizer steps: see `strays`
 
 Special cases. Activation recomputation runs 1 and 3 again inside backward, between 4 and 6: the
 parameters stay unsharded until 6. A module that runs several times has one 6 for each, and reduces
@@ -46,6 +47,7 @@ from fullshard.engine.precision import (
 )
 from fullshard.engine.root_share import warn_of_large_root
 from fullshard.engine.runtime import eager, passing_through
+from fullshard.engine.strays import is_stray, registrations, warn_of_strays, watch
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name, contains, lowest_common_unit
@@ -71,6 +73,9 @@ class ModuleState:
         self.training_state = TrainingState.IDLE
         self._reduced: UnitConfig | None = None  # what applies again after full precision
         self.ignored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # below the modules, not ours
+        # Names of parameters that are left as they are, of modules that are ours.
+        self.ignored_names: weakref.WeakKeyDictionary[nn.Module, set[str]]
+        self.ignored_names = weakref.WeakKeyDictionary()
         self.buffer_dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]]
         self.buffer_dtypes = weakref.WeakKeyDictionary()  # of buffers that were cast
         self.forward_prefetch: list[ModuleState] = []
@@ -86,6 +91,9 @@ class ModuleState:
         self._calls_itself = False  # in this forward
         self._methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._hooks: list[RemovableHandle] = []
+        self._num_registrations = -1  # in the process, when strays were looked for
+        self._strays: set[str] = set()  # those found then
+        watch()
         self.attach()
 
     def attach(self) -> None:
@@ -264,6 +272,20 @@ class ModuleState:
             visit(module)
         return list(found)
 
+    def _look_for_strays(self) -> None:
+        """Warn of parameters that were added since the modules were sharded."""
+        self._num_registrations = registrations.value
+        paths = {module: path for path, module in self.modules[0].named_modules()}
+        strays = {
+            f"{clean_name(paths[module])}.{name}".lstrip(".")
+            for state in self._states
+            for module in state.own_modules()
+            for name, parameter in module._parameters.items()
+            if is_stray(parameter) and name not in state.ignored_names.get(module, ())
+        }
+        warn_of_strays(sorted(strays - self._strays))
+        self._strays = strays
+
     def reset(self, *, keeps_gradients: bool = False) -> None:
         """Forget an iteration that did not end, and the gradients of earlier ones unless told."""
         if self._own_iteration is None:
@@ -299,6 +321,8 @@ class ModuleState:
         if is_first and not iteration.is_in_forward and not is_in_backward():
             args, kwargs = _to_device(self.all_units[0].device, args, kwargs)
             iteration.begin_forward(self, is_training=module.training)
+            if self._num_registrations != registrations.value:
+                self._look_for_strays()
         args, kwargs = cast_inputs(self.policy, args, kwargs)
         prefetches = not self.forward_prefetch
         iteration.begin_units(units, prefetches=prefetches, is_training=module.training)

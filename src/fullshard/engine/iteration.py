@@ -69,6 +69,7 @@ class Iteration:
     def connect(self) -> None:
         """Take note of how the units communicate and how many reductions may be under way."""
         comms = comms_of(self.units)
+        self._original = [unit for unit in self.units if unit.keeps_originals]
         # Only over the shard axis does anybody read what a peer may write. Ranks that hold whole
         # parameters, such as replicas, may run forward alone.
         sharing = dict.fromkeys(unit.comm for unit in self.units)
@@ -201,6 +202,11 @@ class Iteration:
             if unit.is_in_place and self._watch.has_changed(unit):
                 self._watch.start_again()
                 unit.refuse_write()
+        for unit in self._original:  # optimizers and `zero_grad` must find what is trained
+            if self._expects_backward:
+                unit.hide_between()
+            elif not unit.is_held:
+                unit.hide_unsharded()
         if self._gathers:
             self.fence("after forward")
 

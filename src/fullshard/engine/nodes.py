@@ -155,3 +155,15 @@ def watch_view(state: State, tensor: torch.Tensor) -> None:
     node = tensor._base.grad_fn if tensor._base is not None else None
     if node is not None:
         node.register_prehook(view.of_base)
+
+
+def is_captured(leaf: torch.Tensor) -> bool:
+    """Whether this is the backward of `torch.autograd.grad`, for this leaf among others."""
+    if torch._C._current_graph_task_id() == -1:
+        return False  # a schedule that calls for reduction itself
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # which is how it says so
+        return True
+    return False

@@ -29,7 +29,19 @@ from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import MixedPrecisionPolicy
 
 _OWNER = "_fullshard_owner"  # on original and sharded parameters: who manages them
+_MARKED = "_fullshard_marked"  # on the same: which object it is, for a copy has its attributes
+_STANDS_FOR = "_fullshard_stands_for"  # on unsharded parameters: who shows them
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+@dataclasses.dataclass(slots=True)
+class Count:
+    """How often something happened in this process."""
+
+    value: int = 0
+
+
+marks = Count()  # calls of `mark_owner`: until one more, sharded forms are what they were
 
 
 class Slot:
@@ -72,12 +84,22 @@ class Slot:
             self.registry.pop(self.name, None)
         module.__dict__[self.name] = tensor
 
+    def shadow(self, tensor: torch.Tensor) -> None:
+        """Let ``module.name`` be a tensor, whatever is registered under that name."""
+        module = self.module()
+        if module is not None:
+            module.__dict__[self.name] = tensor  # which Python looks at before `__getattr__`
+
     def take_back(self, parameter: nn.Parameter) -> None:
         """Register a parameter where a tensor was put aside."""
+        self.drop_shadow()
+        self.register(parameter)
+
+    def drop_shadow(self) -> None:
+        """Let ``module.name`` be what is registered."""
         module = self.module()
         if module is not None:
             module.__dict__.pop(self.name, None)
-        self.register(parameter)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,6 +135,8 @@ class ManagedParameter(abc.ABC):
         self.unsharded: nn.Parameter | None = None
         self.accumulated_grad: torch.Tensor | None = None  # of backwards that did not reduce
         self.shard_group: dist.ProcessGroup | None = None  # over which it is sharded
+        # What users want done to whole gradients: `register_hook` before sharding.
+        self.gradient_hooks: Any = original._backward_hooks
         local = original._local_tensor if isinstance(original, DTensor) else original
         self.shape = tuple(local.shape)
 
@@ -121,7 +145,7 @@ class ManagedParameter(abc.ABC):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.slots, other.names, other.sharded = slots, list(self.names), sharded
-        other.unsharded = other.accumulated_grad = None
+        other.unsharded = other.accumulated_grad = other.gradient_hooks = None
         mark_owner(sharded, other)
         return other
 
@@ -230,6 +254,10 @@ class ManagedParameter(abc.ABC):
                     spec = _with_dtype(self.form.unsharded, tensor.dtype)
                     whole = DTensor(tensor, spec, requires_grad=False)
                 self.unsharded = nn.Parameter(whole, requires_grad=self.requires_grad)
+                setattr(self.unsharded, _STANDS_FOR, weakref.ref(self))
+                if self.gradient_hooks is not None:
+                    # The same dictionary, so that removing a hook there removes it here.
+                    self.unsharded._backward_hooks = self.gradient_hooks
             elif self.form.unsharded is not None:
                 self.unsharded._local_tensor = tensor  # type: ignore[attr-defined]
             else:
@@ -255,6 +283,13 @@ class ManagedParameter(abc.ABC):
     @property
     def forms(self) -> tuple[nn.Parameter | None, ...]:
         return (self.sharded, self.unsharded)
+
+    def replaces(self, parameter: nn.Parameter) -> bool:
+        """Whether this manages what the parameter once was; copies have its marks, but are not it."""
+        if parameter is self.sharded or parameter is self.holder.sharded:
+            return False
+        is_former = getattr(parameter, _MARKED, None) == id(parameter)
+        return is_former or any(parameter is form for form in self.forms)
 
     @property
     def is_replaced(self) -> bool:
@@ -312,6 +347,9 @@ class DTensorParameter(ManagedParameter):
         if isinstance(full, DTensor):
             full = full._local_tensor
         self.sharded = self._as_parameter(full, original.requires_grad)
+        if original._post_accumulate_grad_hooks:
+            # The same dictionary, so that removing a hook there removes it here.
+            self.sharded._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
         mark_owner(original, self)
 
     def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "DTensorParameter":
@@ -371,6 +409,7 @@ class DTensorParameter(ManagedParameter):
         self._post_forward = nn.Parameter(
             DTensor(local, spec, requires_grad=False), requires_grad=self.requires_grad
         )
+        setattr(self._post_forward, _STANDS_FOR, weakref.ref(self))
         for slot in self.slots:
             slot.register(self._post_forward)
 
@@ -435,12 +474,22 @@ def has_extension(local: torch.Tensor, name: str) -> bool:
 
 def mark_owner(parameter: nn.Parameter, manager: ManagedParameter) -> None:
     """Note on a parameter who manages it."""
+    marks.value += 1
     setattr(parameter, _OWNER, weakref.ref(manager))
+    setattr(parameter, _MARKED, id(parameter))
+
+
+def manager_of(parameter: nn.Parameter) -> ManagedParameter | None:
+    """Return who manages a parameter, given any of its forms."""
+    return owner_of(parameter) or _deref(getattr(parameter, _STANDS_FOR, None))
 
 
 def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
     """Return who manages a parameter, given its original or its sharded form."""
-    reference: Any = getattr(parameter, _OWNER, None)
+    return _deref(getattr(parameter, _OWNER, None))
+
+
+def _deref(reference: Any) -> ManagedParameter | None:
     return reference() if reference is not None else None
 
 

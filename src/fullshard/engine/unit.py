@@ -12,6 +12,7 @@ by `hooks` and `iteration`.
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,31 @@ from fullshard.policies import ShardedState, UnitConfig
 logger = logging.getLogger("fullshard")
 
 
+class UnitComms(NamedTuple):
+    """How a unit communicates over its shard axis and over its replicate axis."""
+
+    shard: Comm
+    replicate: Comm
+
+
+def choose_comms(mesh: UnitMesh, device: torch.device, config: UnitConfig) -> UnitComms:
+    """Choose how a unit communicates, before anything is changed: raises CommError.
+
+    Every rank has to call it.
+    """
+    shards_on = torch.device("cpu") if config.offload_to_cpu else device
+    return UnitComms(
+        select_comm(
+            mesh.shard_group,
+            device,
+            config.comm,
+            shards_on=shards_on,
+            replicas=mesh.replicate_group,
+        ),
+        select_comm(mesh.replicate_group, device, config.comm),
+    )
+
+
 class Unit:
     """Parameters sharded over one mesh, with their memory and communication."""
 
@@ -47,8 +73,12 @@ class Unit:
         device: torch.device,
         config: UnitConfig,
         layout: UnitLayout | None = None,
+        comms: UnitComms | None = None,
     ) -> None:
-        """layout: a flat one, which stays for good; None makes one by rows."""
+        """layout: a flat one, which stays for good; None makes one by rows.
+
+        comms: what `choose_comms` returned for it; None chooses.
+        """
         self.mesh = mesh
         self.device = device
         self.config = config
@@ -56,15 +86,8 @@ class Unit:
         self._gather_label = "root: all-gather"
         self.is_root = False
         self.runtime = Runtime.of(device)
-        shards_on = torch.device("cpu") if config.offload_to_cpu else device
-        self.comm = select_comm(
-            mesh.shard_group,
-            device,
-            config.comm,
-            shards_on=shards_on,
-            replicas=mesh.replicate_group,
-        )
-        self.replicate_comm = select_comm(mesh.replicate_group, device, config.comm)
+        comms = comms or choose_comms(mesh, device, config)
+        self.comm, self.replicate_comm = comms.shard, comms.replicate
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
         self.reduce_group: dist.ProcessGroup | None = None  # set_separate_reduce_scatter_group
         self.state = ShardedState.SHARDED
@@ -429,6 +452,17 @@ class Unit:
             self.is_hidden = True
             self._own.show_sharded()
 
+    def hide_between(self) -> None:
+        """Register the sharded parameters from forward to backward; attributes stay unsharded."""
+        if self.is_unsharded and not self.is_held and not self.is_hidden:
+            self.is_hidden = True
+            self._own.show_between()
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether users train the parameters that they built the modules with."""
+        return self.is_flat and self.flat is None
+
     def _show_unsharded(self) -> None:
         self.is_hidden = False
         self._own.show_unsharded()
@@ -456,6 +490,7 @@ class Unit:
                 param.show_post_forward(kept[index], self.mesh.post_forward)
             self.state = ShardedState.SHARDED_POST_FORWARD
             self.is_held = False
+            own.retire()
             return
         else:
             own.buffers.free_unsharded()
@@ -463,6 +498,7 @@ class Unit:
                 own.extended.free()
         self.is_hidden = False
         own.show_sharded()
+        own.retire()
         self.state = ShardedState.SHARDED
         self.is_held = False
         if self.observer is not None:
@@ -511,7 +547,10 @@ class Unit:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take what autograd has accumulated, one full gradient a parameter."""
-        return self._own.take_gradients()
+        grads = self._own.take_gradients()
+        if self.keeps_after_forward and not _has_any(grads):
+            self._own.warn_of_captured(self.label)
+        return grads
 
     @property
     def unreduced(self) -> list[torch.Tensor]:
@@ -524,13 +563,15 @@ class Unit:
         return [] if self._accumulation is None else self._accumulation.spare.tensors
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep full gradients for a later reduction, in the reduce dtype."""
+        """Keep full gradients for a later reduction: in the reduce dtype, or as autograd made them.
+
+        Those of flat units are the latter, since users see them.
+        """
         if self._accumulation is None:
-            dtype = self.config.mp_policy.reduce_dtype
             self._accumulation = (
-                RowsAccumulation(self.params, dtype)
+                RowsAccumulation(self.params, self.config.mp_policy.reduce_dtype)
                 if not self.is_flat
-                else FlatAccumulation(self.layout, self.params, self.device, dtype)
+                else FlatAccumulation(self.layout, self.params, self.device)
             )
         self._is_accumulating = True
         self._accumulation.add(grads)
@@ -559,7 +600,8 @@ class Unit:
             return None
         if self.observer is not None:
             self.observer.begin(Kind.REDUCE_SCATTER, self.gradients)
-        in_flight = self.gradients.start(grads, self.config, accumulated=accumulated)
+        is_wide = accumulated and not self.is_flat  # in the reduce dtype
+        in_flight = self.gradients.start(grads, self.config, accumulated=is_wide)
         if self.observer is not None:
             self.observer.end()
         return in_flight

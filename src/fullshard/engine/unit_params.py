@@ -6,6 +6,7 @@ them home; when it does is up to `unit`.
 """
 
 import operator
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,15 @@ from fullshard.comm.interface import Comm
 from fullshard.engine.buffers import UnitBuffers
 from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.flat_params import FlatHolder
-from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
+from fullshard.engine.kept import KeptParameters
+from fullshard.engine.nodes import is_captured
+from fullshard.engine.params import (
+    DTensorParameter,
+    ManagedParameter,
+    ShardHolder,
+    mark_owner,
+    owner_of,
+)
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.switch import Switch
 from fullshard.engine.unit_mesh import UnitMesh
@@ -43,7 +52,6 @@ class UnitParams:
         self.all: list[ManagedParameter] = []
         self.plain: list[ManagedParameter] = []
         self.extended: ExtendedParameters | None = None
-        self.unsharded_locals: list[torch.Tensor] = []  # of the plain ones, this rank's part
         self.buffers: UnitBuffers | None = None
         self.flat_layout = flat_layout
         holders = (param.holder for param in params)
@@ -52,12 +60,15 @@ class UnitParams:
         self._device = device
         self._switch: Switch | None = None
         self._counted: list[torch.Tensor] | None = None  # whose versions tell of writes
+        self._has_shadows = False
+        self._kept: KeptParameters | None = None
+        self._num_switched = 0  # references of the switch to what `_kept` looks after
         self.take(params)
 
     def take(self, params: Sequence[ManagedParameter]) -> None:
         """Be these parameters from now on. Their memory is to be allocated."""
         self.all = list(params)
-        self._switch = None
+        self._drop_switch()
         self._counted = None
         for param in self.all:
             param.shard_group = self._mesh.shard_group
@@ -90,10 +101,13 @@ class UnitParams:
 
     def follow_replacements(self) -> None:
         """Take over what somebody registered in place of sharded parameters."""
-        self._switch = None
+        self._drop_switch()
         self._counted = None
         for param in self.all:
             param.follow_replacement()
+            sharded = param.holder.sharded
+            if owner_of(sharded) is None:  # `torch.utils.swap_tensors` swaps attributes as well
+                mark_owner(sharded, param)
 
     @property
     def is_split(self) -> bool:
@@ -158,16 +172,35 @@ class UnitParams:
 
     def _create_unsharded(self) -> None:
         assert self.buffers is not None
-        self._switch = None
+        self._drop_switch()
         self._counted = None
+        if self._kept is not None:
+            self._kept.restore()
+            self._kept = None
         for index, param in enumerate(self.plain):
             param.create_unsharded(self.buffers.unsharded(index))
-        self.unsharded_locals = [
+        self._kept = KeptParameters(self.plain)
+        self.buffers.note_uses()
+
+    @property
+    def unsharded_locals(self) -> list[torch.Tensor]:
+        """The unsharded plain parameters, this rank's part of those that are DTensors.
+
+        Not kept in a list: `kept` counts references.
+        """
+        return [
             unsharded if param.form.unsharded is None else unsharded._local_tensor  # type: ignore[attr-defined]
             for param in self.plain
             if (unsharded := param.unsharded) is not None
         ]
-        self.buffers.note_uses()
+
+    def retire(self) -> None:
+        """After a reshard: make the use of unsharded parameters that somebody keeps an error."""
+        if self._kept is not None:
+            self._kept.retire(self._num_switched)
+
+    def _drop_switch(self) -> None:
+        self._switch, self._num_switched = None, 0
 
     @property
     def have_moved(self) -> bool:
@@ -215,13 +248,39 @@ class UnitParams:
     def follow_switch(self) -> None:
         """Notice parameters that were frozen, made trainable or registered in one more place."""
         if self._switch is not None and not self._switch.is_current:
-            self._switch = None
+            self._drop_switch()
+
+    def show_between(self) -> None:
+        """Register the sharded parameters, and let attributes be the unsharded ones.
+
+        Between forward and backward: who asks for parameters gets those that are trained, and who
+        computes with ``module.weight`` gets the whole one.
+        """
+        self.show_sharded()
+        self._has_shadows = True
+        for param in self.all:
+            unsharded = param.current_unsharded()
+            for slot in param.slots:
+                slot.shadow(unsharded)
+
+    def _drop_shadows(self) -> None:
+        self._has_shadows = False
+        for param in self.all:
+            for slot in param.slots:
+                slot.drop_shadow()
 
     def show_sharded(self) -> None:
+        if self._has_shadows:
+            self._drop_shadows()
         for each in (self._switch,) if self._switch is not None else self._shown():
             each.show_sharded()
 
     def show_unsharded(self) -> None:
+        if self._kept is not None:
+            self._kept.restore()
+        if self._has_shadows:
+            self._drop_shadows()
+            self.follow_switch()  # what is trained was in sight, and may have been frozen
         for each in (self._switch,) if self._switch is not None else self._shown():
             each.show_unsharded()
 
@@ -230,6 +289,22 @@ class UnitParams:
         if self._switch is not None and self._switch.is_plain:
             return self._switch.take_gradients()
         return [param.take_gradient() for param in self.all]
+
+    def warn_of_captured(self, label: str) -> None:
+        """Warn of parameters whose gradient `torch.autograd.grad` returns."""
+        names = [
+            param.name
+            for param in self.all
+            if param.unsharded is not None and param.requires_grad and is_captured(param.unsharded)
+        ]
+        if names:
+            warnings.warn(
+                f"torch.autograd.grad returns the gradient of {', '.join(names)} in {label} as "
+                "this rank has it: nothing reduces it. Average it over the data-parallel ranks, or "
+                "call backward() and read the parameter's .grad.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def drop_gradients(self) -> None:
         """Forget what autograd has accumulated."""
@@ -243,4 +318,6 @@ class UnitParams:
         if not is_simple or not all(param.is_only_registered for param in self.all):
             return self.all
         self._switch = Switch(self.all)
+        if self._kept is not None:
+            self._num_switched = sum(len(param.slots) for param in self._kept.params)
         return (self._switch,)

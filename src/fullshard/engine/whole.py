@@ -84,14 +84,12 @@ def whole_parameters(units: Sequence[Unit], options: WholeOptions) -> Iterator[N
     for unit in units:
         unit.follow_changes()
         unit.settle()
-    shown = [unit for unit in units if _show(unit, options)]
-    try:
-        yield
-    finally:
-        for unit in shown:
-            _hide(unit, options)
+    with contextlib.ExitStack() as stack:  # which undoes the rest even if undoing one raises
         for unit in units:
-            unit.is_whole = False
+            stack.callback(setattr, unit, "is_whole", False)
+            if _show(unit, options):
+                stack.callback(_hide, unit, options)
+        yield
 
 
 @torch.no_grad()
@@ -116,10 +114,12 @@ def _show(unit: Unit, options: WholeOptions) -> bool:
 @torch.no_grad()
 def _hide(unit: Unit, options: WholeOptions) -> None:
     assert unit.buffers is not None
-    for index, param in enumerate(unit.params):
-        assert isinstance(param, PieceParameter)
-        shard = unit.buffers.shards[index]
-        full, grad = param.hide_whole(shard)
+    shards = unit.buffers.shards
+    pieces = [param for param in unit.params if isinstance(param, PieceParameter)]
+    if unit.flat is not None:
+        unit.flat.slot.register(unit.flat.sharded)
+    shown = [param.hide_whole(shard) for param, shard in zip(pieces, shards, strict=True)]
+    for param, shard, (full, grad) in zip(pieces, shards, shown, strict=True):
         if not options.writeback or full.data_ptr() == shard.data_ptr():
             continue
         if full.shape != param.shape:
@@ -130,5 +130,3 @@ def _hide(unit: Unit, options: WholeOptions) -> None:
         shard.copy_(param.owned.of(full))
         if options.with_grads and grad is not None and param.sharded.grad is not None:
             param.sharded.grad.copy_(param.owned.of(grad))
-    if unit.flat is not None:
-        unit.flat.slot.register(unit.flat.sharded)

@@ -1,5 +1,6 @@
 """From modules to a flat unit."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -8,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.flat_params import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params import ParamForm, Slot
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, UnitComms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError
 from fullshard.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
@@ -25,6 +26,7 @@ def flat_unit(
     device: torch.device,
     config: UnitConfig,
     ignored_params: set[nn.Parameter],
+    comms: UnitComms,
 ) -> Unit:
     """Flatten the parameters of the covered modules into one unit.
 
@@ -43,12 +45,13 @@ def flat_unit(
         first = next(iter(names))
         local = first._local_tensor if isinstance(first, DTensor) else first
         holder = FlatHolder(module, local.detach(), requires_grad=first.requires_grad)
+    _warn_of_hooks(names, config)
     managed = []
     for index, (parameter, slots) in enumerate(parameters.slots.items()):
         form = _form(parameter, names[parameter], mesh)
         parameter._fsdp_flattened = True  # type: ignore[attr-defined]
         managed.append(_managed(parameter, slots, form, owned[index], holder))
-    unit = Unit(managed, mesh, device, config, layout)
+    unit = Unit(managed, mesh, device, config, layout, comms)
     if unit.flat is not None:
         unit.flat.sharded._fqns = names_below(module, unit)  # type: ignore[attr-defined]
     return unit
@@ -120,6 +123,19 @@ def _check(
         )
     if config.style is ParamStyle.FLAT:
         _check_uniform(list(names))
+
+
+def _warn_of_hooks(names: dict[nn.Parameter, str], config: UnitConfig) -> None:
+    """Name the parameters whose hooks no longer have anything to be called with."""
+    hooked = [name for parameter, name in names.items() if parameter._post_accumulate_grad_hooks]
+    if config.style is ParamStyle.FLAT and hooked:
+        warnings.warn(
+            f"{', '.join(hooked)}: hooks after accumulation (register_post_accumulate_grad_hook) "
+            "are not called with use_orig_params=False, which keeps the gradient of no single "
+            "parameter. Pass use_orig_params=True, or register them on the flat parameter.",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _check_uniform(parameters: Sequence[nn.Parameter]) -> None:

@@ -22,7 +22,7 @@ from fullshard.engine.grad_norm import clip_grad_norm_
 from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.precision import differentiable_tensors
 from fullshard.engine.runtime import eager, passing_through
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, choose_comms
 from fullshard.engine.whole import WholeOptions, whole_parameters
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 from fullshard.fsdp1.auto_wrap import auto_wrap
@@ -62,7 +62,7 @@ from fullshard.policies import (
     UnitConfig,
 )
 from fullshard.sharding import set_default_comm
-from fullshard.wrapping import covered_modules
+from fullshard.wrapping import covered_modules, ignored_names
 
 
 class FullyShardedDataParallel(WithStateDicts):
@@ -129,6 +129,13 @@ class FullyShardedDataParallel(WithStateDicts):
             device_mesh,
             wraps_children=auto_wrap_policy is not None,
         )
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self._use_orig_params = use_orig_params
+        config = _unit_config(self)
+        comms = choose_comms(self._placement.mesh, device, config)  # before anything is changed
         if auto_wrap_policy is not None:
             groups: ProcessGroups = process_group
             if sharding_strategy in HYBRID_SHARDING_STRATEGIES and device_mesh is None:
@@ -158,12 +165,7 @@ class FullyShardedDataParallel(WithStateDicts):
                 use_orig_params=use_orig_params,
                 mixed_precision=mixed_precision,
             )
-        self.cpu_offload = cpu_offload or CPUOffload()
-        self.mixed_precision = mixed_precision or MixedPrecision()
         self.compute_device = device
-        self.backward_prefetch = backward_prefetch
-        self.forward_prefetch = forward_prefetch
-        self._use_orig_params = use_orig_params
         self._device_mesh = device_mesh
         self.limit_all_gathers = limit_all_gathers
         self._computes_fully_in_eval = full_precision_in_eval()
@@ -181,11 +183,13 @@ class FullyShardedDataParallel(WithStateDicts):
             mesh = self._placement.mesh
             groups_in_turn = (mesh.shard_group, mesh.replicate_group)
             broadcast_states(covered, ignored, [g for g in groups_in_turn if g is not None])
-        config = _unit_config(self)
-        unit = flat_unit(self.module, covered, self._placement.mesh, device, config, ignored.params)
+        unit = flat_unit(
+            self.module, covered, self._placement.mesh, device, config, ignored.params, comms
+        )
         self._state = ModuleState([self], [unit], hooks=False)
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._state.ignored.update(ignored.modules)
+        self._state.ignored_names.update(ignored_names(covered, ignored.params))
         for inner in self.fsdp_modules(module):
             inner._outer = weakref.ref(self)
         mark_managed(covered, keeps_parameters=use_orig_params)
@@ -350,11 +354,16 @@ class FullyShardedDataParallel(WithStateDicts):
             return super().apply(fn)
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this instance's parameters ahead of its forward. Every rank has to call it."""
+        """Gather this instance's parameters ahead of its forward. Every rank has to call it.
+
+        What is written to the unsharded parameters does not reach the shards.
+        """
         unit = self._unit
         unit.follow_changes()
+        unit.read_privately()
         unit.comm.fence(f"{unit.path}: unshard")
         unit.unshard()
+        unit.is_held = True
         unit.comm.fence(f"{unit.path}: unshard")
         handle = UnshardHandle([unit])
         if async_op:

@@ -1,0 +1,110 @@
+"""Parameters that nobody manages, and optimizers that train what nobody looks after.
+
+Two hooks of the whole process, installed when a model is first sharded:
+
+    registration    of a parameter or a module anywhere counts up, so that the next forward of a root
+                    looks through its modules for parameters that were added after sharding
+    optimizer step  looks through an optimizer's parameters for those that sharding has replaced
+
+Both look again only when something has changed, so a step pays for two comparisons.
+"""
+
+import warnings
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fullshard.engine.params import Count, manager_of, marks, owner_of
+from fullshard.engine.runtime import eager
+from fullshard.errors import StateError
+
+_NAMED = 8  # so many names in a message
+
+registrations = Count()  # of what is not ours, since `watch`
+_installed: list[object] = []
+# Of each optimizer that was looked through: what there was then.
+_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def watch() -> None:
+    """Install the hooks, once in a process."""
+    if not _installed:
+        _installed.extend(
+            (
+                register_module_parameter_registration_hook(_count_parameter),
+                register_module_module_registration_hook(_count_module),
+                register_optimizer_step_pre_hook(_check_optimizer),
+            )
+        )
+
+
+def is_stray(parameter: nn.Parameter | None) -> bool:
+    """Whether a parameter is trained, but not sharded."""
+    return parameter is not None and parameter.requires_grad and manager_of(parameter) is None
+
+
+def warn_of_strays(names: list[str]) -> None:
+    """Warn of parameters that no unit of the model manages, if there are any."""
+    if names:
+        warnings.warn(
+            f"{_listed(names)} (rank {dist.get_rank()}): registered after the module was sharded, "
+            "so neither sharded nor reduced: each rank trains it on its own data, and values "
+            "differ. Add parameters before sharding; or, if you reduce their gradients yourself, "
+            "name them in ignored_params (ignored_states).",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _count_parameter(_: nn.Module, __: str, parameter: nn.Parameter) -> None:
+    if manager_of(parameter) is None:
+        registrations.value += 1
+
+
+def _count_module(_: nn.Module, __: str, ___: nn.Module | None) -> None:
+    registrations.value += 1
+
+
+def _check_optimizer(optimizer: Optimizer, _: Any, __: Any) -> None:
+    """Refuse a step on parameters that sharding has replaced: it would change nothing."""
+    now = (marks.value, len(optimizer.param_groups))
+    if _seen.get(optimizer) != now:
+        _look_through(optimizer)
+        _seen[optimizer] = now
+
+
+@eager
+def _look_through(optimizer: Optimizer) -> None:
+    built_before: list[str] = []
+    stand_ins: list[str] = []
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        manager = manager_of(parameter)
+        if manager is not None and manager.replaces(parameter):
+            is_former = owner_of(parameter) is not None
+            (built_before if is_former else stand_ins).append(manager.name)
+    name = type(optimizer).__name__
+    if built_before:
+        raise StateError(
+            f"{name} (rank {dist.get_rank()}) has {_listed(built_before)} as before sharding, or "
+            "before they were replaced: a step would change nothing that is used. Build the "
+            "optimizer from model.parameters() after sharding and loading."
+        )
+    if stand_ins:
+        raise StateError(
+            f"{name} (rank {dist.get_rank()}) has {_listed(stand_ins)} as they are while unsharded: "
+            "a step would change nothing that is used. It was built after a forward that keeps "
+            "them unsharded, or inside unshard(): build it before, or call model.reshard() first."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
