@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"errors"},
     "comm": BASE | {"plan"},
     "engine": BASE | {"comm", "plan"},
-    "state": BASE | {"comm", "engine", "plan"},
+    "state": BASE | {"comm", "engine", "meshes", "plan"},
     "optim": BASE | {"engine", "plan"},
     "models": {"errors"},
     "versions": set(),

@@ -319,13 +319,26 @@ def _tensor_parallel_form(
             f"{name} is a DTensor on {len(own.placements)} mesh dims; tensor and expert parallel "
             "make at most two. Pass the whole mesh with dp_mesh_dims= instead."
         )
-    innermost = _strided(dim, own.num_shards_map[dim])
-    spec = DTensorSpec(
-        DeviceMesh._concatenate([info.mesh, own.mesh]),
-        (*_data_parallel(info, innermost), *own.placements),
-        tensor_meta=own.tensor_meta,
-    )
+    mesh = DeviceMesh._concatenate([info.mesh, own.mesh])
+    spec = tensor_parallel_spec(mesh, _data_parallel(info, Shard(dim)), own)
     return ParamForm(spec, dim, unsharded=own)
+
+
+def tensor_parallel_spec(
+    mesh: DeviceMesh, data_parallel: tuple[Placement, ...], own: DTensorSpec
+) -> DTensorSpec:
+    """Describe a DTensor whose parts are cut again over the data-parallel axes in front.
+
+    mesh: those axes, and then the DTensor's own ones. A dim that both cut is `_StridedShard` for the
+    axes in front: rank (1, 0) of (2, 2) has the second quarter of the rows, not the third.
+    """
+    front = tuple(
+        _strided(placement.dim, own.num_shards_map[placement.dim])
+        if isinstance(placement, Shard)
+        else placement
+        for placement in data_parallel
+    )
+    return DTensorSpec(mesh, (*front, *own.placements), tensor_meta=own.tensor_meta)
 
 
 def _spmd_form(parameter: DTensor, dim: int, info: DataParallelMeshInfo, name: str) -> ParamForm:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.engine.unit import Unit
+from fullshard.meshes import tensor_parallel_spec
 from fullshard.plan.layout import Piece
 from fullshard.plan.regrid import Division, bucket_division, row_division, whole_division
 from fullshard.state.exchange import exchange
@@ -96,7 +97,7 @@ def whole_values(
         is_kept = bool(division[rank]) or math.prod(param.shape) == 0
         whole = tensor.view(param.shape) if is_kept else None
         if whole is not None and (spec := param.form.unsharded) is not None:
-            whole = DTensor.from_local(whole, spec.mesh, spec.placements)
+            whole = sharded_dtensor(whole, spec)  # not `from_local`, which takes parts for equal
         values.append(whole)
     return values
 
@@ -109,8 +110,8 @@ def locals_of(unit: Unit, indices: Sequence[int], values: Sequence[Any]) -> list
     parts: dict[int, LocalPart] = {}
     for position, (index, value) in enumerate(zip(indices, values, strict=True)):
         param = unit.params[index]
-        if param.form.unsharded is not None and isinstance(value, DTensor):
-            own = _own_part(value, param.form.unsharded)
+        if param.form.unsharded is not None:
+            own = _own_part(value, param.form.unsharded, unit.device)
             found[position] = _take(own, divisions[index][rank])
         elif isinstance(value, (ShardedTensor, DTensor)):
             parts[position] = local_part(value, param.shape, group, unit.device)
@@ -154,8 +155,12 @@ def _as_sharded(
     param, group = unit.params[index], division_group(unit)
     if param.form.spec is not None:
         return sharded_dtensor(rows, param.form.spec)
-    if not dtensors or group is None:
+    inner = param.form.unsharded
+    if group is None or (not dtensors and inner is None):
         return sharded_tensor(rows, param.shape, group)
+    if inner is not None:  # a ShardedTensor cannot say that tensor parallel has cut it before
+        spec = tensor_parallel_spec(_mesh_around(group, inner.mesh), (Shard(0),), inner)
+        return sharded_dtensor(rows, spec)
     meta = TensorMeta(
         torch.Size(param.shape), torch.empty(param.shape, device="meta").stride(), rows.dtype
     )
@@ -164,6 +169,9 @@ def _as_sharded(
 
 
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+_meshes_around: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, list[tuple[weakref.ref[DeviceMesh], DeviceMesh]]
+] = weakref.WeakKeyDictionary()
 
 
 def _mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
@@ -171,6 +179,28 @@ def _mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     if group not in _meshes:
         _meshes[group] = DeviceMesh.from_group(group, device_type)
     return _meshes[group]
+
+
+def _mesh_around(group: dist.ProcessGroup, inner: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of a group whose ranks are each part of an inner mesh, the same every time.
+
+    Group (0, 2) around ranks (0, 1) is [[0, 1], [2, 3]]. Every rank of the group has to call it.
+    """
+    known = _meshes_around.setdefault(group, [])
+    for reference, mesh in known:
+        if reference() is inner:
+            return mesh
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, inner.mesh.tolist(), group=group)
+    names = inner.mesh_dim_names
+    mesh = DeviceMesh.from_group(
+        [group, *inner.get_all_groups()],
+        inner.device_type,
+        mesh=torch.tensor(everyones, dtype=torch.int),
+        mesh_dim_names=("dp", *names) if names and "dp" not in names else None,
+    )
+    known.append((weakref.ref(inner), mesh))
+    return mesh
 
 
 def _whole(numel: int, group: dist.ProcessGroup | None, *, rank0_only: bool) -> Division:
@@ -192,8 +222,24 @@ def _take(full: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
     return torch.cat(taken) if taken else flat[:0]
 
 
-def _own_part(value: DTensor, spec: DTensorSpec) -> torch.Tensor:
-    """Return this rank's part of a value over data-parallel and tensor-parallel axes."""
-    num_outer = value.device_mesh.ndim - spec.mesh.ndim
-    placements = [*[Replicate()] * num_outer, *spec.placements]
-    return value.redistribute(placements=placements)._local_tensor
+def _own_part(value: Any, spec: DTensorSpec, device: torch.device) -> torch.Tensor:
+    """Return this rank's part, over the axes that are not data parallel, of a value of any kind."""
+    if isinstance(value, DTensor):
+        num_outer = value.device_mesh.ndim - spec.mesh.ndim
+        if num_outer >= 0 and _ranks_of(value.device_mesh)[num_outer:] == _ranks_of(spec.mesh):
+            placements = [*[Replicate()] * num_outer, *spec.placements]
+            return value.redistribute(placements=placements)._local_tensor
+    # From another mesh, or from none: put together first, one value at a time.
+    if isinstance(value, ShardedTensor):
+        whole = local_part(value, tuple(spec.shape), None, device).local.view(spec.shape)
+    else:
+        value = torch.detach(value)
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+    everywhere = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.tensor_meta)
+    cut = sharded_dtensor(whole.to(spec.mesh.device_type), everywhere)
+    return cut.redistribute(placements=spec.placements)._local_tensor
+
+
+def _ranks_of(mesh: DeviceMesh) -> list[list[int]]:
+    """Return the ranks beside which this one is along each axis."""
+    return [dist.get_process_group_ranks(group) for group in mesh.get_all_groups()]
