@@ -29,11 +29,17 @@ class Record:
 
 
 def differences(
-    actual: Record, expected: Record, tolerance: float, *, warnings: bool = True
+    actual: Record,
+    expected: Record,
+    tolerance: float,
+    *,
+    warnings: bool = True,
+    none_is_zero: bool = False,
 ) -> list[str]:
     """Say in what a record differs from another; nothing if they agree.
 
-    A difference of keys or kinds is one however small; NaN agrees with NaN.
+    A difference of keys or kinds is one however small; NaN agrees with NaN. none_is_zero: where a
+    tensor is expected to be missing, zeros will do.
     """
     found = []
     names, expected_names = ([name for name, _ in r.seen] for r in (actual, expected))
@@ -42,11 +48,23 @@ def differences(
     for number, ((name, value), (_, other)) in enumerate(
         zip(actual.seen, expected.seen, strict=True)
     ):
+        if none_is_zero and isinstance(other, dict):
+            other = _with_zeros(other, value)  # noqa: PLW2901
         found += [f"{number}. {name}: {text}" for text in _compare(value, other, tolerance)]
     if warnings and actual.warnings != expected.warnings:
         for text in sorted(set(actual.warnings) ^ set(expected.warnings)):
             found.append(f"{'warned' if text in actual.warnings else 'did not warn'}: {text[:300]}")
     return found
+
+
+def _with_zeros(expected: dict[str, Any], actual: dict[str, Any]) -> dict[str, Any]:
+    """Put zeros in the place of what is missing, where the other one has something."""
+    return {
+        name: torch.zeros_like(actual[name])
+        if value is None and actual.get(name) is not None
+        else value
+        for name, value in expected.items()
+    }
 
 
 def _compare(actual: Any, expected: Any, tolerance: float) -> list[str]:

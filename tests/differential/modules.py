@@ -13,6 +13,7 @@ from tests.differential.program import ALL_FACES, FSDP2, program
 from tests.differential.run import Run
 
 OURS = "*/p*"  # peer_memory and process_group, on any face
+ZEROS = "the wrapper's gradients of what a unit does not use are zeros, as PyTorch's"
 VIEW = "warns of a view that nothing changes in place"
 
 

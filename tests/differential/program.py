@@ -10,7 +10,7 @@ A program must show the same on every path as in one process. `differs` says whe
 decision, and `broken` where it does not, to be mended; both name paths as "face/path" with
 wildcards and give a reason, and both are checked: a path that agrees after all fails, so that
 nothing stays declared that is not so. `skips` names what cannot even be tried (it hangs, or ends
-the process), with a reason.
+the process), with a reason; `zeros` where gradients that one process lacks may be zeros.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Program:
     differs: Mapping[str, str] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
     skips: Mapping[str, str] = field(default_factory=dict)
+    zeros: Mapping[str, str] = field(default_factory=dict)
     limit_s: float = 30.0
 
     def declared(self, kind: Mapping[str, str], face: str, path: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -72,6 +73,11 @@ class Run:
     def mesh(self, *shape: int) -> DeviceMesh | None:
         """Return the mesh of this shape, if there are ranks."""
         return None if self.is_alone else mesh_of(*shape)
+
+    def lag(self, part: int, seconds: float = 0.05) -> None:
+        """Let one rank come later to where this is called, to show what depends on when it comes."""
+        if not self.is_alone and self.part == part:
+            time.sleep(seconds)
 
     # Data
 

@@ -14,13 +14,13 @@ from tests.differential.program import NONE, PROGRAMS, Program, programs_and_fac
 from tests.differential.run import perform
 from tests.harness import Pools, RankError, Task, rank
 
-THEMES = ("modules", "autograd")
+THEMES = ("modules", "autograd", "workflows", "optimizers", "meshes", "settings", "faults")
 for _theme in THEMES:
     importlib.import_module(f"tests.differential.{_theme}")
 
 PATHS = (TORCH, *OURS)
 # A program whose path is declared to fail may hang; it gets less time.
-SHORT_S = 10.0
+SHORT_S = 5.0
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,8 @@ def test_program(pools: Pools, name: str, face: str) -> None:
         if program.declared(program.skips, face, path):
             continue
         try:
-            differs = _differences(pools, program, face, [path], SHORT_S, may_raise=True)
+            beside = [TORCH] if path != TORCH and TORCH in paths else []
+            differs = _differences(pools, program, face, [*beside, path], SHORT_S, may_raise=path)
         except RankError as error:
             differs = [str(error)]
         if not differs:
@@ -64,7 +65,7 @@ def _differences(
     paths: list[str],
     limit_s: float,
     *,
-    may_raise: bool = False,
+    may_raise: str | None = None,
 ) -> list[str]:
     """Run a program on these paths, on all ranks, and say what differs, without repeats."""
     kwargs = {"name": program.name, "face": face, "paths": paths, "may_raise": may_raise}
@@ -72,15 +73,16 @@ def _differences(
     by_rank: list[list[str]] = pools.run(program.ranks, task, limit_s)
     ranks_of: dict[str, list[int]] = {}
     for number, found in enumerate(by_rank):
-        for text in found[:12]:
+        for text in found:
             ranks_of.setdefault(text, []).append(number)
     return [f"ranks {numbers}: {text}" for text, numbers in ranks_of.items()]
 
 
-def compare_paths(name: str, face: str, paths: list[str], may_raise: bool) -> list[str]:
+def compare_paths(name: str, face: str, paths: list[str], may_raise: str | None) -> list[str]:
     """Run a program on this rank, on each path, and say what differs.
 
-    may_raise: an exception is a difference. Elsewhere it ends the ranks, since others may wait.
+    may_raise: the path on which an exception is a difference. Elsewhere it ends the ranks, since
+        others may wait.
     """
     program = PROGRAMS[name]
     found: list[str] = []
@@ -91,7 +93,7 @@ def compare_paths(name: str, face: str, paths: list[str], may_raise: bool) -> li
         try:
             records[path] = _run(program, face, path)
         except PathError as error:
-            if may_raise and path in paths:
+            if path == may_raise:
                 return [str(error)]
             raise
     ours = [path for path in OURS if path in paths]
@@ -102,12 +104,22 @@ def compare_paths(name: str, face: str, paths: list[str], may_raise: bool) -> li
         pairs += [(path, TORCH, program.tolerance) for path in ours]
     if len(ours) == 2:
         pairs.append((*OURS, 0.0))  # the same sums in the same order
+    for path in ours:  # ours may warn of what PyTorch warns of
+        if TORCH in records:
+            theirs = {warning.lower() for warning in records[TORCH].warnings}
+            own = records[path].warnings
+            records[path].warnings = [w for w in own if w.lower() not in theirs]
     for path, other, tolerance in pairs:
+        is_zero = other == NONE and bool(program.declared(program.zeros, face, path))
         found += [
             f"{path} beside {other}: {text}"
             for text in differences(
-                records[path], records[other], tolerance, warnings=TORCH not in (path, other)
-            )
+                records[path],
+                records[other],
+                tolerance,
+                warnings=TORCH not in (path, other),
+                none_is_zero=is_zero,
+            )[:4]
         ]
     return found
 
