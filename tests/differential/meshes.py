@@ -22,7 +22,11 @@ def three_ranks(run: Run) -> None:
     run.train(model, lambda m: next_token_loss(run, m, 11), clip=0.1)
 
 
-@program(faces=ALL_FACES, ranks=4)
+@program(
+    faces=ALL_FACES,
+    ranks=4,
+    broken={"orig/p*": "clipping warns of missing gradients where a rank owns no elements"},
+)
 def four_ranks(run: Run) -> None:
     """Some hold nothing of a small parameter."""
     model = run.shard(mlp(5, 3, 2, 5), "0", "2")
