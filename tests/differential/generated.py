@@ -203,9 +203,11 @@ def compare_draw(draw: Draw, ranks: int, paths: list[str]) -> list[str]:
 def program_of(draw: Draw, ranks: int) -> Program:
     """Say what is known of a drawn program."""
     is_low = draw.dtypes != "fp32"
-    # AdamW divides a gradient's rounding by its size; bfloat16 rounds sums that are formed in
-    # another order to another neighbour; more than two terms are added in another order.
-    tolerance = 1e-2 if is_low else 1e-4 if draw.optimizer == "adamw" or ranks > 2 else 1e-5
+    # AdamW divides a gradient's rounding by its size. More than two terms are added in another
+    # order; in bfloat16, PyTorch also rounds each sum of two, ours the sum of all.
+    tolerance = 1e-4 if draw.optimizer == "adamw" or ranks > 2 else 1e-5
+    if is_low:
+        tolerance = 5e-2 if ranks > 2 else 1e-2
     # Where the wrapper's gradients are zeros, momentum goes on; without a gradient, it does not.
     goes_on = draw.optimizer != "sgd" and any(layer.skipped for layer in draw.layers)
     return Program(
@@ -227,14 +229,13 @@ def documented(draw: Draw) -> dict[str, str]:
     """Return the paths on which a draw need not be right, with the reason."""
     low = DTYPES[draw.dtypes]
     reasons: dict[str, str] = {}
+    twice = draw.forwards > 1 or any(layer.again for layer in draw.layers)
+    if twice and any(layer.checkpointed == "reentrant" for layer in draw.layers):
+        reasons["torch"] = "PyTorch ends a unit's backward at its first reentrant one"
     if draw.face == FSDP2:
         return reasons
-    kinds = {layer.kind for layer in draw.layers}
-    again = any(layer.again for layer in draw.layers)
-    if again and any(layer.checkpointed for layer in draw.layers):
+    if twice and any(layer.checkpointed for layer in draw.layers):
         reasons["torch"] = "PyTorch's wrapper frees what is computed again"
-    if low is not None and low[0] is not None and "batch_norm" in kinds:
-        reasons["torch"] = "PyTorch's wrapper gives a norm what it computes in another dtype"
     if low is not None and not all(draw.reduced):
         reasons |= dict.fromkeys(
             ("peer_memory", "process_group"), "issue 14, 1.8: unreduced gradients stay in float32"
@@ -257,22 +258,28 @@ def layers(draw: Any) -> Layer:
     )
 
 
+def _possible(layer: Layer, face: str, dtypes: str) -> Layer:
+    """Change what no engine can do."""
+    if face == FLAT:  # a flat parameter is frozen or trained as a whole
+        layer = replace(layer, frozen=False, kind=layer.kind.replace("partly_used", "linear"))
+    if dtypes.startswith("bf16"):  # torch has no backward for bfloat16 with statistics in float32
+        layer = replace(layer, kind=layer.kind.replace("batch_norm", "layer_norm"))
+    return layer
+
+
 @st.composite
 def draws(draw: Any) -> Draw:
     """Draw a program."""
     rare = st.sampled_from([False, False, False, True])
     face = draw(st.sampled_from([FSDP2, FSDP2, ORIG, FLAT]))
     drawn = draw(st.lists(layers(), min_size=1, max_size=4))
-    if face == FLAT:  # a flat parameter is frozen or trained as a whole
-        drawn = [
-            replace(layer, frozen=False, kind=layer.kind.replace("partly_used", "linear"))
-            for layer in drawn
-        ]
+    dtypes = draw(st.sampled_from(["fp32", "fp32", "fp32", *sorted(DTYPES)]))
+    drawn = [_possible(layer, face, dtypes) for layer in drawn]
     return Draw(
         face=face,
         layers=tuple(drawn),
         reshard=draw(st.sampled_from([None, True, False])),
-        dtypes=draw(st.sampled_from(["fp32", "fp32", "fp32", *sorted(DTYPES)])),
+        dtypes=dtypes,
         optimizer=draw(st.sampled_from(["sgd", "momentum", "adamw"])),
         reduced=(*draw(st.lists(st.booleans(), max_size=2)), True),
         forwards=draw(st.sampled_from([1, 1, 2])),
