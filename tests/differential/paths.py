@@ -41,7 +41,7 @@ def compare_paths(
     _freeze_what_is_imported()
     found: list[str] = []
     records: dict[str, Record] = {}
-    for path in ([NONE] if program.has_reference else [TORCH]) + paths:
+    for path in ([NONE] if program.has_reference else []) + paths:
         if path in records:
             continue
         try:

@@ -41,7 +41,7 @@ class Program:
         ranks of one group have the same); rank // (ranks // parts) is a rank's part.
     tolerance: between implementations; reference_tolerance: from one process.
     reason: why a tolerance is wider than `TOLERANCE`, or there is no reference.
-    has_reference: whether one process can run it. If not, PyTorch's engine is the reference.
+    has_reference: whether one process can run it. If not, ours is compared with PyTorch's alone.
     warns: how the warnings begin that ours may give and one process does not.
     limit_s: on one path, for all ranks.
     """
