@@ -1,0 +1,109 @@
+"""Run a program on several paths in the same ranks, and compare what it shows."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import warnings
+from typing import Any
+
+from tests.api import OURS, TORCH, use_api
+from tests.differential.compare import Record, differences
+from tests.differential.program import NONE, Program
+from tests.differential.run import perform
+from tests.harness import rank
+
+PATHS = (TORCH, *OURS)
+
+
+class PathError(RuntimeError):
+    """A program raised an exception that it does not expect."""
+
+
+def joined(by_rank: list[list[str]]) -> list[str]:
+    """Say what differs and on which ranks, each difference once."""
+    ranks_of: dict[str, list[int]] = {}
+    for number, found in enumerate(by_rank):
+        for text in found:
+            ranks_of.setdefault(text, []).append(number)
+    return [f"ranks {numbers}: {text}" for text, numbers in ranks_of.items()]
+
+
+def compare_paths(
+    program: Program, face: str, paths: list[str], may_raise: str | None = None
+) -> list[str]:
+    """Run a program on this rank, on each path, and say what differs.
+
+    may_raise: the path on which an exception is a difference. Elsewhere it ends the ranks, since
+        others may wait.
+    """
+    _freeze_what_is_imported()
+    found: list[str] = []
+    records: dict[str, Record] = {}
+    for path in ([NONE] if program.has_reference else []) + paths:
+        if path in records:
+            continue
+        try:
+            records[path] = _run(program, face, path)
+        except PathError as error:
+            if path == may_raise:
+                return [str(error)]
+            raise
+    ours = [path for path in OURS if path in paths]
+    pairs: list[tuple[str, str, float]] = []
+    if program.has_reference:
+        pairs += [(path, NONE, program.reference_tolerance) for path in paths]
+    if TORCH in records:
+        pairs += [(path, TORCH, program.tolerance) for path in ours]
+    if len(ours) == 2:
+        pairs.append((*OURS, 0.0))  # the same sums in the same order
+    for path in ours:  # ours may warn of what PyTorch warns of
+        if TORCH in records:
+            theirs = {warning.lower() for warning in records[TORCH].warnings}
+            expected = records[NONE].warnings if program.has_reference else []
+            own = records[path].warnings
+            records[path].warnings = [w for w in own if w in expected or w.lower() not in theirs]
+    for path, other, tolerance in pairs:
+        is_zero = other == NONE and bool(program.declared(program.zeros, face, path))
+        found += [
+            f"{path} beside {other}: {text}"
+            for text in differences(
+                records[path],
+                records[other],
+                tolerance,
+                warnings=TORCH not in (path, other),
+                none_is_zero=is_zero,
+            )[:4]
+        ]
+    return found
+
+
+@functools.cache
+def _freeze_what_is_imported() -> None:
+    """Spare the collection after each body the visits to modules, which take longer than most."""
+    importlib.import_module("fullshard")
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
+
+
+def _run(program: Program, face: str, path: str) -> Record:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if path == NONE:
+                part = rank() // (program.ranks // program.parts)
+                record: Any = perform(program, face, path, rank())[part]
+            else:
+                with use_api(path):
+                    record = perform(program, face, path, rank())[0]
+        except Exception as error:
+            raise PathError(f"{path} raised {type(error).__name__}: {error}") from error
+    record.warnings = sorted({f"{w.category.__name__}: {w.message}" for w in caught})
+    if path in OURS and program.warns:
+        known = [w for w in record.warnings if w.partition(": ")[2].startswith(program.warns)]
+        record.warnings = [w for w in record.warnings if w not in known]
+        if not known:
+            record.warnings.append(f"(nothing begins with {program.warns})")
+    return record
