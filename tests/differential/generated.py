@@ -236,6 +236,8 @@ def documented(draw: Draw) -> dict[str, str]:
         return reasons
     if twice and any(layer.checkpointed for layer in draw.layers):
         reasons["torch"] = "PyTorch's wrapper frees what is computed again"
+    if draw.face == FLAT and not draw.to_none and any(layer.skipped for layer in draw.layers):
+        reasons["torch"] = "PyTorch's flat gradient loses the zeros of what a step skips"
     if low is not None and not all(draw.reduced):
         reasons |= dict.fromkeys(
             ("peer_memory", "process_group"), "issue 14, 1.8: unreduced gradients stay in float32"
