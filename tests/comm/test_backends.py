@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -238,8 +237,7 @@ from fullshard.comm.backends import let_go_at_exit
 store, limit = dist.HashStore(), datetime.timedelta(seconds=20)
 with ThreadPoolExecutor(2) as pool:
     ranks = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2)))
-if sys.argv[1] == "let go":
-    let_go_at_exit()
+let_go_at_exit()
 tensors = [torch.ones(4), torch.ones(4)]
 sys.setswitchinterval(100)
 for rank, tensor in zip(ranks, tensors):
@@ -250,22 +248,17 @@ while time.perf_counter() < until:
 """
 
 
-@pytest.mark.parametrize("how", ["let go", "at once"])
-def test_a_program_that_ends_after_a_collective_does_not_abort(how: str) -> None:
-    if how == "at once" and sys.version_info >= (3, 14):
-        pytest.skip("this Python leaves threads asleep that ask for the GIL at the end")
+def test_a_program_that_ends_after_a_collective_does_not_abort() -> None:
+    # Without the call, PyTorch ends about two of three of these by SIGABRT ("terminate called
+    # without an active exception"): a thread of Gloo asks for the GIL of a Python that is gone.
     done = subprocess.run(
-        [sys.executable, "-c", LEAVING, how],
+        [sys.executable, "-c", LEAVING],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    if how == "at once":  # PyTorch's own, without anything of ours
-        assert done.returncode == -signal.SIGABRT
-        assert "terminate called without an active exception" in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 @on_ranks(2)

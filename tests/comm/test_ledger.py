@@ -6,6 +6,7 @@ import pytest
 
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Ledger
+from fullshard.comm.process_group import _wait_comparing
 from fullshard.errors import DivergenceError
 
 
@@ -60,3 +61,33 @@ def test_names_longer_than_an_entry_are_compared_whole() -> None:
     one.enter("x" * 300 + "1")
     with pytest.raises(DivergenceError, match="xxx"):
         two.enter("x" * 300 + "2")
+
+
+class _Work:
+    """A collective whose waits time out until it is over, as Gloo's may at the last moment."""
+
+    def __init__(self, num_waits: int, error: str = "") -> None:
+        self.num_waits, self.error = num_waits, error
+
+    def wait(self, timeout: object = None) -> None:
+        """Time out, or say how it ended."""
+        self.num_waits -= 1
+        if self.num_waits >= 0 and timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        """Whether it is over: from the last time-out on."""
+        return self.num_waits <= 0
+
+
+@pytest.mark.parametrize("num_waits", [0, 1, 3])
+def test_collective_that_ends_as_a_wait_times_out_has_not_failed(num_waits: int) -> None:
+    _wait_comparing(_Work(num_waits), _ledgers(2)[0])
+
+
+@pytest.mark.parametrize("num_waits", [0, 1, 3])
+def test_failure_of_a_collective_is_its_own_words(num_waits: int) -> None:
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        _wait_comparing(_Work(num_waits, "Connection closed"), _ledgers(2)[0])

@@ -7,6 +7,7 @@ store that the ranks met in; after an error the others look which of those proce
 import contextlib
 import os
 import time
+import weakref
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,11 +19,19 @@ _GRACE_S = 1.0  # a dying process closes its connections before it is gone
 _KEY = "fullshard/process/{}"
 
 
+# The process's default groups that it was announced in: once each, however many units there are.
+_announced: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+
 def announce() -> None:
     """Say which process this rank is."""
     with contextlib.suppress(Exception):  # an unusual store, or no /proc: names will be missing
+        world = dist.distributed_c10d._get_default_group()
+        if world in _announced:
+            return
         store = dist.distributed_c10d._get_default_store()
         store.set(_KEY.format(dist.get_rank()), f"{host_identity()} {os.getpid()}")
+        _announced.add(world)
 
 
 class naming_lost_ranks:  # noqa: N801  (a context manager, used like a function)

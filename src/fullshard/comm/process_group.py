@@ -424,8 +424,9 @@ def _wait_comparing(work: Any, ledger: Ledger) -> None:
             work.wait(_COMPARE_EVERY)
             return
         except RuntimeError:
-            if work.is_completed():  # it is the collective that failed
-                raise
+            if work.is_completed():  # it failed, or was over just then
+                work.wait()
+                return
         ledger.compare()
 
 

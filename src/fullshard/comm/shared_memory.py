@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from fullshard.comm import ledger
 from fullshard.comm.backends import timeout_s
-from fullshard.comm.exchange import exchange_through_store
 from fullshard.comm.ledger import Ledger
 from fullshard.errors import PeerLostError, PeerTimeoutError
 
@@ -312,7 +311,7 @@ def ledger_of(group: dist.ProcessGroup) -> Ledger | None:
         return None  # ranks may be threads
     if group not in _ledgers:
         try:
-            _ledgers[group] = SharedMemory.connect(group, exchange_through_store).ledger
+            _ledgers[group] = SharedMemory.connect(group).ledger
         except UnavailableError as reason:
             logger.info("ranks are not compared: %s", reason)
             _ledgers[group] = None
