@@ -149,6 +149,72 @@ def test_write_that_begins_late_is_right_or_refused_by_name(api: Api, write: str
         _train_both(model, alone, api, "fully_shard", steps=6)
 
 
+def _late_write(how: str, parameters: Sequence[nn.Parameter]) -> None:
+    with torch.no_grad():
+        if how == "foreach":
+            torch._foreach_mul_(list(parameters), 0.5)
+        for parameter in parameters if how == "data" else ():
+            parameter.data.mul_(0.5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("moment", ["between", "backward"])
+@pytest.mark.parametrize("how", ["data", "foreach"])
+def test_late_write_after_forward_is_right_or_refused_by_name(
+    api: Api, how: str, moment: str, face: str
+) -> None:
+    alone = Momentum(_data, "never")
+    model = _sharded(api, alone, face)
+    is_fast = api.name == "peer_memory"
+
+    def step(each: nn.Module, x: Tensor, number: int) -> None:
+        inner = each.module if isinstance(each, api.FullyShardedDataParallel) else each
+        keys = list(inner.key.parameters())
+        each.zero_grad()
+        out = each(x)
+        if number < 4:
+            mean_square(out).backward()
+            return
+        if moment == "between":
+            _late_write(how, keys)
+        else:
+            out.register_hook(lambda _: _late_write(how, keys))
+        mean_square(out).backward()
+
+    for number in range(6):
+        batch = make_batch(16, seed=number)
+        if is_fast and number == 4:
+            with pytest.raises(RuntimeError, match=rf"key \(rank {rank()}\).* were written to"):
+                step(model, my_part(batch), number)
+            return
+        if number >= 4 and (how == "foreach" or moment == "backward"):
+            return  # one process refuses it; the unit was gathered already, as in PyTorch
+        step(alone, batch, number)
+        step(model, my_part(batch), number)
+        torch.testing.assert_close(
+            _gradients(model, api, face), [p.grad for p in alone.parameters()]
+        )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("first", [0, 4])
+def test_data_assigned_inside_forward_reaches_a_wrapper_that_has_yet_to_run(
+    api: Api, first: int
+) -> None:
+    def assign(keys: Sequence[nn.Parameter], queries: Sequence[nn.Parameter]) -> None:
+        for key, query in zip(keys, queries, strict=True):
+            key.data = key.data * 0.5 + query.data * 0.5
+
+    alone = Momentum(assign, "between", first)
+    model = _sharded(api, alone, "wrapper")
+    if first == 0 or api.name != "peer_memory":
+        _train_both(model, alone, api, "wrapper", steps=6)
+        return
+    with pytest.raises(RuntimeError, match=rf"key \(rank {rank()}\).* were written to"):
+        _train_both(model, alone, api, "wrapper", steps=6)
+
+
 @on_ranks(2)
 def test_write_between_forward_and_backward_is_seen_by_backward(api: Api) -> None:
     alone = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))

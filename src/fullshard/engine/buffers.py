@@ -93,6 +93,7 @@ class UnitBuffers:
         }
         self.shards = [shards[index] for index in range(len(shards))]
         self._kept: list[ShardBuffer] = []
+        self._smaller: dict[tuple[int, int], BucketLayout] = {}  # by bucket and group size
         self._post_forward: ProcessGroupComm | None = None
         self._bind(allow_in_place=True)
         self.may_be_in_place = self.in_place
@@ -244,7 +245,10 @@ class UnitBuffers:
         self._post_forward = comm
         kept: dict[int, torch.Tensor] = {}
         for bucket, unsharded in zip(self.layout.buckets, self._unsharded, strict=True):
-            smaller = regroup(bucket, shard_size=comm.size)
+            key = (len(self._kept), comm.size)
+            if key not in self._smaller:  # planned once, not in every forward
+                self._smaller[key] = regroup(bucket, shard_size=comm.size)
+            smaller = self._smaller[key]
             buffer = comm.allocate_shards(smaller, self._runtime.device, pin_memory=False)
             for param, shard in zip(smaller.params, buffer.shards, strict=True):
                 start, stop = param.rows(comm.rank)

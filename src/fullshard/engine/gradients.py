@@ -339,7 +339,8 @@ class UnitGradients:
 
     def _recipe(self, bucket: BucketGradients, config: UnitConfig, *, accumulated: bool) -> Recipe:
         known = bucket.recipe
-        if known is not None and known.config is config and known.accumulated == accumulated:
+        is_same = known is not None and (known.config is config or known.config == config)
+        if known is not None and is_same and known.accumulated == accumulated:
             return known
         bucket.recipe = make_recipe(
             bucket.bucket,

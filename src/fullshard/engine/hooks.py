@@ -329,7 +329,7 @@ class ModuleState:
         if is_first:
             for state in self.forward_prefetch:
                 for unit in state.units:
-                    unit.unshard()
+                    unit.unshard(early=True)
             if units and torch.is_grad_enabled():
                 args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs

@@ -20,7 +20,7 @@ may write, as ever with autograd.
 
 import collections
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from fullshard.engine.order import ForwardOrder
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.engine.writes import WriteWatch
-from fullshard.errors import StateError
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch, ShardedState
@@ -140,8 +139,8 @@ class Iteration:
             for unit in units:
                 self._order.check(self._number[id(unit)])
         for unit in units:
-            if unit.was_gathered_early and not is_recomputation and self._is_outdated(unit):
-                unit.refetch()
+            if not is_recomputation:
+                self._follow_writes(unit)
             unit.unshard()
         for unit in units:
             unit.wait_unshard()
@@ -156,21 +155,34 @@ class Iteration:
         if self.observer is not None and not is_recomputation:
             self.observer.enter(Kind.FORWARD, units)
 
-    def _is_outdated(self, unit: Unit) -> bool:
-        """Whether somebody wrote to a unit since it was gathered early."""
-        return unit.was_written_to or self._watch.has_changed(unit)
+    def _follow_writes(self, unit: Unit) -> None:
+        """Take over what somebody wrote to a unit before its forward, gathered early or not."""
+        has_changed = unit.take_new_pieces()
+        if unit.was_gathered_early and (
+            has_changed or unit.writes.changed_since_gather or self._watch.has_changed(unit)
+        ):
+            unit.refetch()
 
     def _prefetch_forward(self, unit: Unit) -> None:
-        """Start gathering a unit before its forward, unless somebody may write to it until then."""
-        if unit.gains_from_prefetch and not unit.is_ordered:
-            unit.unshard()
+        """Start gathering a unit before its forward, unless somebody may write to it until then.
+
+        Flat units ask for it, so theirs is early in watched passes as well, and checked.
+        """
+        if unit.gains_from_prefetch and (not unit.is_ordered or unit.is_flat):
+            unit.unshard(early=True)
 
     def _check_unwritten(self, unit: Unit) -> None:
-        try:
-            unit.check_unwritten()
-        except StateError:
+        """Raise StateError if somebody wrote to a unit that peers read in place."""
+        if unit.writes.changed_since_begin:
             self._watch.start_again()
-            raise
+            unit.refuse_write()
+
+    def _refuse_writes(self, units: Iterable[Unit]) -> None:
+        """Raise StateError if shards that peers read in place were written to since forward began."""
+        for unit in units:
+            if unit.is_in_place and self._watch.has_changed(unit):
+                self._watch.start_again()
+                unit.refuse_write()
 
     def end_units(self, units: Sequence[Unit], *, is_differentiable: bool) -> None:
         """A module's forward is over."""
@@ -198,10 +210,8 @@ class Iteration:
                     unit.reshard()
             if self._watch.is_watching:
                 self._watch.end_pass()
-        for unit in self.units:
-            if unit.is_in_place and self._watch.has_changed(unit):
-                self._watch.start_again()
-                unit.refuse_write()
+        if self._gathers:
+            self._refuse_writes(self.units)
         for unit in self._original:  # optimizers and `zero_grad` must find what is trained
             if self._expects_backward:
                 unit.hide_between()
@@ -220,7 +230,8 @@ class Iteration:
         if not self._fenced_since_backward:
             self.fence("before another backward")  # somebody may have written since the last one
             for unit in self.units:
-                unit.note_writes()
+                unit.writes.begin()
+            self._watch.take_samples()
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def begin_backward_units(self, units: Sequence[Unit]) -> None:
@@ -255,6 +266,8 @@ class Iteration:
         if self._watch.is_watching:
             self._watch.close((unit,))
         self._check_unwritten(unit)
+        if unit.is_in_place and unit.has_post_hooks:  # which write once it is reduced
+            self._refuse_writes((unit,))
         # What only some ranks may have used is reduced at the end of backward, in one order on all
         # ranks. Until then autograd's sum stays where it is.
         is_put_off = unit.config.reduce_scatter_unused_params
@@ -288,6 +301,8 @@ class Iteration:
         for unit in reversed(self.units):
             if unit.config.reduce_scatter_unused_params:
                 self._reduce(unit, unit.take_gradients())
+        in_place = (unit for unit in self.units if unit.is_in_place)
+        self._refuse_writes(unit for unit in in_place if not unit.has_post_hooks)
         self._in_backward = False
         self._fenced_since_backward = False
         self._finish_reductions(keep=0)

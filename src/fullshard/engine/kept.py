@@ -11,6 +11,7 @@ must not count: one C++ reference or more keeps one Python reference. A node tha
 one of each parameter for good, so that there is always exactly that one.
 """
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,11 +24,13 @@ from fullshard.errors import StateError
 
 _references = sys.getrefcount
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+# What reads no memory.
 _PROPERTIES = ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim")
-_MORE_PROPERTIES = ("layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "_backward_hooks")
+_LAYOUT = ("layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "nbytes", "itemsize")
 _METHODS = ("size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous")
-_MORE_METHODS = ("is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__")
-_HARMLESS = {*_PROPERTIES, *_MORE_PROPERTIES, *_METHODS, *_MORE_METHODS}  # they read no memory
+_PLACES = ("untyped_storage", "storage_offset", "data_ptr", "_version", "_backward_hooks")
+_OTHERS = ("is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__")
+_HARMLESS = {*_PROPERTIES, *_LAYOUT, *_METHODS, *_PLACES, *_OTHERS}
 
 
 class ReshardedParameter(nn.Parameter):
@@ -88,6 +91,11 @@ class KeptParameters:
             self._holder: Any = _Hold.apply(one, self._tensors).grad_fn  # type: ignore[no-untyped-call]
         self._own = list(map(_references, self._tensors))
         self._total = sum(self._own)
+
+    def looks_after(self, params: Sequence[ManagedParameter]) -> bool:
+        """Whether these are its parameters, with the same unsharded forms."""
+        plain = [p.unsharded for p in params if type(p.unsharded) is nn.Parameter]
+        return len(plain) == len(self._tensors) and all(map(operator.is_, plain, self._tensors))
 
     def retire(self, num_switched: int) -> None:
         """After a reshard: turn those that somebody keeps into `ReshardedParameter`.

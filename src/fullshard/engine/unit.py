@@ -30,6 +30,7 @@ from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHol
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_params import UnitParams
+from fullshard.engine.write_counts import WriteCounts
 from fullshard.errors import CommError, StateError
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.trace import Kind
@@ -98,9 +99,6 @@ class Unit:
         self.is_ordered = False  # see `writes`, Note: Ordered gathers
         self.is_written = False  # it is so for good, since somebody writes to it while it runs
         self._is_exposed = False  # users hold unsharded parameters, so nothing is read in place
-        self._gathered_of = 0  # how often the shards had been written to when they were gathered
-        self._had_unsharded = 0  # the same of the unsharded parameters, if they may stay
-        self._num_writes = (0, 0)  # to shards and unsharded parameters, when the pass began
         self._accumulation: Accumulation | None = None  # stays, with its memory, while it is used
         self._is_accumulating = False
         self._has_taken = False  # sums, since the last forward
@@ -109,6 +107,7 @@ class Unit:
         self._gathered: torch.Event | None = None
         self._post_forward: ProcessGroupComm | None = None
         self._own = UnitParams(params, mesh, device, layout)
+        self.writes = WriteCounts(self._own)
         self._adopt_unless_on_meta()
 
     # Parameters and memory
@@ -282,20 +281,9 @@ class Unit:
             self.gradients.free_unused()
         if own.all and own.have_moved:
             self.adopt()
-        if self.is_unsharded and not self.is_held and self._is_outdated_whole:
+        if self.is_unsharded and not self.is_held and self.writes.is_gathered_outdated:
             self.reshard()
-        self.note_writes()
-
-    @property
-    def _is_outdated_whole(self) -> bool:
-        """Whether what stayed unsharded is no longer what the shards say. Compares contents.
-
-        What a user has written to the unsharded parameters stays in use, as in PyTorch.
-        """
-        own, buffers = self._own, self._own.buffers
-        if self.was_written_to or buffers is None:
-            return self.was_written_to
-        return own.num_unsharded_writes() == self._had_unsharded and not buffers.holds_shards()
+        self.writes.begin()
 
     def read_privately(self) -> None:
         """From now on, keep what users may write to apart from the shards."""
@@ -323,7 +311,7 @@ class Unit:
             self._own.read_privately()
         elif not ordered and self.is_sharded:
             self._own.read_in_place()
-            self.note_writes()
+            self.writes.begin()
 
     @property
     def is_in_use(self) -> bool:
@@ -332,34 +320,20 @@ class Unit:
             return False
         return not self.is_sharded or self.buffers.is_in_use
 
-    def note_writes(self) -> None:
-        """Remember how often parameters that are read in place have been written to."""
-        if self.is_in_place:
-            self._num_writes = self._own.num_writes(), self._own.num_unsharded_writes()
-
-    def check_unwritten(self) -> None:
-        """Refuse a write since `note_writes`, where ranks have been reading in place.
-
-        Raises StateError. Sees what advances version counters.
-        """
-        own = self._own
-        if not self.is_in_place:
-            return
-        if self._num_writes != (own.num_writes(), own.num_unsharded_writes()):
-            self.refuse_write()
-
     def refuse_write(self) -> None:
+        """Raise StateError: somebody wrote to what ranks have been reading in place."""
         raise StateError(
-            f"{self.label}: its parameters were written to while the model ran. The first passes "
-            "did not do that, so the ranks of this host read each other's parameters in place, and "
-            "some may have read what was half written. Write between steps, or from the first step "
-            "on, or call set_default_comm('process_group') before sharding."
+            f"{self.label}: its parameters were written to while the model ran, between the begin "
+            "of forward and the end of backward. The first passes did not do that, so the ranks of "
+            "this host read each other's parameters in place, and some may have read what was half "
+            "written. Write between steps, or from the first step on, or call "
+            "set_default_comm('process_group') before sharding."
         )
 
     @property
     def is_in_place(self) -> bool:
         """Whether parameters are read where all ranks' shards are."""
-        return self._own.buffers is not None and self._own.buffers.in_place
+        return self._own.is_in_place
 
     @property
     def may_be_in_place(self) -> bool:
@@ -375,14 +349,21 @@ class Unit:
             return False
         return self.is_in_place or (self.gains_from_prefetch and self.config.forward_prefetch)
 
+    def take_new_pieces(self) -> bool:
+        """Adopt pieces that somebody gave other memory since the pass began; say if there were."""
+        if self.is_unsharded or not self._own.has_new_pieces:
+            return False
+        self.adopt()
+        return True
+
+    @property
+    def has_post_hooks(self) -> bool:
+        """Whether something follows a parameter's reduction: an optimizer in backward, say."""
+        return any(holder.post_accumulate_hooks for holder in self.holders)
+
     @property
     def was_gathered_early(self) -> bool:
         return self.state is ShardedState.GATHERING
-
-    @property
-    def was_written_to(self) -> bool:
-        """Whether shards were written to since they were gathered, as far as versions tell."""
-        return self._own.num_writes() != self._gathered_of
 
     def refetch(self) -> None:
         """Gather again, since what was gathered is outdated."""
@@ -391,15 +372,18 @@ class Unit:
 
     # Moving between states
 
-    def unshard(self) -> None:
-        """Start gathering the parameters; no effect if they are gathered or being gathered."""
+    def unshard(self, *, early: bool = False) -> None:
+        """Start gathering the parameters; no effect if they are gathered or being gathered.
+
+        early: before their module is called, so somebody may write to them until then.
+        """
         state = self.state
         is_sharded = state is ShardedState.SHARDED or state is ShardedState.SHARDED_POST_FORWARD
         if is_sharded and self._own.all:
-            self._start_gather()
+            self._start_gather(early=early)
 
     @outside_transforms
-    def _start_gather(self) -> None:
+    def _start_gather(self, *, early: bool) -> None:
         own = self._own
         assert own.buffers is not None
         if self.observer is not None:
@@ -417,9 +401,8 @@ class Unit:
                 self._gathered = self.runtime.record()
             works = []
         self._works = works
-        self._gathered_of = own.num_writes()
-        if self.keeps_after_forward or not self.config.reshard_after_backward:
-            self._had_unsharded = own.num_unsharded_writes()
+        may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
+        self.writes.gathered(early=early, may_stay=may_stay)
         self.state = ShardedState.GATHERING
         if self.observer is not None:
             self.observer.end()
@@ -446,9 +429,9 @@ class Unit:
     def hide_unsharded(self) -> None:
         """Register the sharded parameters, but keep the unsharded ones for the next forward.
 
-        Users of a flat unit look for gradients on the parameters that they train.
+        Users look for gradients on the parameters that they train.
         """
-        if self.is_flat and self.is_unsharded:
+        if self.is_unsharded and not self.is_held:
             self.is_hidden = True
             self._own.show_sharded()
 
@@ -548,7 +531,7 @@ class Unit:
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take what autograd has accumulated, one full gradient a parameter."""
         grads = self._own.take_gradients()
-        if self.keeps_after_forward and not _has_any(grads):
+        if self.keeps_after_forward and self.is_unsharded and not _has_any(grads):
             self._own.warn_of_captured(self.label)
         return grads
 

@@ -60,6 +60,7 @@ class UnitParams:
         self._device = device
         self._switch: Switch | None = None
         self._counted: list[torch.Tensor] | None = None  # whose versions tell of writes
+        self._addresses: int | None = None  # of the pieces of a flat buffer, summed
         self._has_shadows = False
         self._kept: KeptParameters | None = None
         self._num_switched = 0  # references of the switch to what `_kept` looks after
@@ -126,7 +127,7 @@ class UnitParams:
                 param.unsharded = None  # made of other memory, and in another way
         self.plain = plain
         self.extended = None
-        extended = [p for p in self.all if p not in plain and isinstance(p, DTensorParameter)]
+        extended = [p for p in self.all if p.is_extended and isinstance(p, DTensorParameter)]
         if extended:
             mesh = self._mesh
             self.extended = ExtendedParameters(
@@ -157,6 +158,8 @@ class UnitParams:
             for index, param in enumerate(self.plain):
                 param.move_shard(self.buffers.shards[index])
         self._counted = None
+        if self.flat_layout is not None:
+            self._addresses = sum(map(torch.Tensor.data_ptr, self._sharded_tensors()))
 
     def read_privately(self) -> None:
         """From now on, keep what is written to unsharded parameters apart from the shards."""
@@ -176,10 +179,12 @@ class UnitParams:
         self._counted = None
         if self._kept is not None:
             self._kept.restore()
-            self._kept = None
         for index, param in enumerate(self.plain):
             param.create_unsharded(self.buffers.unsharded(index))
-        self._kept = KeptParameters(self.plain)
+        # Parameters that only moved may be kept by somebody now: their references were counted.
+        if self._kept is None or not self._kept.looks_after(self.plain):
+            self._kept = KeptParameters(self.plain)
+        self.retire()
         self.buffers.note_uses()
 
     @property
@@ -217,12 +222,30 @@ class UnitParams:
                 return True
         return False
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether parameters are read where all ranks' shards are."""
+        return self.buffers is not None and self.buffers.in_place
+
     def num_writes(self) -> int:
         """Count writes to shards, through a DTensor or its local tensor, as far as versions tell."""
+        return sum(map(_version, self._sharded_tensors()))
+
+    @property
+    def has_new_pieces(self) -> bool:
+        """Whether somebody gave a piece of a flat buffer other memory (``p.data = ...``).
+
+        A part of `have_moved` that costs little enough for each module's forward.
+        """
+        if self._addresses is None:
+            return False
+        return sum(map(torch.Tensor.data_ptr, self._sharded_tensors())) != self._addresses
+
+    def _sharded_tensors(self) -> list[torch.Tensor]:
         if self._counted is None:
             tensors = [tensor for own in self.holders for tensor in (own.sharded, own.local)]
             self._counted = list({id(tensor): tensor for tensor in tensors}.values())
-        return sum(map(_version, self._counted))
+        return self._counted
 
     def num_unsharded_writes(self) -> int:
         """The same of the unsharded parameters."""

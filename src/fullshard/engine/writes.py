@@ -37,7 +37,7 @@ from fullshard.engine.unit import Unit
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
 _STRIDE = 1024  # elements of which one is sampled, in large shards
 _FEW = 1024  # elements that are sampled of smaller ones: all, or so many
-_BLOCK = 1024  # elements of which a fingerprint keeps one sum
+_BLOCK = 1024  # words of which a fingerprint keeps one sum
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Fingerprints = list[torch.Tensor]
@@ -61,10 +61,10 @@ class _Watched:
             self._versions = [tensor._version for tensor in self.unit.unsharded_locals]
 
     def close(self) -> None:
-        """They were used."""
+        """They were used, or their backward was passed over."""
         self.compare_shards()
         before, self._unsharded = self._unsharded, None
-        if before is None:
+        if before is None or not self.unit.is_unsharded:
             return
         tensors = self.unit.unsharded_locals
         written = [
@@ -97,16 +97,13 @@ class _Sample:
         self.buffers = unit.buffers
         with torch.inference_mode(False):  # written to in passes of every kind
             views = [_sampled(tensor) for tensor in unit.shard_memory]
-            self._views = [view for view in views if view.numel()]
-            self._before = [torch.empty_like(view) for view in self._views]
-
-    def take(self) -> None:
-        if self._views:
-            torch._foreach_copy_(self._before, self._views)
+            self.views = [view for view in views if view.numel()]
+            self.before = [torch.empty_like(view) for view in self.views]
 
     @property
     def has_changed(self) -> bool:
-        return not all(map(torch.equal, self._before, self._views))
+        """Whether they are others now."""
+        return not all(map(torch.equal, self.before, self.views))
 
 
 class WriteWatch:
@@ -130,7 +127,7 @@ class WriteWatch:
         number = self._passes[kind]
         self._passes[kind] += 1
         if number not in _WATCHED:
-            self._take_samples()
+            self.take_samples()
             return
         self.is_watching = True
         for unit in self._units:
@@ -150,10 +147,10 @@ class WriteWatch:
 
     @outside_transforms
     def close(self, units: Iterable[Unit]) -> None:
-        """Units were used, and are still unsharded."""
+        """Units were used, and those that were are still unsharded."""
         with no_grad():
             for unit in units:
-                if unit.is_unsharded and (watched := self._watched.get(unit)) is not None:
+                if (watched := self._watched.get(unit)) is not None:
                     watched.close()
 
     @outside_transforms
@@ -163,20 +160,31 @@ class WriteWatch:
             for watched in self._watched.values():
                 watched.compare_shards()
 
-    def _take_samples(self) -> None:
-        with no_grad():
-            for unit in self._units:
-                if unit.is_ordered or not unit.relies_on_no_writes:
-                    self._samples.pop(unit, None)
-                    continue
-                sample = self._samples.get(unit)
-                if sample is None or sample.buffers is not unit.buffers:
-                    sample = self._samples[unit] = _Sample(unit)
-                sample.take()
+    @outside_transforms
+    def take_samples(self) -> None:
+        """Look at shards that nobody is to write to from now on."""
+        views: list[torch.Tensor] = []
+        before: list[torch.Tensor] = []
+        for unit in self._units:
+            if unit.is_ordered or not unit.relies_on_no_writes:
+                self._samples.pop(unit, None)
+                continue
+            sample = self._samples.get(unit)
+            if sample is None or sample.buffers is not unit.buffers:
+                sample = self._samples[unit] = _Sample(unit)
+            views += sample.views
+            before += sample.before
+        if views:  # all of them at once, which costs the host least
+            with no_grad():
+                torch._foreach_copy_(before, views)
 
     @outside_transforms
     def has_changed(self, unit: Unit) -> bool:
         """Whether shards were written to since the pass began, as far as samples tell."""
+        watched = self._watched.get(unit)
+        if watched is not None:
+            watched.compare_shards()
+            return watched.is_written
         sample = None if self.is_watching else self._samples.get(unit)
         return sample is not None and sample.has_changed
 
@@ -220,6 +228,9 @@ def _fingerprints(tensors: Sequence[torch.Tensor]) -> _Fingerprints:
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     words = _words(tensor)
+    # As words of the sums' own dtype nothing has to be cast, which would take twice the memory.
+    if tensor.nbytes % 8 == 0 and words.storage_offset() * words.itemsize % 8 == 0:
+        words = words.view(torch.int64)
     num_blocks, rest = divmod(words.numel(), _BLOCK)
     blocks, tail = words.split([words.numel() - rest, rest])
     sums = blocks.view(num_blocks, _BLOCK).sum(1, dtype=torch.int64)
