@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.differential.modules import OURS, VIEW, ZEROS, Residual, mlp, square
+from tests.differential.modules import ZEROS, Residual, mlp, square
 from tests.differential.program import ALL_FACES, FACES, FSDP2, ORIG, program
 from tests.differential.run import Run
 
@@ -566,7 +566,7 @@ def hooks_on_modules(run: Run, before: bool) -> None:
     run.train(model, lambda m: square(m(run.batch(4, 4))))
 
 
-@program(broken={"orig/p*": VIEW})
+@program()
 def backward_hooks_on_modules(run: Run) -> None:
     """Full backward hooks see gradients, and may change them."""
     model = mlp(4, 4, 4, 2)
@@ -600,7 +600,7 @@ def hooks_on_sharded_gradients(run: Run) -> None:
     run.see("norms", torch.stack(sorted((n.norm() for n in norms), key=float)))
 
 
-@program(broken={OURS: "hooks set before sharding never fire"}, differs={"*/torch": "the same"})
+@program(differs={"*/torch": "hooks set before sharding never fire"})
 def hooks_on_parameters_before_sharding(run: Run) -> None:
     """A tensor hook set before sharding: it fires, or sharding says that it will not."""
     model = mlp(4, 4, 2)
@@ -612,8 +612,7 @@ def hooks_on_parameters_before_sharding(run: Run) -> None:
 
 
 @program(
-    broken={OURS: "gradients on parameters are none or unreduced"},
-    differs={"*/torch": "gradients on parameters are none or unreduced"},
+    differs={"*/*": "none, or unreduced: said in a warning where the engine can know of it"},
 )
 def gradient_on_the_parameters(run: Run) -> None:
     """`autograd.grad` on parameters is right or an error."""
@@ -657,7 +656,7 @@ def inputs_changed_in_place(run: Run) -> None:
     run.train(run.shard(model, "0", "1"), lambda m: square(m(run.batch(4, 4))))
 
 
-@program(broken={OURS: VIEW})
+@program()
 def view_returned(run: Run) -> None:
     """A unit returns a view; nothing changes it."""
 
@@ -845,11 +844,13 @@ def zero_grad_of_the_model(run: Run, to_none: bool) -> None:
     run.see_gradients()
 
 
+STAND_INS = "what stays unsharded shows stand-ins between forward and backward"
+
+
 @program(
-    broken={OURS: "what stays unsharded shows stand-ins between forward and backward"},
     cases={
-        "default": {"differs": {"fsdp2/torch": "the same"}},
-        "kept": {"reshard": False, "differs": {"*/torch": "the same"}},
+        "default": {"differs": {"fsdp2/torch": STAND_INS}},
+        "kept": {"reshard": False, "differs": {"*/torch": STAND_INS}},
     },
 )
 def zero_grad_between_forward_and_backward(run: Run, reshard: bool | None = None) -> None:

@@ -180,7 +180,7 @@ def embedding_bag(run: Run) -> None:
     run.train(run.shard(model, "0"), lambda m: square(m(run.ints(9, 3, 5))))
 
 
-@program(broken={OURS: VIEW})
+@program()
 def two_embeddings_added(run: Run) -> None:
     """Tokens and positions, both used once."""
 
@@ -242,7 +242,10 @@ NORMS = {
 
 @program(
     cases={
-        name: {"kind": name, "broken": {OURS: VIEW} if name == "instance" else {}} for name in NORMS
+        name: {
+            "kind": name,
+        }
+        for name in NORMS
     }
 )
 def norm(run: Run, kind: str) -> None:
@@ -299,7 +302,7 @@ RECURRENT = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
     cases={
         "rnn": {"kind": "rnn"},
         "gru": {"kind": "gru"},
-        "lstm": {"kind": "lstm", "broken": {OURS: VIEW}},
+        "lstm": {"kind": "lstm"},
     }
 )
 def recurrent(run: Run, kind: str) -> None:
@@ -353,7 +356,7 @@ def recurrent_packed(run: Run) -> None:
     run.train(run.shard(Packed(), "cells"), lambda m: square(m(run.batch(3, 4, 4))))
 
 
-@program(broken={OURS: VIEW}, cases={"same": {"kdim": None}, "other_keys": {"kdim": 5}})
+@program(cases={"same": {"kdim": None}, "other_keys": {"kdim": 5}})
 def multihead_attention(run: Run, kdim: int | None) -> None:
     """torch's attention, which gives its output projection's weight to a function."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.differential.autograd import sgd
-from tests.differential.modules import OURS, Gpt, mlp, next_token_loss, square
+from tests.differential.modules import Gpt, mlp, next_token_loss, square
 from tests.differential.program import ALL_FACES, FSDP2, ORIG, program
 from tests.differential.run import Run
 
@@ -63,7 +63,6 @@ KEPT = "parameters() shows stand-ins without gradients, so nothing is clipped"
     cases={
         name: {
             "case": name,
-            "broken": {OURS: KEPT} if name == "backward" else {},
             "differs": {"*/torch": "steps do not reach what stays unsharded"}
             if name == "backward"
             else {},
@@ -241,7 +240,9 @@ def asked_before_the_first_forward(run: Run, first: bool) -> None:
     train_gpt(run, model)
 
 
-@program(faces=(FSDP2,), broken={OURS: "a query makes a block the root"})
+@program(
+    faces=(FSDP2,),
+)
 def last_backward_said_on_a_block(run: Run) -> None:
     """`set_is_last_backward` on a block before the root's first forward does not make it a root."""
     model = run.shard(Gpt(), "blocks.*")

@@ -57,13 +57,15 @@ def _mesh(tp: int) -> DeviceMesh:
 def _layers() -> nn.Sequential:
     linear = nn.Linear
     columns = nn.Sequential(linear(8, 12), nn.Tanh())
-    return nn.Sequential(linear(7, 8), columns, linear(12, 7), linear(7, 3), nn.LayerNorm(3))
+    return nn.Sequential(linear(7, 8), columns, linear(12, 7), linear(7, 7), nn.LayerNorm(7))
 
 
 def _make(api: Api, face: str, *, tp: int, seed: int) -> _Trained:
     """Shard a model whose sizes do not all divide, with tensor parallel if tp is not 1.
 
     What both axes cut divides: torch's own functions refuse to distribute uneven parts of parts.
+    Every rank has a row of everything: torch's planner drops a ShardedTensor of which a rank has
+    none, and then takes the checkpoint for one of before its version 2.4.
     """
     mesh = _mesh(tp)
     torch.manual_seed(seed)

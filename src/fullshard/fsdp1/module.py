@@ -388,22 +388,25 @@ class FullyShardedDataParallel(WithStateDicts):
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
                 "root FSDP module."
             )
-        units = [instance._unit for instance in self.fsdp_modules(self)]
-        before = [unit.config for unit in units]
-        for instance, unit in zip(self.fsdp_modules(self), units, strict=True):
-            if not unit.config.reduce_grads:
-                raise MisuseError("Already in no_sync(): one context is enough.")
-            unit.configure(
-                reduce_grads=False,
-                all_reduce_grads=False,
-                reshard_after_backward=instance.sharding_strategy
-                not in NO_RESHARD_AFTER_FORWARD_STRATEGIES,
-            )
+        instances = self.fsdp_modules(self)
+        if not all(instance._unit.config.reduce_grads for instance in instances):
+            raise MisuseError("Already in no_sync(): one context is enough.")
+        before = []
+        for instance in instances:
+            reshards = instance.sharding_strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+            unsynced = {
+                "reduce_grads": False,
+                "all_reduce_grads": False,
+                "reshard_after_backward": reshards,
+            }
+            before.append({name: getattr(instance._unit.config, name) for name in unsynced})
+            instance._unit.configure(**unsynced)
         try:
             yield
         finally:
-            for unit, config in zip(units, before, strict=True):
-                unit.config = config
+            # These options alone: the first forward inside of this decides on others.
+            for instance, options in zip(instances, before, strict=True):
+                instance._unit.configure(**options)
 
     @staticmethod
     @contextlib.contextmanager
@@ -457,7 +460,8 @@ class FullyShardedDataParallel(WithStateDicts):
             raise StateError("`clip_grad_norm_()` should only be called on the root FSDP instance")
         parameters = list(self.parameters())
         dtypes = [p.grad.dtype for p in parameters if p.grad is not None]
-        if not dtypes:
+        owns_some = any(parameter.numel() for parameter in parameters)
+        if not dtypes and owns_some:
             warnings.warn(
                 f"called FSDP.clip_grad_norm_() on rank {self.rank} with no gradients -- returning "
                 "the total norm in the default dtype torch.float32",

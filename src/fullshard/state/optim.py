@@ -271,9 +271,10 @@ def load(
     source: dict[Any, Any] = state_dict["state"]
     used: set[Any] = set()
     loaded: dict[Any, Any] = {}
+    names_by_unit = names_of_trained(trained)
     by_unit: dict[int, _UnitState] = {}
     for unit in units_of(model):
-        by_unit[id(unit)] = _cut(unit, names_of_trained(trained)[id(unit)], source)
+        by_unit[id(unit)] = _cut(unit, names_by_unit[id(unit)], source)
     for parameter, what in trained.items():
         names = [name for name in what.names if name in source]
         used.update(names)
