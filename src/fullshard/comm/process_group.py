@@ -39,7 +39,7 @@ from fullshard.comm.ledger import Ledger
 from fullshard.comm.liveness import announce, name_lost_ranks, naming_lost_ranks
 from fullshard.comm.packing import Landing, Region, Regions, copy_in_gradients, sent_parts
 from fullshard.comm.scratch import Scratch
-from fullshard.comm.shared_memory import ledger_of
+from fullshard.comm.shared_memory import known_ledger, ledger_of
 from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
 
 _FEW_RANKS = 8
@@ -161,8 +161,14 @@ class ProcessGroupComm(Comm):
         self.name = f"process group ({self.backend})"
         self.rule = DirectRule(even=True, min_nbytes=1 << 16 if self.is_nccl else 1 << 18)
 
+        # None until `compare_ranks`, which talks to the others; or what another one of the group has.
+        self._ledger = known_ledger(group) if known else None
+
+    def compare_ranks(self) -> None:
+        """From now on, compare what ranks do. Every rank has to call it, before anything runs."""
         # Where sums are formed by the backend nobody waits on the host, so nobody would compare.
-        self._ledger = None if self.sums_natively or not known else ledger_of(group)
+        if not self.sums_natively and isinstance(self.group, dist.ProcessGroup):
+            self._ledger = ledger_of(self.group)
 
     def enter(self, what: str, nbytes: int) -> None:
         """Say what all ranks do next. Raises DivergenceError, before anything moves, if one differs."""

@@ -53,7 +53,9 @@ def select_comm(
         is_chosen = choice is CommChoice.PROCESS_GROUP
         return _process_group(group, device, "asked for" if is_chosen else "a stand-in")
     if choice is CommChoice.COLLECTIVES:
-        return CollectivesComm(group, device)
+        collectives = CollectivesComm(group, device)
+        collectives.compare_ranks()
+        return collectives
     if choice is CommChoice.AUTO and device.type == "cuda" and not _share_a_gpu(group, device):
         return _process_group(group, device, "no two ranks share a GPU")
     comm = _offloaded(device, shards_on) or _peer_memory(group, device, replicas)
@@ -85,6 +87,7 @@ def _without_peer_memory(
 def _process_group(group: dist.ProcessGroup, device: torch.device, reason: str) -> Comm:
     """Return communication by the group's collectives, whose name says why it is that."""
     comm = ProcessGroupComm(group, device)
+    comm.compare_ranks()
     comm.name += f"; {reason}"
     return comm
 
