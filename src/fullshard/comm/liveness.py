@@ -105,6 +105,6 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
 def _is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before, or while it was read
         return not Path("/proc/self").exists()  # without /proc, nothing can be said
     return state not in "ZX"

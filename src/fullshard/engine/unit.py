@@ -429,9 +429,10 @@ class Unit:
     def hide_unsharded(self) -> None:
         """Register the sharded parameters, but keep the unsharded ones for the next forward.
 
-        Users look for gradients on the parameters that they train.
+        Users of a flat unit look for gradients on the parameters that they train; others expect
+        whole ones, as PyTorch keeps them, and reshard before they step.
         """
-        if self.is_unsharded and not self.is_held:
+        if self.is_flat and self.is_unsharded:
             self.is_hidden = True
             self._own.show_sharded()
 
