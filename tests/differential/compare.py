@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 2e-6
-FLOOR = 1e-2
+FLOOR = 0.1
 
 
 @dataclass

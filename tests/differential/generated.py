@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
+from tests.api import TORCH
 from tests.differential.modules import Residual, square
 from tests.differential.paths import compare_paths
 from tests.differential.program import FLAT, FSDP2, ORIG, Program
@@ -204,12 +205,18 @@ def program_of(draw: Draw, ranks: int) -> Program:
     """Say what is known of a drawn program."""
     is_low = draw.dtypes != "fp32"
     # AdamW divides a gradient's rounding by its size. More than two terms are added in another
-    # order; in bfloat16, PyTorch also rounds each sum of two, ours the sum of all.
+    # order; in bfloat16, PyTorch also rounds each sum of two, ours the sum of all, and a batch norm
+    # of three rows makes much of the difference. What is forgotten or counted twice is a third.
     tolerance = 1e-4 if draw.optimizer == "adamw" or ranks > 2 else 1e-5
     if is_low:
-        tolerance = 5e-2 if ranks > 2 else 1e-2
+        tolerance = 0.2 if ranks > 2 else 1e-2
     # Where the wrapper's gradients are zeros, momentum goes on; without a gradient, it does not.
     goes_on = draw.optimizer != "sgd" and any(layer.skipped for layer in draw.layers)
+    has_reference = draw.face == FSDP2 or not goes_on
+    if is_low and TORCH not in documented(draw):
+        # Rounding grows from step to step, without bound where an argmax flips. PyTorch's grows in
+        # the same way, and ours has to equal it.
+        has_reference = False
     return Program(
         name="generated",
         body=lambda run: train(run, draw),
@@ -219,7 +226,7 @@ def program_of(draw: Draw, ranks: int) -> Program:
         parts=ranks,
         tolerance=tolerance,
         reference_tolerance=0.4 if is_low else tolerance,
-        has_reference=draw.face == FSDP2 or not goes_on,
+        has_reference=has_reference,
         reason="see above",
         zeros={"orig/*": "the wrapper's gradients of what a unit does not use are zeros"},
     )
@@ -227,21 +234,21 @@ def program_of(draw: Draw, ranks: int) -> Program:
 
 def documented(draw: Draw) -> dict[str, str]:
     """Return the paths on which a draw need not be right, with the reason."""
-    low = DTYPES[draw.dtypes]
     reasons: dict[str, str] = {}
     twice = draw.forwards > 1 or any(layer.again for layer in draw.layers)
     if twice and any(layer.checkpointed == "reentrant" for layer in draw.layers):
-        reasons["torch"] = "PyTorch ends a unit's backward at its first reentrant one"
+        reasons[TORCH] = "PyTorch ends a unit's backward at its first reentrant one"
     if draw.face == FSDP2:
         return reasons
     if twice and any(layer.checkpointed for layer in draw.layers):
-        reasons["torch"] = "PyTorch's wrapper frees what is computed again"
+        reasons[TORCH] = "PyTorch's wrapper frees what is computed again"
+    if any(
+        layer.checkpointed and not layer.is_unit and (layer.frozen or layer.kind == "partly_used")
+        for layer in draw.layers
+    ):
+        reasons[TORCH] = "PyTorch's wrapper reshards before what is frozen is computed again"
     if draw.face == FLAT and not draw.to_none and any(layer.skipped for layer in draw.layers):
-        reasons["torch"] = "PyTorch's flat gradient loses the zeros of what a step skips"
-    if low is not None and not all(draw.reduced):
-        reasons |= dict.fromkeys(
-            ("peer_memory", "process_group"), "issue 14, 1.8: unreduced gradients stay in float32"
-        )
+        reasons[TORCH] = "PyTorch's flat gradient loses the zeros of what a step skips"
     return reasons
 
 

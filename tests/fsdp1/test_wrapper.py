@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -369,6 +370,22 @@ def test_clip_without_gradients_is_warned_of(api: Api) -> None:
         norm = model.clip_grad_norm_(1.0)
     assert norm == 0
     assert norm.dtype == torch.float32
+
+
+@pytest.mark.ours("PyTorch warns where a rank has nothing to train")
+@on_default_comm
+@on_ranks(2)
+def test_clip_does_not_warn_where_a_rank_has_nothing_but_frozen_parameters(api: Api) -> None:
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1, bias=False))
+    nn.init.ones_(model[1].weight)
+    policy = ModuleWrapPolicy({nn.Linear})
+    wrapped = wrap(api, model, use_orig_params=True, auto_wrap_policy=policy)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    trained = [p.numel() for p in wrapped.parameters() if p.requires_grad]
+    assert (trained == [0]) == (rank() == 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert wrapped.clip_grad_norm_(1.0) > 0
 
 
 # Devices, values and what is left alone

@@ -460,8 +460,8 @@ class FullyShardedDataParallel(WithStateDicts):
             raise StateError("`clip_grad_norm_()` should only be called on the root FSDP instance")
         parameters = list(self.parameters())
         dtypes = [p.grad.dtype for p in parameters if p.grad is not None]
-        owns_some = any(parameter.numel() for parameter in parameters)
-        if not dtypes and owns_some:
+        trained = [p for p in parameters if p.requires_grad] or parameters
+        if not dtypes and any(p.numel() for p in trained):
             warnings.warn(
                 f"called FSDP.clip_grad_norm_() on rank {self.rank} with no gradients -- returning "
                 "the total norm in the default dtype torch.float32",
