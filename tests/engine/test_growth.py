@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from fullshard.comm.packing import Regions
+from fullshard.comm.scratch import Scratch
 from tests.api import Api
 from tests.harness import on_ranks
 from tests.models import mlp
+from tests.shared_memory import mapped
 from tests.training import full_parameters, make_batch, mean_square, my_part
 
 faces = pytest.mark.parametrize("face", ["rows", "pieces", "flat"])
@@ -80,3 +84,52 @@ def test_of_many_forwards_any_may_be_differentiated(api: Api, face: str, togethe
             run.zero_grad()
         own = whole_parameters(api, model, face)
         torch.testing.assert_close(own, [p.detach() for p in alone.parameters()])
+
+
+def train(api: Api, face: str) -> nn.Module:
+    model = wrap(api, mlp(dim=64), face)
+    for _ in range(3):
+        mean_square(model(my_part(make_batch(64)))).backward()
+    return model
+
+
+@pytest.mark.ours("shares no memory")
+@on_ranks(2)
+@faces
+def test_shared_memory_goes_with_the_model(api: Api, face: str) -> None:
+    model = train(api, face)
+    del model
+    gc.collect()
+    before = mapped()  # counters, and the ring for gradients, which belong to the process group
+    for _ in range(3):
+        model = train(api, face)
+        in_use = mapped()
+        del model
+        gc.collect()
+        assert mapped() == before
+    assert (len(in_use) > len(before)) == (api.name == "peer_memory")
+
+
+@pytest.mark.ours("has none of these")
+@on_ranks(2)
+@faces
+def test_memory_for_moments_is_shared_by_models_and_goes_with_the_last(api: Api, face: str) -> None:
+    cpu = torch.device("cpu")
+    first, second = train(api, face), train(api, face)
+    shared = [
+        weakref.ref(each)
+        for each in (Scratch.of(cpu), Regions.of(cpu, "gather"), Regions.of(cpu, "reduce"))
+    ]
+    del first
+    gc.collect()
+    held = [each() for each in shared]
+    again = [Scratch.of(cpu), Regions.of(cpu, "gather"), Regions.of(cpu, "reduce")]
+    is_same = [mine is None or mine is other for mine, other in zip(held, again, strict=True)]
+    assert is_same == [True] * 3
+    assert held[0] is not None
+    if api.name == "process_group":
+        assert held == again
+        assert sum(memory.nbytes for each in again for memory in each.free) > 0
+    del held, again, second
+    gc.collect()
+    assert [each() for each in shared] == [None] * 3

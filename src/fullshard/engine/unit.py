@@ -87,6 +87,7 @@ class Unit:
         self._gather_label = "root: all-gather"
         self.is_root = False
         self.runtime = Runtime.of(device)
+        self._scratch = self.runtime.scratch  # held, so that it goes with the last unit
         comms = comms or choose_comms(mesh, device, config)
         self.comm, self.replicate_comm = comms.shard, comms.replicate
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
