@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fullshard.engine.hooks import state_of
 from tests.api import Api
+from tests.counting import calls_of
 from tests.harness import on_ranks, rank, world_size
 from tests.models import MixedDtypes, PartlyFrozen, Transformer, UnevenMLP, mlp
 from tests.training import (
@@ -229,6 +231,26 @@ def test_tie_below_the_root_moves_no_higher_than_needed(api: Api) -> None:
     model[0].unshard()
     assert not isinstance(model[0].left.weight, DTensor)
     assert model[0].right.weight is model[0].left.weight
+
+
+def _calls_of_first_use(api: Api, num_units: int) -> int:
+    """Count what it takes to make a model the root whose units are tied two by two."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_units)))
+    for even, odd in zip(model[::2], model[1::2], strict=True):
+        odd.weight = even.weight
+    for layer in model:
+        api.fully_shard(layer)
+    root = state_of(api.fully_shard(model))
+    assert root is not None
+    return calls_of(root.initialise)
+
+
+@pytest.mark.ours("a tie across units is an error")
+@on_ranks(2)
+def test_first_use_takes_work_in_proportion_to_the_units(api: Api) -> None:
+    _calls_of_first_use(api, 2)  # what is made once in a process
+    few, many = (_calls_of_first_use(api, num_units) for num_units in (20, 80))
+    assert many < 4.4 * few
 
 
 @on_ranks(2)

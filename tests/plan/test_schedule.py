@@ -1,4 +1,6 @@
 import doctest
+import pickle
+import random
 
 import pytest
 from hypothesis import given
@@ -105,10 +107,42 @@ def test_a_recorder_stops_guessing_after_a_divergence() -> None:
 
 def test_a_recorder_gives_the_backward_order() -> None:
     recorder = Recorder()
-    positions = [recorder.expect_backward(unit) for unit in (4, 5, 4)]
-    assert [recorder.before(position) for position in positions] == [None, 4, 5]
+    for unit in (4, 5, 4):
+        recorder.expect_backward(unit)
+    assert [recorder.start_backward(unit) for unit in (4, 5, 4, 4)] == [5, 4, None, None]
+    recorder.expect_backward(4)
     recorder.end_iteration()
-    assert recorder.for_backward == []
+    assert recorder.start_backward(4) is None
+
+
+@pytest.mark.parametrize("num_passes", [1, 2, 5])
+def test_a_recorder_knows_what_ran_before_in_every_pass_that_is_not_differentiated(
+    num_passes: int,
+) -> None:
+    recorder = Recorder()
+    for _ in range(num_passes):
+        for unit in (0, 1, 2):
+            recorder.expect_backward(unit)
+    for number in reversed(range(num_passes)):
+        assert recorder.start_backward(2) == 1
+        assert recorder.start_backward(1) == 0
+        assert recorder.start_backward(0) == (2 if number else None)
+
+
+def test_passes_without_a_backward_leave_nothing_that_grows() -> None:
+    sizes = []
+    for num_passes, num_orders in [(3, 1), (300, 1), (3000, 7), (30_000, 7)]:
+        recorder = Recorder()
+        orders = random.Random(0)
+        for _ in range(num_passes):
+            recorder.start_pass()
+            shift = orders.randrange(num_orders)
+            for unit in range(10):
+                recorder.next_unit(shift * unit % 11)
+                recorder.expect_backward(shift * unit % 11)
+        sizes.append(len(pickle.dumps(recorder)))
+    assert sizes[1] < 1.2 * sizes[0]
+    assert sizes[3] < 1.2 * sizes[2]
 
 
 def test_a_step_prints_as_unit_and_op() -> None:

@@ -148,8 +148,3 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> float:
         assert waited < limit_s, f"not within {limit_s} s"
         time.sleep(0.005)
     return time.monotonic() - started
-
-
-def shared_memory() -> set[str]:
-    """Return the names in /dev/shm."""
-    return {path.name for path in Path("/dev/shm").iterdir()}

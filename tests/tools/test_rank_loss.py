@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared_memory import inodes_of, still_mapped
 from tests.tools.processes import (
     FOREVER,
     Run,
@@ -15,18 +16,10 @@ from tests.tools.processes import (
     descendants,
     kill,
     running,
-    shared_memory,
     wait_until,
 )
 
 LIMIT_S = 10.0
-
-
-@pytest.fixture
-def clean_shared_memory():
-    before = shared_memory()
-    yield
-    assert not {name for name in shared_memory() - before if "fullshard" in name or "psm" in name}
 
 
 def start(run: Run) -> list[int]:
@@ -37,14 +30,15 @@ def start(run: Run) -> list[int]:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_killed_rank_ends_the_others_and_is_named(
-    tmp_path: Path, clean_shared_memory: None, rank: int
-) -> None:
+def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path, rank: int) -> None:
     with running(tmp_path / "run", *FOREVER) as run:
         pids = start(run)
+        shared = inodes_of(pids)
         kill(run.ranks()[rank])
         assert wait_until(lambda: not alive(pids), LIMIT_S) < LIMIT_S
         result = run.finish()
+    assert shared
+    assert not still_mapped(shared)
     assert result.code == 3, result.err
     assert f"rank {rank} died" in result.err, "said by the rank that is left"
     assert f"rank {rank} (pid " in result.err, "said by the launcher"
@@ -62,8 +56,11 @@ def test_a_killed_rank_is_named_under_torchrun_too(tmp_path: Path) -> None:
     assert "rank 1 died" in result.err
 
 
-def test_a_killed_launcher_leaves_no_process(tmp_path: Path, clean_shared_memory: None) -> None:
+def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
     with running(tmp_path / "run", *FOREVER) as run:
         pids = start(run)
+        shared = inodes_of(pids)
         os.kill(run.process.pid, signal.SIGKILL)
         assert wait_until(lambda: not alive(pids[1:]), LIMIT_S) < LIMIT_S
+    assert shared
+    assert not still_mapped(shared)

@@ -28,6 +28,7 @@ from fullshard.plan.trace import (
 )
 from fullshard.tools import trace_metrics
 from fullshard.tools.perfetto import chrome_trace
+from tests.counting import calls_of
 
 ROOT, LAYER = 0, 1
 
@@ -111,6 +112,33 @@ def test_steps_that_not_all_ranks_recorded_do_not_count() -> None:
     )
     assert trace_metrics.common_steps([hand_made(0), longer]) == [5]
     assert trace_metrics.step_ns([hand_made(0), longer]) == 1100
+
+
+def _large(factor: int) -> RankTrace:
+    """So many times ten units, each gathered once in each of so many times ten steps."""
+    count, length = 10 * factor, 100
+    gathers = [
+        Transfer(Kind.ALL_GATHER, unit, step * length, step * length + 1, 8)
+        for step in range(count)
+        for unit in range(count)
+    ]
+    return dataclasses.replace(
+        hand_made(),
+        units=tuple(TracedUnit(str(unit), 8, 4, "peer memory") for unit in range(count)),
+        steps=tuple(TracedStep(n, n * length, (n + 1) * length) for n in range(count)),
+        timeline=tuple(Segment(Kind.OTHER, NO_UNIT, n, n + 1) for n in range(count * length)),
+        transfers=tuple(gathers),
+        samples=tuple(Sample(n * length, (1, 1)) for n in range(count)),
+    )
+
+
+@pytest.mark.parametrize("figure", ["unit_costs", "shares", "peaks", "exposed_ns", "step_ns"])
+def test_work_grows_with_the_spans_and_not_with_units_or_steps_as_well(figure: str) -> None:
+    metric = getattr(trace_metrics, figure)
+    small, large = _large(1), _large(4)
+    few, many = (calls_of(lambda trace=trace: metric([trace])) for trace in (small, large))
+    assert len(large.transfers) == 16 * len(small.transfers)
+    assert many < 16.5 * few
 
 
 def test_the_peak_is_the_largest_sum() -> None:

@@ -5,7 +5,7 @@ the other's. Making views of it costs more than copying a small parameter, and t
 from step to step, so small regions are kept, lent again, and keep their views.
 """
 
-import functools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -82,10 +82,15 @@ class Regions:
         return [region.memory for free in list(self._free.values()) for region in list(free)]
 
     @staticmethod
-    @functools.cache
     def of(device: torch.device, purpose: str) -> "Regions":
-        """Return the device's regions for one purpose, which is what one lane does."""
-        return Regions(device, purpose)
+        """Return the device's regions for one purpose, which is what one lane does.
+
+        The same for all models, while the communication of one of them lives.
+        """
+        regions = _regions.get((device, purpose))
+        if regions is None:
+            regions = _regions.setdefault((device, purpose), Regions(device, purpose))
+        return regions
 
     def take(self, numel: int, dtype: torch.dtype) -> Region:
         free = self._free.get((numel, dtype))
@@ -101,6 +106,10 @@ class Regions:
     def give(self, region: Region) -> None:
         if region.is_kept:
             self._free.setdefault(region.kind, []).append(region)
+
+
+_regions: "weakref.WeakValueDictionary[tuple[torch.device, str], Regions]"
+_regions = weakref.WeakValueDictionary()
 
 
 class Landing:

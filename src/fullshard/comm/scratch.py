@@ -4,8 +4,8 @@ On the CPU, memory that an allocator returns to the system costs a page fault fo
 comes back: more than the copy it is used for. Other devices have caching allocators.
 """
 
-import functools
 import threading
+import weakref
 
 import torch
 
@@ -19,10 +19,10 @@ class Scratch:
         self._lock = threading.Lock()  # ranks may be threads
 
     @staticmethod
-    @functools.cache
     def of(device: torch.device) -> "Scratch":
-        """Return the device's scratch memory, the same for all who ask."""
-        return Scratch(device)
+        """Return the device's scratch memory, the same for all models while one of them lives."""
+        scratch = _scratch.get(device)
+        return _scratch.setdefault(device, Scratch(device)) if scratch is None else scratch
 
     @property
     def free(self) -> list[torch.Tensor]:
@@ -48,3 +48,7 @@ class Scratch:
             with self._lock:
                 self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))
                 self._free.sort(key=torch.Tensor.numel)
+
+
+# Units and their communication hold it: with the last of them the memory goes back to the system.
+_scratch: "weakref.WeakValueDictionary[torch.device, Scratch]" = weakref.WeakValueDictionary()

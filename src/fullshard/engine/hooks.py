@@ -48,9 +48,9 @@ from fullshard.engine.precision import (
 from fullshard.engine.root_share import warn_of_large_root
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.strays import is_stray, registrations, warn_of_strays, watch
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, move_parameters
 from fullshard.errors import StateError
-from fullshard.plan.units import clean_name, contains, lowest_common_unit
+from fullshard.plan.units import clean_name, lowest_common_unit
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
 
 _STATE = "_fullshard_state"
@@ -207,8 +207,7 @@ class ModuleState:
             unit.set_name(name)
         for param, paths in names_of_parameters(root, self._states).items():
             param.names = paths
-        for param, unit, other in moves_of_ties(root, named):
-            unit.give_param(param, other)
+        move_parameters(moves_of_ties(root, named))
         for unit in self.all_units:
             unit.become_root()
         for state in self._states:
@@ -600,10 +599,12 @@ def moves_of_ties(
             if len(param.slots) == 1:
                 continue
             users = [name_of.get(id(slot.module()), "") for slot in param.slots]
-            nearest = {id(named[max((n for n in named if contains(n, u)), key=len)]) for u in users}
-            if nearest != {id(state)}:
-                target = single[lowest_common_unit(users, single)]
-                moves.append((param, unit, _on_mesh_of(unit, target, param)))
+            nearest = [lowest_common_unit([user], named) for user in users]
+            if all(name is not None and named[name] is state for name in nearest):
+                continue
+            common = lowest_common_unit(users, single)
+            if common is not None:  # else they are below several roots, none of them this model
+                moves.append((param, unit, _on_mesh_of(unit, single[common], param)))
     return moves
 
 

@@ -50,7 +50,6 @@ class Iteration:
         self._order = ForwardOrder(self.units)
         self._checks_order = False
         self._recorder = Recorder()
-        self._positions: dict[int, list[int]] = collections.defaultdict(list)
         self._in_flight: collections.deque[InFlight] = collections.deque()  # not released
         self._unfinished: collections.deque[InFlight] = collections.deque()  # the last of them
         self._forward_root: weakref.ref[Any] | None = None
@@ -196,8 +195,7 @@ class Iteration:
             if not self._expects_backward:
                 self._check_unwritten(unit)
             if self._expects_backward and is_differentiable:
-                position = self._recorder.expect_backward(self._number[id(unit)])
-                self._positions[id(unit)].append(position)
+                self._recorder.expect_backward(self._number[id(unit)])
             unit.reshard(after_forward=True)
 
     def end_forward(self) -> None:
@@ -243,10 +241,7 @@ class Iteration:
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering the unit whose backward comes next, by the order of this forward."""
-        positions = self._positions[id(unit)]
-        if not positions:
-            return  # differentiated more often than it ran
-        previous = self._recorder.before(positions.pop())
+        previous = self._recorder.start_backward(self._number[id(unit)])
         if previous is None or not self.units[previous].gains_from_prefetch:
             return
         when = unit.config.backward_prefetch
@@ -310,7 +305,6 @@ class Iteration:
         if self.is_last_backward:
             self._recorder.end_iteration()
             self._order.end_iteration()
-            self._positions.clear()
             for unit in self.units:
                 if unit.state is ShardedState.GATHERING:  # prefetched, but never used
                     unit.settle()
@@ -345,7 +339,6 @@ class Iteration:
         self._unfinished.clear()
         self._recorder.forget()
         self._order.forget()
-        self._positions.clear()
         self._after.clear()
         self._forward_root = None
         self._in_backward = False

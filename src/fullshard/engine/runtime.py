@@ -39,7 +39,6 @@ class Runtime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.has_streams = device.type != "cpu"
-        self.scratch = Scratch.of(device)
         self._streams: dict[Lane, torch.Stream] = {}
         if not self.has_streams:
             _raise_heap_threshold()
@@ -49,6 +48,11 @@ class Runtime:
     def of(device: torch.device) -> "Runtime":
         """Return the device's lanes, the same for every model on it."""
         return Runtime(device)
+
+    @property
+    def scratch(self) -> Scratch:
+        """The device's scratch memory, which lives as long as a unit that holds it."""
+        return Scratch.of(self.device)
 
     @property
     def allocated_nbytes(self) -> int | None:

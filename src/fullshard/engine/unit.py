@@ -87,6 +87,7 @@ class Unit:
         self._gather_label = "root: all-gather"
         self.is_root = False
         self.runtime = Runtime.of(device)
+        self._scratch = self.runtime.scratch  # held, so that it goes with the last unit
         comms = comms or choose_comms(mesh, device, config)
         self.comm, self.replicate_comm = comms.shard, comms.replicate
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
@@ -169,19 +170,6 @@ class Unit:
     def _adopt_unless_on_meta(self) -> None:
         if not self._own.on_meta:
             self.adopt()
-
-    def give_param(self, param: ManagedParameter, other: "Unit") -> None:
-        """Hand over a parameter that modules of several units share."""
-        logger.warning(
-            "%s are one tied parameter: it moves from unit %r to %r, their lowest common unit.",
-            " and ".join(param.names),
-            self.name,
-            other.name or "root",
-        )
-        for unit in (self, other):
-            unit.settle()
-        self.set_params([own for own in self.params if own is not param])
-        other.set_params([*other.params, param])
 
     @outside_transforms
     def adopt(self) -> None:
@@ -704,3 +692,24 @@ def _has_any(grads: Sequence[torch.Tensor | None]) -> bool:
 def comms_of(units: Sequence[Unit]) -> list[Comm]:
     """Return every communication the units use, once each."""
     return list(dict.fromkeys(comm for u in units for comm in (u.comm, u.replicate_comm)))
+
+
+def move_parameters(moves: Sequence[tuple[ManagedParameter, Unit, Unit]]) -> None:
+    """Hand over parameters that modules of several units share: each, from one unit to another.
+
+    Each unit is laid out and allocated once, however many parameters it gives or gets.
+    """
+    new = {unit: dict.fromkeys(unit.params) for _, *both in moves for unit in both}
+    for param, unit, other in moves:
+        logger.warning(
+            "%s are one tied parameter: it moves from unit %r to %r, their lowest common unit.",
+            " and ".join(param.names),
+            unit.name,
+            other.name or "root",
+        )
+        del new[unit][param]
+        new[other][param] = None
+    for unit in new:
+        unit.settle()
+    for unit, params in new.items():
+        unit.set_params(list(params))

@@ -1,7 +1,7 @@
 """Which unit owns a parameter that several modules share, and what modules are called."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 
 # Attributes under which wrappers keep the module they wrap.
 WRAPPED_MODULE = "_fsdp_wrapped_module"
@@ -13,15 +13,26 @@ def clean_name(name: str) -> str:
     return _WRAPPERS.sub("", name).removeprefix(".")
 
 
-def lowest_common_unit(users: Sequence[str], units: Iterable[str]) -> str:
-    """Return the innermost unit that contains every module in ``users``.
+def lowest_common_unit(users: Sequence[str], units: Container[str]) -> str | None:
+    """Return the innermost unit that contains every module in ``users``, None if no unit does.
 
     Names are fully qualified, "" being the root. With units "", "decoder" and "decoder.embed",
-    a weight used by "decoder.embed" and "decoder.head" belongs to "decoder". The root contains
-    everything, so there is always an answer if "" is among the units.
+    a weight used by "decoder.embed" and "decoder.head" belongs to "decoder". It is looked for from
+    the modules upwards, so the cost depends on how deep they lie, not on how many units there are.
     """
-    candidates = [unit for unit in units if all(contains(unit, user) for user in users)]
-    return max(candidates, key=lambda unit: unit.count(".") + bool(unit))
+    common = users[0]
+    for user in users[1:]:
+        while not contains(common, user):
+            common = _parent(common)
+    while common not in units:
+        if not common:
+            return None
+        common = _parent(common)
+    return common
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def contains(unit: str, module: str) -> bool:

@@ -18,7 +18,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.backends import any_device
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
+from fullshard.state.agreement import Kinds, Report, agree
 from fullshard.state.optim_keys import (
     OptimInput,
     StateDict,
@@ -48,10 +49,6 @@ class _UnitState:
 
     locals: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     others: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
-
-
-class _Known(dict[int, dict[str, torch.dtype | None]]):
-    """Which state each parameter has: its dtype, or None for what is no tensor of its size."""
 
 
 # Saving
@@ -91,8 +88,10 @@ def save(
             _take_apart(what, own, states[id(what.unit)])
     keeps = shards or not rank0_only or dist.get_rank(group) == 0
     names = names_of_trained(trained)
-    known = _agree(units_of(model), states, names, group)
-    for unit, (kinds, others) in zip(units_of(model), known, strict=True):
+    units = units_of(model)
+    reports = [_report(unit, states[id(unit)]) for unit in units]
+    known = agree(reports, [names[id(unit)] for unit in units], group)
+    for unit, (kinds, others) in zip(units, known, strict=True):
         locals_ = _complete(unit, states[id(unit)], kinds)
         indices = [index for index, _ in locals_]
         gathered: Sequence[Any] = (
@@ -161,72 +160,15 @@ def _take_apart(what: Trained, own: Mapping[str, Any], into: _UnitState) -> None
             locals_[name] = local.reshape(-1)
 
 
-class _Report(NamedTuple):
-    """What a rank tells the others of a unit's state.
-
-    dtypes: of state tensors, by parameter. owned: parameters of which it owns something.
-    """
-
-    dtypes: dict[int, dict[str, torch.dtype]]
-    others: dict[int, dict[str, Any]]
-    owned: set[int]
-
-
-def _agree(
-    units: Sequence[Unit],
-    states: Mapping[int, _UnitState],
-    names: Mapping[int, Mapping[int, str]],
-    group: dist.ProcessGroup | None,
-) -> list[tuple[_Known, dict[int, dict[str, Any]]]]:
-    """Merge what all ranks have: a rank that owns nothing of a parameter has no state of it.
-
-    Raises StateError on all ranks if one has no state of what it owns and others have.
-    """
-    everyones: list[list[_Report]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(
-        everyones, [_report(unit, states[id(unit)]) for unit in units], group=group
-    )
-    merged = []
-    problems = []
-    for position, unit in enumerate(units):
-        kinds: dict[int, dict[str, torch.dtype | None]] = {}
-        others: dict[int, dict[str, Any]] = {}
-        for index in range(len(unit.params)):
-            # Who owns nothing of a parameter may have stale state of it.
-            reports = sorted((r[position] for r in everyones), key=lambda r: index not in r.owned)
-            for report in reports:
-                for name, value in report.others.get(index, {}).items():
-                    kinds.setdefault(index, {}).setdefault(name, None)
-                    others.setdefault(index, {}).setdefault(name, value)
-                for name, dtype in report.dtypes.get(index, {}).items():
-                    kinds.setdefault(index, {}).setdefault(name, dtype)
-        for rank, reports in enumerate(everyones):
-            report = reports[position]
-            lacking = sorted(
-                (report.owned & kinds.keys()) - report.dtypes.keys() - report.others.keys()
-            )
-            if lacking:
-                missing = ", ".join(names[id(unit)][index] for index in lacking)
-                problems.append(f"rank {rank} has none of {missing}")
-        merged.append((_Known(kinds), others))
-    if problems:
-        raise StateError(
-            "FSDP currently requires each rank to have at least the optimizer states needed by rank "
-            "0's optimizer but some ranks are missing some of those states: "
-            f"{'; '.join(problems)}. Give the optimizers of all ranks the same parameters."
-        )
-    return merged
-
-
-def _report(unit: Unit, state: _UnitState) -> _Report:
+def _report(unit: Unit, state: _UnitState) -> Report:
     dtypes = {i: {name: t.dtype for name, t in own.items()} for i, own in state.locals.items()}
     owned = {index for index, param in enumerate(unit.params) if param.sharded.numel()}
     if unit.flat is not None:
         owned = set(range(len(unit.params)))
-    return _Report(dtypes, state.others, owned)
+    return Report(dtypes, state.others, owned)
 
 
-def _complete(unit: Unit, state: _UnitState, kinds: _Known) -> dict[tuple[int, str], torch.Tensor]:
+def _complete(unit: Unit, state: _UnitState, kinds: Kinds) -> dict[tuple[int, str], torch.Tensor]:
     """Return this rank's locals of everything that any rank has."""
     locals_ = {}
     for index, own in kinds.items():
@@ -449,8 +391,8 @@ def _map_state(state_dict: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _own(value: Any) -> Any:
-    """Return a scalar of one's own: parameters of one flat parameter share its step."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    """Return a value of one's own: parameters of one flat parameter share its step."""
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _to_cpu(own: Mapping[str, Any]) -> dict[str, Any]:

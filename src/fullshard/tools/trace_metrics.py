@@ -5,8 +5,10 @@ of a step add up to it.
 """
 
 import bisect
+import collections
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -49,7 +51,8 @@ TIME_HOW = (
 
 def shares(traces: Sequence[RankTrace]) -> list[Share]:
     """Return where a step's time goes, in the order of `Kind`, without what takes none."""
-    per_rank = [_time_by_kind(trace, common_steps(traces)) for trace in traces]
+    steps = common_steps(traces)
+    per_rank = [_time_by_kind(trace, steps) for trace in traces]
     total = step_ns(traces)
     found = []
     for kind in Kind:
@@ -68,7 +71,7 @@ STEP_HOW = (
 
 def step_ns(traces: Sequence[RankTrace]) -> float:
     """Return how long a step takes."""
-    steps = common_steps(traces)
+    steps = set(common_steps(traces))
     lengths = [s.end - s.start for t in traces for s in t.steps if s.number in steps]
     return sum(lengths) / len(lengths)
 
@@ -118,22 +121,27 @@ def unit_costs(traces: Sequence[RankTrace]) -> list[UnitCost]:
     steps = common_steps(traces)
     count = len(traces) * len(steps)
     names = [trace.unit_name(unit) for trace in traces[:1] for unit in range(len(trace.units))]
+    segments = collections.defaultdict[int, list[Segment]](list)
+    moved = collections.defaultdict[int, list[Transfer]](list)
+    for trace in traces:
+        for segment in _in_steps(trace, trace.timeline, steps):
+            segments[segment.unit].append(segment)
+        for transfer in _in_steps(trace, trace.transfers, steps):
+            moved[transfer.unit].append(transfer)
     costs = []
     for unit, name in enumerate(names):
-        segments = [s for t in traces for s in _in_steps(t, t.timeline, steps) if s.unit == unit]
-        moved = [m for t in traces for m in _in_steps(t, t.transfers, steps) if m.unit == unit]
-        gathers = [m for m in moved if m.kind is Kind.ALL_GATHER]
-        reduces = [m for m in moved if m.kind is Kind.REDUCE_SCATTER]
+        gathers = [m for m in moved[unit] if m.kind is Kind.ALL_GATHER]
+        reduces = [m for m in moved[unit] if m.kind is Kind.REDUCE_SCATTER]
         costs.append(
             UnitCost(
                 name,
-                gather_ns=_length(s for s in segments if s.kind in GATHER_KINDS) / count,
-                reduce_ns=_length(s for s in segments if s.kind in REDUCE_KINDS) / count,
+                gather_ns=_length(s for s in segments[unit] if s.kind in GATHER_KINDS) / count,
+                reduce_ns=_length(s for s in segments[unit] if s.kind in REDUCE_KINDS) / count,
                 num_gathers=len(gathers) / count,
                 num_reduces=len(reduces) / count,
                 gather_nbytes=sum(m.nbytes for m in gathers) / count,
                 reduce_nbytes=sum(m.nbytes for m in reduces) / count,
-                in_flight_ns=_length(moved) / count,
+                in_flight_ns=_length(moved[unit]) / count,
             )
         )
     return sorted(costs, key=lambda cost: -cost.exposed_ns)
@@ -166,7 +174,7 @@ MEMORY_HOW = (
 
 def peaks(traces: Sequence[RankTrace]) -> list[Peak]:
     """Return each rank's peak, by rank."""
-    steps = common_steps(traces)
+    steps = set(common_steps(traces))
     found = []
     for trace in traces:
         best: Peak | None = None
@@ -183,9 +191,9 @@ def peaks(traces: Sequence[RankTrace]) -> list[Peak]:
 
 def samples_of(trace: RankTrace, step: TracedStep) -> list[Sample]:
     """Return a step's samples, beginning with the one in effect when it starts."""
-    times = [sample.time for sample in trace.samples]
-    first = max(bisect.bisect_right(times, step.start) - 1, 0)
-    return list(trace.samples[first : bisect.bisect_left(times, step.end)])
+    when = operator.attrgetter("time")
+    first = max(bisect.bisect_right(trace.samples, step.start, key=when) - 1, 0)
+    return list(trace.samples[first : bisect.bisect_left(trace.samples, step.end, key=when)])
 
 
 CLOCK_HOW = (
@@ -246,9 +254,16 @@ def _time_by_kind(trace: RankTrace, steps: Sequence[int]) -> dict[Kind, float]:
 
 
 def _in_steps(trace: RankTrace, spans: Iterable[_Span], steps: Sequence[int]) -> list[_Span]:
-    """Return what begins in one of these steps."""
-    windows = [(step.start, step.end) for step in trace.steps if step.number in steps]
-    return [span for span in spans if any(a <= span.start < b for a, b in windows)]
+    """Return what begins in one of these steps. Steps do not overlap."""
+    wanted = set(steps)
+    windows = sorted((step.start, step.end) for step in trace.steps if step.number in wanted)
+    starts = [start for start, _ in windows]
+    found = []
+    for span in spans:
+        number = bisect.bisect_right(starts, span.start) - 1
+        if number >= 0 and span.start < windows[number][1]:
+            found.append(span)
+    return found
 
 
 def _length(spans: Iterable[Segment | Transfer]) -> float:

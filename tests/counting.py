@@ -1,0 +1,22 @@
+"""The cost of a function as a number of calls, which is the same on a busy machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """Count the calls of functions, Python's and C's, while this one runs."""
+    calls = 0
+
+    def count(_frame: object, event: str, _what: object) -> None:
+        nonlocal calls
+        calls += event.endswith("call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
