@@ -180,7 +180,7 @@ class Iteration:
     def _refuse_writes(self, units: Iterable[Unit]) -> None:
         """Raise StateError if shards that peers read in place were written to since forward began."""
         for unit in units:
-            if unit.is_in_place and self._watch.has_changed(unit):
+            if unit.is_in_place and (unit.writes.reached_peers or self._watch.has_changed(unit)):
                 self._watch.start_again()
                 unit.refuse_write()
 

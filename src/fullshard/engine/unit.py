@@ -462,7 +462,10 @@ class Unit:
     def _free(self, *, after_forward: bool) -> None:
         own = self._own
         assert own.buffers is not None
-        if self.state is ShardedState.SHARDED_POST_FORWARD:
+        is_unsharded = self.state is ShardedState.UNSHARDED
+        if is_unsharded:
+            self._check_written(after_forward=after_forward)
+        if not is_unsharded:
             if after_forward:
                 return
             own.buffers.drop_kept()
@@ -487,6 +490,15 @@ class Unit:
         self.is_held = False
         if self.observer is not None:
             self.observer.changed(self)
+
+    def _check_written(self, *, after_forward: bool) -> None:
+        """Warn of writes to what is about to be freed."""
+        if self.is_held:
+            self.writes.excuse()  # `unshard` says what happens to them
+        elif after_forward and torch.is_grad_enabled():
+            return  # counters stay until backward, and one look a step is enough
+        elif self.writes.will_lose:
+            self.writes.warn_of_written(self.label)
 
     def finish_reading(self) -> None:
         """Return once nothing reads shards in host memory any more, so that the host may write."""

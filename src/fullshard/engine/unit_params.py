@@ -62,6 +62,9 @@ class UnitParams:
         self._counted: list[torch.Tensor] | None = None  # whose versions tell of writes
         self._addresses: int | None = None  # of the pieces of a flat buffer, summed
         self._has_shadows = False
+        # The unsharded plain parameters, this rank's part of those that are DTensors.
+        self.unsharded_locals: list[torch.Tensor] = []
+        self.num_created = 0  # how often they were made, or given other memory
         self._kept: KeptParameters | None = None
         self._num_switched = 0  # references of the switch to what `_kept` looks after
         self.take(params)
@@ -181,23 +184,14 @@ class UnitParams:
             self._kept.restore()
         for index, param in enumerate(self.plain):
             param.create_unsharded(self.buffers.unsharded(index))
+        # One reference more to each, whenever `kept` counts them.
+        self.unsharded_locals = [*map(_local_of, self.plain)]
+        self.num_created += 1
         # Parameters that only moved may be kept by somebody now: their references were counted.
         if self._kept is None or not self._kept.looks_after(self.plain):
             self._kept = KeptParameters(self.plain)
         self.retire()
         self.buffers.note_uses()
-
-    @property
-    def unsharded_locals(self) -> list[torch.Tensor]:
-        """The unsharded plain parameters, this rank's part of those that are DTensors.
-
-        Not kept in a list: `kept` counts references.
-        """
-        return [
-            unsharded if param.form.unsharded is None else unsharded._local_tensor  # type: ignore[attr-defined]
-            for param in self.plain
-            if (unsharded := param.unsharded) is not None
-        ]
 
     def retire(self) -> None:
         """After a reshard: make the use of unsharded parameters that somebody keeps an error."""
@@ -344,3 +338,10 @@ class UnitParams:
         if self._kept is not None:
             self._num_switched = sum(len(param.slots) for param in self._kept.params)
         return (self._switch,)
+
+
+def _local_of(param: ManagedParameter) -> torch.Tensor:
+    """Return an unsharded parameter, this rank's part of one that is a DTensor."""
+    unsharded = param.unsharded
+    assert unsharded is not None
+    return unsharded if param.form.unsharded is None else unsharded._local_tensor  # type: ignore[attr-defined]
