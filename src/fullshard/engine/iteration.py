@@ -301,6 +301,7 @@ class Iteration:
         for unit in reversed(self.units):
             if unit.config.reduce_scatter_unused_params:
                 self._reduce(unit, unit.take_gradients())
+                unit.hide_unsharded()
         in_place = (unit for unit in self.units if unit.is_in_place)
         self._refuse_writes(unit for unit in in_place if not unit.has_post_hooks)
         self._in_backward = False

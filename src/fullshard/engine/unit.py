@@ -93,7 +93,7 @@ class Unit:
         self.reduce_group: dist.ProcessGroup | None = None  # set_separate_reduce_scatter_group
         self.state = ShardedState.SHARDED
         self.observer: Observer | None = None
-        self.is_hidden = False  # unsharded, but the sharded parameters are registered
+        self.is_hidden = False  # unsharded, but not shown as for computing
         self.is_held = False  # unsharded by the user, who may have written to it
         self.is_whole = False  # shows whole parameters, apart from any state (see `whole`)
         self.is_ordered = False  # see `writes`, Note: Ordered gathers
@@ -427,14 +427,30 @@ class Unit:
             self.observer.end()
 
     def hide_unsharded(self) -> None:
-        """Register the sharded parameters, but keep the unsharded ones for the next forward.
+        """Show gradients after a backward, and keep the unsharded parameters for the next forward.
 
-        Users of a flat unit look for gradients on the parameters that they train; others expect
-        whole ones, as PyTorch keeps them, and reshard before they step.
+        Users of a flat unit find what they train registered again; others expect whole parameters,
+        as PyTorch keeps them, and find the gradients on those. See `stand_ins`.
         """
         if self.is_flat and self.is_unsharded:
             self.is_hidden = True
             self._own.show_sharded()
+        elif self.is_unsharded and self.config.reduce_grads:
+            self.is_hidden = True
+            self._own.show_gradients()
+
+    def show_earlier_gradients(self) -> None:
+        """Let whole parameters that stay in sight show gradients, if there are any.
+
+        Not where nothing is reduced: a pipeline schedule adds there to what autograd accumulates.
+        """
+        if self.is_flat or not self.is_unsharded or not self.config.reduce_grads:
+            return
+        for param in self._own.all:
+            if param.sharded.grad is not None:
+                self.is_hidden = True
+                self._own.show_gradients()
+                return
 
     def hide_between(self) -> None:
         """Register the sharded parameters from forward to backward; attributes stay unsharded."""
@@ -454,6 +470,7 @@ class Unit:
     def reshard(self, *, after_forward: bool = False) -> None:
         """Free the unsharded parameters and put the sharded ones on the modules."""
         if after_forward and self.keeps_after_forward:
+            self.show_earlier_gradients()
             return
         if self.state is ShardedState.UNSHARDED or self.state is ShardedState.SHARDED_POST_FORWARD:
             self._free(after_forward=after_forward)

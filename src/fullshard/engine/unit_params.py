@@ -25,6 +25,7 @@ from fullshard.engine.params import (
     owner_of,
 )
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.stand_ins import StandIns
 from fullshard.engine.switch import Switch
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError
@@ -62,6 +63,7 @@ class UnitParams:
         self._counted: list[torch.Tensor] | None = None  # whose versions tell of writes
         self._addresses: int | None = None  # of the pieces of a flat buffer, summed
         self._has_shadows = False
+        self._stand_ins: StandIns | None = None  # while whole parameters show gradients
         # The unsharded plain parameters, this rank's part of those that are DTensors.
         self.unsharded_locals: list[torch.Tensor] = []
         self.num_created = 0  # how often they were made, or given other memory
@@ -180,6 +182,7 @@ class UnitParams:
         assert self.buffers is not None
         self._drop_switch()
         self._counted = None
+        self.hide_gradients()
         if self._kept is not None:
             self._kept.restore()
         for index, param in enumerate(self.plain):
@@ -280,6 +283,18 @@ class UnitParams:
             for slot in param.slots:
                 slot.shadow(unsharded)
 
+    def show_gradients(self) -> None:
+        """Let whole parameters that stay in sight show the gradients of the sharded ones."""
+        if self._stand_ins is None:
+            self._stand_ins = StandIns()
+            self._stand_ins.show(self.all)
+
+    def hide_gradients(self) -> None:
+        """Let whole parameters have gradients of their own again."""
+        if self._stand_ins is not None:
+            self._stand_ins.hide()
+            self._stand_ins = None
+
     def _drop_shadows(self) -> None:
         self._has_shadows = False
         for param in self.all:
@@ -287,6 +302,7 @@ class UnitParams:
                 slot.drop_shadow()
 
     def show_sharded(self) -> None:
+        self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
         for each in (self._switch,) if self._switch is not None else self._shown():
@@ -295,6 +311,7 @@ class UnitParams:
     def show_unsharded(self) -> None:
         if self._kept is not None:
             self._kept.restore()
+        self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
             self.follow_switch()  # what is trained was in sight, and may have been frozen
@@ -303,6 +320,7 @@ class UnitParams:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take what autograd has accumulated, one full gradient a parameter."""
+        self.hide_gradients()
         if self._switch is not None and self._switch.is_plain:
             return self._switch.take_gradients()
         return [param.take_gradient() for param in self.all]
@@ -325,6 +343,7 @@ class UnitParams:
 
     def drop_gradients(self) -> None:
         """Forget what autograd has accumulated."""
+        self.hide_gradients()
         for param in self.all:
             if param.unsharded is not None:
                 param.unsharded.grad = None
