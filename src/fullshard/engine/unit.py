@@ -27,6 +27,7 @@ from fullshard.engine.flat_params import FlatHolder
 from fullshard.engine.gradients import InFlight, UnitGradients
 from fullshard.engine.observer import Observer
 from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
+from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_params import UnitParams
@@ -304,14 +305,15 @@ class Unit:
 
     def set_ordered(self, ordered: bool) -> None:
         """Order gathers with all ranks' writes, or read in place and gather early again."""
+        shares = self.comm.reads_in_place and not self._is_exposed
+        if self.buffers is not None and shares:
+            if ordered and self.buffers.in_place:
+                with naming_lack(f"{self.path}: private memory", "Values are as they were."):
+                    self._own.read_privately()
+            elif not ordered and self.is_sharded:
+                self._own.read_in_place()
+                self.writes.begin()
         self.is_ordered = ordered
-        if self.buffers is None or self._is_exposed or not self.comm.reads_in_place:
-            return
-        if ordered and self.buffers.in_place:
-            self._own.read_privately()
-        elif not ordered and self.is_sharded:
-            self._own.read_in_place()
-            self.writes.begin()
 
     @property
     def is_in_use(self) -> bool:

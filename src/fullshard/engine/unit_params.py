@@ -143,15 +143,17 @@ class UnitParams:
         self, layout: UnitLayout, comm: Comm, runtime: Runtime, config: UnitConfig
     ) -> None:
         """Make memory for the plain parameters; the shards are to be moved there."""
+        self.buffers = None
         with torch.inference_mode(False):
-            self.buffers = UnitBuffers(
+            buffers = UnitBuffers(
                 layout,
                 comm,
                 runtime,
                 shard_device=torch.device("cpu") if config.offload_to_cpu else self._device,
                 pin_memory=config.pin_memory,
             )
-        self._create_unsharded()
+        self._create_unsharded(buffers)
+        self.buffers = buffers  # all of it is there: else the next use begins again
 
     def move_shards(self) -> None:
         """Bring the shards into the unit's memory, wherever they are now."""
@@ -170,23 +172,22 @@ class UnitParams:
         """From now on, keep what is written to unsharded parameters apart from the shards."""
         assert self.buffers is not None
         self.buffers.read_privately()
-        self._create_unsharded()
+        self._create_unsharded(self.buffers)
 
     def read_in_place(self) -> None:
         """Read the shards themselves again, of all ranks."""
         assert self.buffers is not None
         self.buffers.read_in_place()
-        self._create_unsharded()
+        self._create_unsharded(self.buffers)
 
-    def _create_unsharded(self) -> None:
-        assert self.buffers is not None
+    def _create_unsharded(self, buffers: UnitBuffers) -> None:
         self._drop_switch()
         self._counted = None
         self.hide_gradients()
         if self._kept is not None:
             self._kept.restore()
         for index, param in enumerate(self.plain):
-            param.create_unsharded(self.buffers.unsharded(index))
+            param.create_unsharded(buffers.unsharded(index))
         # One reference more to each, whenever `kept` counts them.
         self.unsharded_locals = [*map(_local_of, self.plain)]
         self.num_created += 1
@@ -194,7 +195,7 @@ class UnitParams:
         if self._kept is None or not self._kept.looks_after(self.plain):
             self._kept = KeptParameters(self.plain)
         self.retire()
-        self.buffers.note_uses()
+        buffers.note_uses()
 
     def retire(self) -> None:
         """After a reshard: make the use of unsharded parameters that somebody keeps an error."""
