@@ -18,6 +18,7 @@ from fullshard.engine.memory import MemoryCategory, MemoryReport, memory_report
 from fullshard.engine.observe import describe
 from fullshard.engine.trace import Tracing, trace
 from fullshard.errors import (
+    AllocationError,
     CommError,
     FullshardError,
     LayoutError,
@@ -89,6 +90,7 @@ check_torch_version(torch.__version__)
 
 __all__ = [
     "AllGather",
+    "AllocationError",
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",

@@ -8,6 +8,7 @@
     ├── LayoutError   (ValueError)    shapes or sizes no layout exists for
     ├── StateError    (RuntimeError)  a call at a moment where it cannot work
     │   └── DivergenceError           ranks took different paths through the model
+    ├── AllocationError (RuntimeError, also MemoryError)  too little memory, or too few files
     └── CommError     (RuntimeError)  communication failed
         ├── PeerLostError             a rank died or left while others waited for it
         └── PeerTimeoutError          a rank is alive but did not arrive in time
@@ -48,6 +49,10 @@ class StateError(FullshardError, RuntimeError):
 
 class DivergenceError(StateError):
     """Ranks took different paths: at one place in their sequence, they do different things."""
+
+
+class AllocationError(FullshardError, RuntimeError, MemoryError):
+    """There is too little memory, or a limit of this process is too low."""
 
 
 class CommError(FullshardError, RuntimeError):

@@ -80,7 +80,8 @@ def fully_shard(
     dp_mesh_dims: names the data-parallel dims of ``mesh``, which is then the mesh of everything, on
         which all parameters are DTensors already, replicated over those dims.
 
-    Raises ShardingError or MeshError before anything is changed. Source: ZeRO-3, arXiv 1910.02054;
+    Raises ShardingError or MeshError before anything is changed, and AllocationError after all was
+    made as it was before. Source: ZeRO-3, arXiv 1910.02054;
     PyTorch FSDP2.
     """
     return make_units(

@@ -140,7 +140,7 @@ class FSDPModule:
         """
         cast(Any, super()).zero_grad(set_to_none)
         for unit in self._units(recurse=True):
-            for holder in unit.holders if unit.is_unsharded else ():
+            for holder in () if unit.is_sharded else unit.holders:
                 parameter = holder.sharded
                 if set_to_none:
                     parameter.grad = None
@@ -380,6 +380,7 @@ class UnshardHandle:
         """Make the unsharded parameters usable."""
         for unit in self._units:
             unit.wait_unshard()
+            unit.show_earlier_gradients()
         self._units.clear()
 
 

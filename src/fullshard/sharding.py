@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.engine.hooks import ModuleState
 from fullshard.engine.params import DTensorParameter, ParamForm
+from fullshard.engine.restoring import restoring
 from fullshard.engine.unit import Unit, choose_comms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError, UnsupportedError
@@ -93,7 +94,7 @@ def make_units(
     """Make one unit a mesh of what a module, or several, has and no earlier call took.
 
     kind: what the modules become. default: the mesh of parameters for which ``shard_placement_fn``
-    names none. Raises before anything is changed, except for lack of memory.
+    names none. Raises before anything is changed; where memory is lacking, all is made as before.
     """
     given = module if isinstance(module, (list, tuple)) else [module]
     check_modules(given, kind.applied_by)
@@ -108,19 +109,18 @@ def make_units(
     prepared = [_prepare(info, forms, config) for info, forms in groups]
     comms = [choose_comms(place, device, own_config) for place, _, own_config in prepared]
 
-    _move_to_device(covered, parameters, device, config)
-    units = []
-    for place, forms, own_config in prepared:
-        managed = [
-            DTensorParameter(parameter, parameters.slots[parameter], form, place.plan)
-            for parameter, form in forms.items()
-        ]
-        units.append((managed, place, device, own_config))
-        forms.clear()
+    with restoring(covered, f"{kind.applied_by} of {', '.join(type(r).__name__ for r in roots)}"):
+        _move_to_device(covered, parameters, device, config)
+        units = []
+        for place, forms, own_config in prepared:
+            managed = [
+                DTensorParameter(parameter, parameters.slots[parameter], form, place.plan)
+                for parameter, form in forms.items()
+            ]
+            units.append((managed, place, device, own_config))
+        made = [Unit(*arguments, comms=own) for arguments, own in zip(units, comms, strict=True)]
+    # From here on nothing is allocated.
     parameters.connect_ties()
-    names.clear()
-    parameters.slots.clear()  # the last references to the whole parameters, but for the user's
-    made = [Unit(*arguments, comms=own) for arguments, own in zip(units, comms, strict=True)]
     state = ModuleState(roots, made)
     state.ignored.update(m for r in roots for m in r.modules() if not is_composable(m))
     state.ignored_names.update(ignored_names(covered, ignored_params or set()))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -289,3 +291,97 @@ def test_parameters_kept_over_a_write_that_leaves_no_trace_are_gathered_again(ap
         for each in (sharded[-2:], [layer.weight for layer in alone]):
             torch._foreach_mul_(each, 0.5)
         torch.testing.assert_close(model(batch), alone(batch))
+
+
+# A module's own unsharded weight, written to for the first time after the watched passes
+
+
+class Late(nn.Module):
+    """Writes to its own weight in forward, after ``first`` calls. x: (n, 16) -> (n, 4)."""
+
+    def __init__(self, way: str, first: int = 3) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 16)
+        self.head = nn.Linear(16, 4)
+        self.way, self.first, self.num_calls = way, first, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        writes = self.num_calls > self.first
+        self.table.max_norm = 0.5 if writes and self.way == "renorm" else None
+        with torch.no_grad():
+            if writes and self.way == "clamp":
+                self.table.weight.clamp_(-0.01, 0.01)
+            if writes and self.way == "detach":
+                self.table.weight.detach().mul_(0.5)
+        return self.head(x + self.table(torch.arange(6)).mean(0))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("way", ["renorm", "clamp", "detach"])
+@pytest.mark.ours("loses the write without a word")
+def test_write_to_own_weight_that_begins_late_is_named_once_or_refused(
+    api: Api, way: str, face: str, is_training: bool
+) -> None:
+    model = nn.Sequential(Late(way), nn.Linear(4, 4))
+    if face == "fully_shard":
+        api.fully_shard(model[0])
+        api.fully_shard(model)
+    else:
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        model[0] = api.FullyShardedDataParallel(model[0], **options)
+        model = api.FullyShardedDataParallel(model, **options)
+
+    def run(step: int) -> None:
+        with torch.set_grad_enabled(is_training):
+            out = model(my_part(make_batch(16, seed=step)))
+        if is_training:
+            mean_square(out).backward()
+
+    for step in range(6):
+        if step == 3 and api.name == "peer_memory":
+            with pytest.raises(RuntimeError, match=rf"0 \(rank {rank()}\).* were written to while"):
+                run(step)
+            return
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run(step)
+        texts = [str(each.message) for each in said]
+        assert len(texts) == (step == 3), texts
+        assert all(
+            re.search(r"0\.table\.weight .*written to while the module ran", t) for t in texts
+        )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ours("loses the write without a word")
+def test_late_write_in_private_memory_of_a_host_is_named(api: Api, reshard: bool) -> None:
+    """Parameters of other storage and compute dtypes are never read in place."""
+    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = nn.Sequential(Late("clamp"), nn.Linear(4, 4))
+    options = {"reshard_after_forward": reshard, "mp_policy": policy}
+    api.fully_shard(model[0], **options)
+    api.fully_shard(model, **options)
+    sharded = dict(model.named_parameters())["0.table.weight"]
+    expected = sharded.full_tensor()
+    for step in range(6):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            mean_square(model(my_part(make_batch(16, seed=step)))).backward()
+        assert len(said) == (step == 3)
+        torch.testing.assert_close(sharded.full_tensor(), expected, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_write_to_what_a_user_unsharded_is_no_cause_for_complaint(api: Api) -> None:
+    model = api.fully_shard(nn.Sequential(nn.Linear(16, 13), nn.Linear(13, 4)))
+    for _ in range(3):
+        mean_square(model(my_part(make_batch(16)))).backward()
+    model.unshard()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    model.reshard()
+    mean_square(model(my_part(make_batch(16)))).backward()

@@ -263,36 +263,48 @@ class UnitBuffers:
         self._kept = []
 
     def _bind(self, *, allow_in_place: bool) -> None:
-        self._unsharded = []
-        self.in_place = False
+        bound: list[_Unsharded] = []
+        views: dict[int, torch.Tensor] = {}
+        in_place = False
         with torch.inference_mode(False):
             for buffer in self._buckets:
-                self._bind_bucket(buffer, allow_in_place=allow_in_place)
-        self._freed = [unsharded for unsharded in self._unsharded if not unsharded.is_kept]
-        self._moves = any(unsharded.nbytes for unsharded in self._unsharded)
+                is_read = allow_in_place and self._is_readable(buffer)
+                bound.append(self._bind_bucket(buffer, views, in_place=is_read))
+                in_place |= is_read
+        # Only now, when there is memory for all: until then things are as they were.
+        self._unsharded, self._views, self.in_place = bound, views, in_place
+        self._freed = [unsharded for unsharded in bound if not unsharded.is_kept]
+        self._moves = any(unsharded.nbytes for unsharded in bound)
 
-    def _bind_bucket(self, buffer: ShardBuffer, *, allow_in_place: bool) -> None:
+    def _is_readable(self, buffer: ShardBuffer) -> bool:
+        """Whether parameters may be read where the shards are."""
         bucket, device = buffer.bucket, self._runtime.device
-        readable = bucket.dtype == bucket.compute_dtype and all(
-            shard.device == device for shard in buffer.gathered
+        return (
+            bool(buffer.gathered)
+            and bucket.dtype == bucket.compute_dtype
+            and all(shard.device == device for shard in buffer.gathered)
         )
-        in_place = allow_in_place and readable and bool(buffer.gathered)
+
+    def _bind_bucket(
+        self, buffer: ShardBuffer, views: dict[int, torch.Tensor], *, in_place: bool
+    ) -> _Unsharded:
+        """Make one bucket's unsharded buffer, and add the parameters in it to ``views``."""
+        bucket = buffer.bucket
         first = bucket.direct_numel if in_place else 0
         numel = bucket.unsharded_numel - first
-        flat = torch.empty(numel, dtype=bucket.compute_dtype, device=device)
+        flat = torch.empty(numel, dtype=bucket.compute_dtype, device=self._runtime.device)
         unsharded = _Unsharded(flat, first, flat.untyped_storage().size())
-        self._unsharded.append(unsharded)
-        self.in_place |= in_place
         for position, param in enumerate(bucket.params):
             if in_place and position < len(buffer.gathered):
-                self._views[param.index] = buffer.gathered[position]
+                views[param.index] = buffer.gathered[position]
                 continue
             # Not a view of `flat`: the all-gather writes there, and must not advance the version
             # counter of what autograd has saved.
-            self._views[param.index] = tensor_over(
+            views[param.index] = tensor_over(
                 flat.untyped_storage(), param.unsharded_offset - first, param.spec.shape, flat.dtype
             )
         unsharded.free()  # after `set_`, which makes a storage as large as the view needs
+        return unsharded
 
 
 def whole_views(bucket: BucketLayout, flat: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard.engine.flat_params import FlatHolder
-from fullshard.engine.params import owner_of
+from fullshard.engine.params import manager_of, owner_of
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -41,8 +41,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their norm is at most ``max_norm``; return the norm before.
 
-    parameters: sharded on any meshes, plain, or both. Every rank has to call it. Plain gradients
-        count once, so they have to be the same on every rank.
+    parameters: sharded on any meshes, plain, or both; of unsharded ones, what is trained counts.
+        Every rank has to call it. Plain gradients count once, so they have to be the same on every
+        rank.
     norm_type: 1, 2, any positive p, or infinity.
 
     Returns a 0-dim plain tensor, the norm over all ranks, the same on each. One all-reduce for each
@@ -51,7 +52,7 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    parameters = list(parameters)
+    parameters = [*dict.fromkeys(map(_trained, parameters))]
     by_groups: dict[Groups, list[_Part]] = {}
     for part in _parts(parameters):
         by_groups.setdefault(part.groups, []).append(part)
@@ -79,6 +80,14 @@ def clip_grad_norm_(
         if grads:
             torch._foreach_mul_(grads, scale.to(grads[0].device))
     return norm
+
+
+def _trained(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what has the gradient of a parameter, given what modules show while it is unsharded."""
+    manager = manager_of(parameter)  # type: ignore[arg-type]
+    if manager is None or manager.unsharded is not parameter:
+        return parameter
+    return manager.holder.sharded
 
 
 def _parts(parameters: Iterable[torch.Tensor]) -> Iterator[_Part]:

@@ -45,6 +45,7 @@ from fullshard.engine.precision import (
     map_tensors,
     replace_differentiable,
 )
+from fullshard.engine.restoring import naming_lack
 from fullshard.engine.root_share import warn_of_large_root
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.strays import is_stray, registrations, warn_of_strays, watch
@@ -208,14 +209,15 @@ class ModuleState:
         for param, paths in names_of_parameters(root, self._states).items():
             param.names = paths
         move_parameters(moves_of_ties(root, named))
+        units = [unit for state in self._states for unit in state.units]
+        for unit in units:
+            with naming_lack(f"{unit.path}: first use", "Values are as they were."):
+                unit.adopt()
         for unit in self.all_units:
             unit.become_root()
         for state in self._states:
             state._units = state.units
             state._cast_buffers()
-        units = [unit for state in self._states for unit in state.units]
-        for unit in units:
-            unit.adopt()
         warn_of_large_root(root, units, self.units)
         self._own_iteration = Iteration(units)
         for state in self._states:

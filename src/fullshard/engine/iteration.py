@@ -179,7 +179,7 @@ class Iteration:
     def _refuse_writes(self, units: Iterable[Unit]) -> None:
         """Raise StateError if shards that peers read in place were written to since forward began."""
         for unit in units:
-            if unit.is_in_place and self._watch.has_changed(unit):
+            if unit.is_in_place and (unit.writes.reached_peers or self._watch.has_changed(unit)):
                 self._watch.start_again()
                 unit.refuse_write()
 
@@ -296,6 +296,7 @@ class Iteration:
         for unit in reversed(self.units):
             if unit.config.reduce_scatter_unused_params:
                 self._reduce(unit, unit.take_gradients())
+                unit.hide_unsharded()
         in_place = (unit for unit in self.units if unit.is_in_place)
         self._refuse_writes(unit for unit in in_place if not unit.has_post_hooks)
         self._in_backward = False

@@ -28,6 +28,7 @@ from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.observe import format_nbytes
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.stand_ins import own_gradient
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name
@@ -200,8 +201,8 @@ def _walk(unit: Unit) -> Iterator[_Use]:
 def _autograds(unit: Unit) -> Iterator[torch.Tensor]:
     """Yield the gradients that autograd has left and nobody has taken yet."""
     for param in unit.params:
-        if param.unsharded is not None and param.unsharded.grad is not None:
-            yield param.unsharded.grad
+        if param.unsharded is not None and (grad := own_gradient(param.unsharded)) is not None:
+            yield grad
 
 
 def _in_flight(iteration: Iteration | None) -> Iterator[tuple[Unit, MemoryCategory, torch.Tensor]]:

@@ -27,6 +27,7 @@ from fullshard.engine.flat_params import FlatHolder
 from fullshard.engine.gradients import InFlight, UnitGradients
 from fullshard.engine.observer import Observer
 from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
+from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_params import UnitParams
@@ -94,7 +95,7 @@ class Unit:
         self.reduce_group: dist.ProcessGroup | None = None  # set_separate_reduce_scatter_group
         self.state = ShardedState.SHARDED
         self.observer: Observer | None = None
-        self.is_hidden = False  # unsharded, but the sharded parameters are registered
+        self.is_hidden = False  # unsharded, but not shown as for computing
         self.is_held = False  # unsharded by the user, who may have written to it
         self.is_whole = False  # shows whole parameters, apart from any state (see `whole`)
         self.is_ordered = False  # see `writes`, Note: Ordered gathers
@@ -292,14 +293,15 @@ class Unit:
 
     def set_ordered(self, ordered: bool) -> None:
         """Order gathers with all ranks' writes, or read in place and gather early again."""
+        shares = self.comm.reads_in_place and not self._is_exposed
+        if self.buffers is not None and shares:
+            if ordered and self.buffers.in_place:
+                with naming_lack(f"{self.path}: private memory", "Values are as they were."):
+                    self._own.read_privately()
+            elif not ordered and self.is_sharded:
+                self._own.read_in_place()
+                self.writes.begin()
         self.is_ordered = ordered
-        if self.buffers is None or self._is_exposed or not self.comm.reads_in_place:
-            return
-        if ordered and self.buffers.in_place:
-            self._own.read_privately()
-        elif not ordered and self.is_sharded:
-            self._own.read_in_place()
-            self.writes.begin()
 
     @property
     def is_in_use(self) -> bool:
@@ -415,14 +417,30 @@ class Unit:
             self.observer.end()
 
     def hide_unsharded(self) -> None:
-        """Register the sharded parameters, but keep the unsharded ones for the next forward.
+        """Show gradients after a backward, and keep the unsharded parameters for the next forward.
 
-        Users of a flat unit look for gradients on the parameters that they train; others expect
-        whole ones, as PyTorch keeps them, and reshard before they step.
+        Users of a flat unit find what they train registered again; others expect whole parameters,
+        as PyTorch keeps them, and find the gradients on those. See `stand_ins`.
         """
         if self.is_flat and self.is_unsharded:
             self.is_hidden = True
             self._own.show_sharded()
+        elif self.is_unsharded and self.config.reduce_grads:
+            self.is_hidden = True
+            self._own.show_gradients()
+
+    def show_earlier_gradients(self) -> None:
+        """Let whole parameters that stay in sight show gradients, if there are any.
+
+        Not where nothing is reduced: a pipeline schedule adds there to what autograd accumulates.
+        """
+        if self.is_flat or not self.is_unsharded or not self.config.reduce_grads:
+            return
+        for param in self._own.all:
+            if param.sharded.grad is not None:
+                self.is_hidden = True
+                self._own.show_gradients()
+                return
 
     def hide_between(self) -> None:
         """Register the sharded parameters from forward to backward; attributes stay unsharded."""
@@ -442,6 +460,7 @@ class Unit:
     def reshard(self, *, after_forward: bool = False) -> None:
         """Free the unsharded parameters and put the sharded ones on the modules."""
         if after_forward and self.keeps_after_forward:
+            self.show_earlier_gradients()
             return
         if self.state is ShardedState.UNSHARDED or self.state is ShardedState.SHARDED_POST_FORWARD:
             self._free(after_forward=after_forward)
@@ -450,7 +469,10 @@ class Unit:
     def _free(self, *, after_forward: bool) -> None:
         own = self._own
         assert own.buffers is not None
-        if self.state is ShardedState.SHARDED_POST_FORWARD:
+        is_unsharded = self.state is ShardedState.UNSHARDED
+        if is_unsharded:
+            self._check_written(after_forward=after_forward)
+        if not is_unsharded:
             if after_forward:
                 return
             own.buffers.drop_kept()
@@ -475,6 +497,15 @@ class Unit:
         self.is_held = False
         if self.observer is not None:
             self.observer.changed(self)
+
+    def _check_written(self, *, after_forward: bool) -> None:
+        """Warn of writes to what is about to be freed."""
+        if self.is_held:
+            self.writes.excuse()  # `unshard` says what happens to them
+        elif after_forward and torch.is_grad_enabled():
+            return  # counters stay until backward, and one look a step is enough
+        elif self.writes.will_lose:
+            self.writes.warn_of_written(self.label)
 
     def finish_reading(self) -> None:
         """Return once nothing reads shards in host memory any more, so that the host may write."""

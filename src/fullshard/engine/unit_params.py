@@ -25,6 +25,7 @@ from fullshard.engine.params import (
     owner_of,
 )
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.stand_ins import StandIns
 from fullshard.engine.switch import Switch
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError
@@ -62,6 +63,10 @@ class UnitParams:
         self._counted: list[torch.Tensor] | None = None  # whose versions tell of writes
         self._addresses: int | None = None  # of the pieces of a flat buffer, summed
         self._has_shadows = False
+        self._stand_ins: StandIns | None = None  # while whole parameters show gradients
+        # The unsharded plain parameters, this rank's part of those that are DTensors.
+        self.unsharded_locals: list[torch.Tensor] = []
+        self.num_created = 0  # how often they were made, or given other memory
         self._kept: KeptParameters | None = None
         self._num_switched = 0  # references of the switch to what `_kept` looks after
         self.take(params)
@@ -138,15 +143,17 @@ class UnitParams:
         self, layout: UnitLayout, comm: Comm, runtime: Runtime, config: UnitConfig
     ) -> None:
         """Make memory for the plain parameters; the shards are to be moved there."""
+        self.buffers = None
         with torch.inference_mode(False):
-            self.buffers = UnitBuffers(
+            buffers = UnitBuffers(
                 layout,
                 comm,
                 runtime,
                 shard_device=torch.device("cpu") if config.offload_to_cpu else self._device,
                 pin_memory=config.pin_memory,
             )
-        self._create_unsharded()
+        self._create_unsharded(buffers)
+        self.buffers = buffers  # all of it is there: else the next use begins again
 
     def move_shards(self) -> None:
         """Bring the shards into the unit's memory, wherever they are now."""
@@ -165,39 +172,30 @@ class UnitParams:
         """From now on, keep what is written to unsharded parameters apart from the shards."""
         assert self.buffers is not None
         self.buffers.read_privately()
-        self._create_unsharded()
+        self._create_unsharded(self.buffers)
 
     def read_in_place(self) -> None:
         """Read the shards themselves again, of all ranks."""
         assert self.buffers is not None
         self.buffers.read_in_place()
-        self._create_unsharded()
+        self._create_unsharded(self.buffers)
 
-    def _create_unsharded(self) -> None:
-        assert self.buffers is not None
+    def _create_unsharded(self, buffers: UnitBuffers) -> None:
         self._drop_switch()
         self._counted = None
+        self.hide_gradients()
         if self._kept is not None:
             self._kept.restore()
         for index, param in enumerate(self.plain):
-            param.create_unsharded(self.buffers.unsharded(index))
+            param.create_unsharded(buffers.unsharded(index))
+        # One reference more to each, whenever `kept` counts them.
+        self.unsharded_locals = [*map(_local_of, self.plain)]
+        self.num_created += 1
         # Parameters that only moved may be kept by somebody now: their references were counted.
         if self._kept is None or not self._kept.looks_after(self.plain):
             self._kept = KeptParameters(self.plain)
         self.retire()
-        self.buffers.note_uses()
-
-    @property
-    def unsharded_locals(self) -> list[torch.Tensor]:
-        """The unsharded plain parameters, this rank's part of those that are DTensors.
-
-        Not kept in a list: `kept` counts references.
-        """
-        return [
-            unsharded if param.form.unsharded is None else unsharded._local_tensor  # type: ignore[attr-defined]
-            for param in self.plain
-            if (unsharded := param.unsharded) is not None
-        ]
+        buffers.note_uses()
 
     def retire(self) -> None:
         """After a reshard: make the use of unsharded parameters that somebody keeps an error."""
@@ -286,6 +284,18 @@ class UnitParams:
             for slot in param.slots:
                 slot.shadow(unsharded)
 
+    def show_gradients(self) -> None:
+        """Let whole parameters that stay in sight show the gradients of the sharded ones."""
+        if self._stand_ins is None:
+            self._stand_ins = StandIns()
+            self._stand_ins.show(self.all)
+
+    def hide_gradients(self) -> None:
+        """Let whole parameters have gradients of their own again."""
+        if self._stand_ins is not None:
+            self._stand_ins.hide()
+            self._stand_ins = None
+
     def _drop_shadows(self) -> None:
         self._has_shadows = False
         for param in self.all:
@@ -293,6 +303,7 @@ class UnitParams:
                 slot.drop_shadow()
 
     def show_sharded(self) -> None:
+        self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
         for each in (self._switch,) if self._switch is not None else self._shown():
@@ -301,6 +312,7 @@ class UnitParams:
     def show_unsharded(self) -> None:
         if self._kept is not None:
             self._kept.restore()
+        self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
             self.follow_switch()  # what is trained was in sight, and may have been frozen
@@ -309,6 +321,7 @@ class UnitParams:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take what autograd has accumulated, one full gradient a parameter."""
+        self.hide_gradients()
         if self._switch is not None and self._switch.is_plain:
             return self._switch.take_gradients()
         return [param.take_gradient() for param in self.all]
@@ -331,6 +344,7 @@ class UnitParams:
 
     def drop_gradients(self) -> None:
         """Forget what autograd has accumulated."""
+        self.hide_gradients()
         for param in self.all:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -344,3 +358,10 @@ class UnitParams:
         if self._kept is not None:
             self._num_switched = sum(len(param.slots) for param in self._kept.params)
         return (self._switch,)
+
+
+def _local_of(param: ManagedParameter) -> torch.Tensor:
+    """Return an unsharded parameter, this rank's part of one that is a DTensor."""
+    unsharded = param.unsharded
+    assert unsharded is not None
+    return unsharded if param.form.unsharded is None else unsharded._local_tensor  # type: ignore[attr-defined]

@@ -19,13 +19,15 @@ Writes that begin later are noticed by version counters, where they advance, and
 contents (all of small shards, one element in `_STRIDE` of large ones). What was gathered early is then gathered again;
 where peers have read in place, it is too late, and the forward raises StateError.
 
+A module's write to its own unsharded weights is lost when these are freed. In a watched pass any
+such write is noticed; in others, those that advance a version counter (`write_counts`).
+
 [Note: Ordered gathers] All ranks meet, copy, and meet again: what a rank wrote before it came to
 the unit is seen by all, what it writes after by nobody, as if there were a collective. All ranks
 have to agree which units are ordered, so what each has seen is combined between two passes.
 """
 
 import collections
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -81,7 +83,7 @@ class _Watched:
         ]
         if written:
             self.is_written = True
-            _warn_of_lost_write(self.unit, written)
+            self.unit.writes.warn_of_lost(self.unit.label, written)
 
     def compare_shards(self) -> None:
         if self.is_written:
@@ -241,14 +243,3 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor's bytes as integers, which equal themselves, as NaN does not: 1-D."""
     flat = tensor.detach().view(-1)
     return flat.view(_INTEGERS.get(flat.itemsize, torch.int64))
-
-
-def _warn_of_lost_write(unit: Unit, names: Sequence[str]) -> None:
-    warnings.warn(
-        f"{', '.join(names)} ({unit.label}): written to while the module ran. What was written is "
-        "used until the parameters are resharded and lost then, as in PyTorch's FSDP; one process "
-        "would keep it. Write to model.parameters() between steps, or leave the parameter out of "
-        "sharding (ignored_params).",
-        UserWarning,
-        stacklevel=2,
-    )

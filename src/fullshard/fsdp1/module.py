@@ -21,6 +21,7 @@ from fullshard.engine.flat_params import FlatParameter
 from fullshard.engine.grad_norm import clip_grad_norm_
 from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.precision import differentiable_tensors
+from fullshard.engine.restoring import restoring
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit, choose_comms
 from fullshard.engine.whole import WholeOptions, whole_parameters
@@ -91,7 +92,9 @@ class FullyShardedDataParallel(WithStateDicts):
         sharded; False replaces them by one `FlatParameter`.
     device_mesh: instead of process_group: 1-D, or (replicate, shard) for a hybrid strategy.
 
-    Raises ShardingError before parameters are changed. Source: PyTorch FSDP, arXiv 2304.11277.
+    Raises ShardingError before parameters are changed, and AllocationError after all was made as it
+    was before; not so if ``auto_wrap_policy`` wraps what is on an accelerator, whose memory is freed
+    module by module. Source: PyTorch FSDP, arXiv 2304.11277.
     """
 
     def __init__(
@@ -136,56 +139,63 @@ class FullyShardedDataParallel(WithStateDicts):
         self._use_orig_params = use_orig_params
         config = _unit_config(self)
         comms = choose_comms(self._placement.mesh, device, config)  # before anything is changed
-        if auto_wrap_policy is not None:
-            groups: ProcessGroups = process_group
-            if sharding_strategy in HYBRID_SHARDING_STRATEGIES and device_mesh is None:
-                assert self._placement.replicate_group is not None
-                groups = (self._placement.shard_group, self._placement.replicate_group)
-            auto_wrap(
-                module,
-                auto_wrap_policy,
-                FullyShardedDataParallel,
-                root_kwargs={
-                    "process_group": groups,
-                    "sharding_strategy": sharding_strategy,
-                    "cpu_offload": cpu_offload,
-                    "backward_prefetch": backward_prefetch,
-                    "mixed_precision": mixed_precision,
-                    "param_init_fn": param_init_fn,
-                    "device_id": device_id,
-                    "sync_module_states": sync_module_states,
-                    "forward_prefetch": forward_prefetch,
-                    "limit_all_gathers": limit_all_gathers,
-                    "use_orig_params": use_orig_params,
-                    "ignored_states": ignored.params,
-                    "device_mesh": device_mesh,
-                },
-                ignored_modules=ignored.modules,
-                ignored_params=ignored.params,
-                use_orig_params=use_orig_params,
-                mixed_precision=mixed_precision,
+        with contextlib.ExitStack() as stack:
+            what = f"FullyShardedDataParallel of {type(module).__name__}"
+            restores_all = auto_wrap_policy is None or _is_in_host_memory(module)
+            if restores_all:
+                stack.enter_context(restoring(module.modules(), what))
+            if auto_wrap_policy is not None:
+                groups: ProcessGroups = process_group
+                if sharding_strategy in HYBRID_SHARDING_STRATEGIES and device_mesh is None:
+                    assert self._placement.replicate_group is not None
+                    groups = (self._placement.shard_group, self._placement.replicate_group)
+                auto_wrap(
+                    module,
+                    auto_wrap_policy,
+                    FullyShardedDataParallel,
+                    root_kwargs={
+                        "process_group": groups,
+                        "sharding_strategy": sharding_strategy,
+                        "cpu_offload": cpu_offload,
+                        "backward_prefetch": backward_prefetch,
+                        "mixed_precision": mixed_precision,
+                        "param_init_fn": param_init_fn,
+                        "device_id": device_id,
+                        "sync_module_states": sync_module_states,
+                        "forward_prefetch": forward_prefetch,
+                        "limit_all_gathers": limit_all_gathers,
+                        "use_orig_params": use_orig_params,
+                        "ignored_states": ignored.params,
+                        "device_mesh": device_mesh,
+                    },
+                    ignored_modules=ignored.modules,
+                    ignored_params=ignored.params,
+                    use_orig_params=use_orig_params,
+                    mixed_precision=mixed_precision,
+                )
+            self.compute_device = device
+            self._device_mesh = device_mesh
+            self.limit_all_gathers = limit_all_gathers
+            self._computes_fully_in_eval = full_precision_in_eval()
+            self._fsdp_wrapped_module = module
+            is_wrapped = state_of(module) is not None  # and then holds all there is
+            covered = (
+                []
+                if is_wrapped
+                else covered_modules([module], lambda each: each not in ignored.modules)
             )
-        self.compute_device = device
-        self._device_mesh = device_mesh
-        self.limit_all_gathers = limit_all_gathers
-        self._computes_fully_in_eval = full_precision_in_eval()
-        self._fsdp_wrapped_module = module
-        is_wrapped = state_of(module) is not None  # and then holds all there is
-        covered = (
-            []
-            if is_wrapped
-            else covered_modules([module], lambda each: each not in ignored.modules)
-        )
-        check_one_device(covered, ignored, device_id)
-        materialise(covered, device, param_init_fn)
-        move(covered, ignored, device, offload=self.cpu_offload.offload_params)
-        if sync_module_states:
-            mesh = self._placement.mesh
-            groups_in_turn = (mesh.shard_group, mesh.replicate_group)
-            broadcast_states(covered, ignored, [g for g in groups_in_turn if g is not None])
-        unit = flat_unit(
-            self.module, covered, self._placement.mesh, device, config, ignored.params, comms
-        )
+            if not restores_all:
+                stack.enter_context(restoring(covered, what))
+            check_one_device(covered, ignored, device_id)
+            materialise(covered, device, param_init_fn)
+            move(covered, ignored, device, offload=self.cpu_offload.offload_params)
+            if sync_module_states:
+                mesh = self._placement.mesh
+                groups_in_turn = (mesh.shard_group, mesh.replicate_group)
+                broadcast_states(covered, ignored, [g for g in groups_in_turn if g is not None])
+            unit = flat_unit(
+                self.module, covered, self._placement.mesh, device, config, ignored.params, comms
+            )
         self._state = ModuleState([self], [unit], hooks=False)
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._state.ignored.update(ignored.modules)
@@ -498,6 +508,11 @@ class FullyShardedDataParallel(WithStateDicts):
 @passing_through
 def _run_wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
     return instance._fsdp_wrapped_module(*args, **kwargs)
+
+
+def _is_in_host_memory(module: nn.Module) -> bool:
+    """Whether whole parameters may live until all is wrapped. Memory of a device is too scarce."""
+    return all(p.device.type in ("cpu", "meta") for p in module.parameters())
 
 
 def _unit_config(instance: FullyShardedDataParallel) -> UnitConfig:

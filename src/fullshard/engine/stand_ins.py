@@ -1,0 +1,111 @@
+"""Whole parameters that stay in sight after a backward, and their gradients.
+
+Units that stay unsharded show whole parameters, as PyTorch's do, while gradients are on the sharded
+ones. Whoever goes through ``model.parameters()`` there would find no gradient: clipping would clip
+nothing. So outside of forward and backward such a parameter changes its class, and its ``grad`` is
+that of the sharded one, to read, to scale and to forget. Autograd, which knows no classes, goes on
+to accumulate into the parameter's own.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.params import ManagedParameter, manager_of
+from fullshard.errors import StateError
+
+_own: Any = torch.Tensor.grad  # the property of every tensor
+
+
+def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what autograd has accumulated into a parameter, whatever stands in for it."""
+    gradient: torch.Tensor | None = _own.__get__(parameter)
+    return gradient
+
+
+class StandIns:
+    """The parameters of one unit that have changed their class."""
+
+    def __init__(self) -> None:
+        self._tensors: list[nn.Parameter] = []
+
+    def show(self, params: Iterable[ManagedParameter]) -> None:
+        """Let the unsharded parameters show the gradients of the sharded ones."""
+        for param in params:
+            tensor = param.unsharded
+            if tensor is not None and (other := _KINDS.get(type(tensor))) is not None:
+                tensor.__class__ = other
+                self._tensors.append(tensor)
+
+    def hide(self) -> None:
+        """Let them have gradients of their own again, for a forward or a backward."""
+        for tensor in self._tensors:
+            tensor.__class__ = type(tensor)._kind  # type: ignore[attr-defined]
+        self._tensors.clear()
+
+
+def _get(self: Any) -> Any:
+    own, trained = _own.__get__(self), _trained(self)
+    return own if own is not None or trained is None else trained.grad
+
+
+def _set(self: Any, value: torch.Tensor | None) -> None:
+    trained = _trained(self)
+    if trained is None:
+        _own.__set__(self, value)
+    elif value is None:
+        _own.__set__(self, None)
+        trained.grad = None
+    elif isinstance(value, DTensor) and value._spec.placements == trained._spec.placements:  # type: ignore[attr-defined]
+        trained.grad = value
+    else:
+        manager = manager_of(self)
+        raise StateError(
+            f"{'A parameter' if manager is None else manager.name} stays unsharded, and is given a "
+            "gradient that is not sharded as what is trained: the optimizer would not see it. Call "
+            "model.reshard() first, and give the sharded parameter a DTensor as its own."
+        )
+
+
+def _trained(self: Any) -> nn.Parameter | None:
+    """Return the sharded parameter; None for a copy, which stands for nothing."""
+    manager = manager_of(self)
+    return manager.sharded if manager is not None and manager.unsharded is self else None
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    kind = type(self)
+    self.__class__ = kind._kind
+    try:
+        return copy.deepcopy(self, memo)
+    finally:
+        self.__class__ = kind
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    kind = type(self)
+    self.__class__ = kind._kind
+    try:
+        return self.__reduce_ex__(protocol)
+    finally:
+        self.__class__ = kind
+
+
+def _stand_in(kind: type) -> type:
+    namespace = {
+        "__slots__": (),
+        "__doc__": "A whole parameter whose gradient is that of the sharded one.",
+        "__module__": __name__,
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": _reduce,
+        "_kind": kind,
+        "grad": property(_get, _set, lambda self: _set(self, None)),
+    }
+    return type(kind)(kind.__name__, (kind,), namespace)
+
+
+_KINDS: dict[type, Any] = {kind: _stand_in(kind) for kind in (nn.Parameter, DTensor)}
