@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
+from fullshard.engine import kept_views
 from fullshard.engine.hooks import state_of
 from tests.api import Api
 from tests.harness import on_ranks
@@ -102,4 +110,248 @@ def test_parameters_that_nobody_keeps_stay_what_they_are(api: Api) -> None:
         units = [unit for state in states if state for unit in state.units]
         types |= {type(param.unsharded) for unit in units for param in unit.params}
         assert nn.Parameter in types
-    assert not [each for each in types if each.__name__ == "ReshardedParameter"]
+    assert not [each for each in types if each.__name__.startswith("Resharded")]
+
+
+WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "t": Tensor.t,
+    "row": lambda weight: weight[1],
+    "detach": Tensor.detach,
+    "data": lambda weight: weight.data,
+    "parameter": lambda weight: nn.Parameter(weight.detach()),
+    "view of a view": lambda weight: weight.view(-1)[3:7],
+    "numbers": lambda weight: weight.detach().view(torch.int32),
+}
+VIEW = rf"A view of (\S+\.)?layer.{MESSAGE}"
+
+
+class ViewKeeper(Keeper):
+    """A layer that keeps a view of its weight."""
+
+    def __init__(self, dim: int, way: str) -> None:
+        super().__init__(dim)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layer."""
+        self.kept[:] = [WAYS[self.way](self.layer.weight)]
+        return self.layer(x).tanh()
+
+
+class Peeking(nn.Module):
+    """Uses, after a child, what that keeps. x: (n, dim) -> same."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        super().__init__()
+        self.keeper = keeper
+        self.peeks = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the child, and add something of its weight."""
+        y: Tensor = self.keeper(x)
+        return y + _keeper(self.keeper).kept[0].sum() if self.peeks else y
+
+
+def _keeper(module: nn.Module) -> Any:
+    return getattr(module, "module", module)
+
+
+def _peeking(api: Api, keeper: Keeper, face: str) -> Any:
+    model: Any = Peeking(keeper)
+    if face == "fully_shard":
+        api.fully_shard(model.keeper)
+        return api.fully_shard(model)
+    options = {"use_orig_params": face == "orig", "device_id": torch.device("cpu")}
+    model.keeper = api.FullyShardedDataParallel(model.keeper, **options)
+    return api.FullyShardedDataParallel(model, **options)
+
+
+faces = pytest.mark.parametrize("face", ["fully_shard", "orig", "flat"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@faces
+@sizes
+@pytest.mark.ours("crashes")
+@on_ranks(2)
+def test_view_kept_by_a_forward_may_not_be_used_while_its_module_is_sharded(
+    api: Api, dim: int, face: str, way: str
+) -> None:
+    model, x = _peeking(api, ViewKeeper(dim, way), face), make_batch(dim)
+    peeking = _keeper(model)
+    with pytest.raises(RuntimeError, match=VIEW):  # in the forward that made it
+        model(x)
+    peeking.peeks = False
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        output = model(x)
+        (view,) = _keeper(peeking.keeper).kept
+        shape = view.shape
+        with pytest.raises(RuntimeError, match=VIEW):
+            view + 1
+        mean_square(output).backward()
+        with pytest.raises(RuntimeError, match=VIEW):
+            view.tolist()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=VIEW):
+            view.mul_(2)
+        assert view.shape == shape
+        with torch.no_grad():
+            model(x)
+        (view,) = _keeper(peeking.keeper).kept
+        with pytest.raises(RuntimeError, match=VIEW):
+            view.sum()
+
+
+@sizes
+@pytest.mark.ours("crashes")
+@on_ranks(2)
+def test_view_is_found_however_long_ago_it_was_made(api: Api, dim: int) -> None:
+    class Aging(Keeper):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept[:] = [self.layer.weight.t()]
+            gc.collect()  # it is no young object any more
+            return self.layer(x).tanh()
+
+    model = _peeking(api, Aging(dim), "fully_shard")
+    with pytest.raises(RuntimeError, match=VIEW):
+        model(make_batch(dim))
+
+
+@sizes
+@pytest.mark.ours("crashes")
+@on_ranks(2)
+def test_views_kept_over_a_reshard_read_what_is_there_once_unsharded_again(
+    api: Api, dim: int
+) -> None:
+    model = mlp(2, dim)
+    api.fully_shard(model)
+    model.unshard()
+    views = {name: value.t() for name, value in model.named_parameters() if value.dim() > 1}
+    model.reshard()
+    for view in views.values():
+        with pytest.raises(RuntimeError, match=r"A view of (\S+\.)?weight was kept"):
+            view.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mean_square(model(make_batch(dim))).backward()
+    optimizer.step()
+    model.unshard()
+    for name, view in views.items():
+        assert type(view) is Tensor
+        torch.testing.assert_close(view, model.get_parameter(name).detach().t(), rtol=0, atol=0)
+
+
+class _Matmul(torch.autograd.Function):
+    """x @ w.t(), by a view that it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.view = weight.t()
+        ctx.save_for_backward(x, weight)
+        return x @ ctx.view
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, _ = ctx.saved_tensors
+        return grad @ ctx.view.t(), grad.t() @ x
+
+
+class _Custom(Keeper):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Matmul.apply(x, self.layer.weight).tanh()
+
+
+class _Checkpointed(Keeper):
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            self.kept[:] = [self.layer.weight.t()]
+            return (x @ self.kept[0]).tanh()
+
+        return checkpoint(inner, x, use_reentrant=False)
+
+
+class _Hooked(Keeper):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+            return (x @ self.layer.weight.t()).tanh()
+
+
+@pytest.mark.parametrize("layer", [_Custom, _Checkpointed, _Hooked])
+@sizes
+@on_ranks(2)
+def test_backward_uses_the_views_that_its_forward_kept(
+    api: Api, dim: int, layer: type[Keeper]
+) -> None:
+    def train(model: Any) -> list[Tensor]:
+        losses = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            loss = mean_square(model(make_batch(dim, seed=seed)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer(dim) for _ in range(2)])
+    expected = train(copy.deepcopy(model))
+    for each in model:
+        api.fully_shard(each)
+    torch.testing.assert_close(train(api.fully_shard(model)), expected)
+
+
+@sizes
+@pytest.mark.ours("crashes")
+@on_ranks(4)
+def test_tensor_parallel_weights_and_their_views_are_named_too(api: Api, dim: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Peeking(ViewKeeper(dim, "t"))
+    model.peeks = False
+    parallelize_module(
+        model, mesh["tp"], {"keeper.layer": ColwiseParallel(output_layouts=Replicate())}
+    )
+    api.fully_shard(model.keeper, mesh=mesh["dp"])
+    api.fully_shard(model, mesh=mesh["dp"])
+    x = make_batch(dim)
+    for _ in range(2):
+        output = model(x)
+        (view,) = model.keeper.kept
+        assert isinstance(view, DTensor)
+        with pytest.raises(RuntimeError, match=VIEW):
+            view.full_tensor()
+        mean_square(output).backward()
+        with pytest.raises(RuntimeError, match=VIEW):
+            view + 1
+    model.keeper.unshard()
+    weight, local = model.keeper.layer.weight, model.keeper.layer.weight.to_local()
+    expected = local.clone()
+    model.keeper.reshard()
+    with pytest.raises(RuntimeError, match=rf"^keeper.layer.{MESSAGE}"):
+        weight.full_tensor()
+    with pytest.raises(RuntimeError, match=VIEW):
+        local + 1
+    model.keeper.unshard()
+    torch.testing.assert_close(local, expected)
+    torch.testing.assert_close(weight.to_local(), expected)
+
+
+@pytest.mark.ours("looks into the engine")
+@on_ranks(2)
+def test_models_that_keep_nothing_are_not_looked_into_after_their_first_passes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*[ViewKeeper(16, "t") for _ in range(2)], Keeper(16))
+    for layer in model:
+        layer.register_forward_hook(lambda module, *_: module.kept.clear())
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    looks: list[int] = []
+    look = kept_views._adopt_views
+    monkeypatch.setattr(kept_views, "_adopt_views", lambda each: (looks.append(1), look(each)))
+    for seed in range(5):
+        looks.clear()
+        mean_square(model(my_part(make_batch(16, seed=seed)))).backward()
+        with torch.no_grad():
+            model(make_batch(16))
+        assert not looks or seed < 2

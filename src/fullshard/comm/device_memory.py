@@ -132,6 +132,14 @@ class PeerShards(ShardBuffer):
     targets: list[torch.Tensor] = dataclasses.field(default_factory=list)
     sources: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
+    @property
+    def landing_views(self) -> list[torch.Tensor]:
+        return [each for each in self.targets if each is not self.unsharded]
+
+    def forget_landing(self) -> None:
+        self.unsharded = None
+        self.targets, self.sources = [], []
+
     def copy_to(self, unsharded: torch.Tensor) -> None:
         """Copy every rank's shards to where they belong. The views are made once."""
         if self.unsharded is not unsharded:

@@ -96,6 +96,11 @@ class ShardBuffer:
             self._landing = Landing(self.bucket, unsharded, first, self.flat)
         return self._landing
 
+    @property
+    def landing_views(self) -> list[torch.Tensor]:
+        """The views of the unsharded buffer that was filled last."""
+        return [] if self._landing is None else self._landing.views
+
     def forget_landing(self) -> None:
         """Let go of the unsharded buffer that was filled last."""
         self._landing = None

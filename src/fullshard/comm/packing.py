@@ -144,6 +144,11 @@ class Landing:
         for run in bucket.packed_runs:
             self._packed += shard_parts(run, unsharded, offset=run[0].unsharded_offset - first)
 
+    @property
+    def views(self) -> Views:
+        """All views that it made of the unsharded buffer."""
+        return [each for each in (*self.direct, *self._packed) if each is not self.unsharded]
+
     def copy_out(self, region: Region) -> None:
         """Copy every packed parameter from the region of all ranks to where it belongs."""
         if self._packed:

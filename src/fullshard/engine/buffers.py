@@ -12,10 +12,11 @@ reduction | optimizer |
 
 Unsharded parameters are created once and keep their identity: autograd's graph saves them. A
 private buffer is freed by resizing its storage to nothing, under the tensors that view it; `kept`
-makes the use of parameters that somebody keeps meanwhile an error.
+and `kept_views` make the use of what somebody keeps meanwhile an error.
 """
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,6 +77,7 @@ class UnitBuffers:
         self.layout = layout
         self.in_place = False
         self._own_uses = 0
+        self._in_place_uses: dict[int, int] = {}  # by storage, of the unit alone
         self._comm = comm
         self._runtime = runtime
         self._buckets: list[ShardBuffer] = [
@@ -152,9 +154,49 @@ class UnitBuffers:
         """Whether others refer to the private buffers as well: graphs, or what a user keeps."""
         return self._uses() > self._own_uses
 
-    def _uses(self) -> int:
+    def unsharded_storages(self) -> list[torch.UntypedStorage]:
+        """The memory of unsharded parameters, but for shards that no other rank writes to."""
+        private = [each.flat.untyped_storage() for each in self._unsharded if each.nbytes]
+        if not self.in_place or self._comm.size == 1:
+            return private
+        return [*private, *(each.untyped_storage() for each in self._gathered())]
+
+    def own_uses(self, storages: dict[int, torch.UntypedStorage]) -> int:
+        """Count who refers to these storages when the unit alone does.
+
+        Private ones are new. Those of shards may have been read before, and be kept by somebody.
+        """
+        self.forget_landings()
+        in_place = {each.untyped_storage()._cdata for each in self._gathered()}
+        uses = {address: storage_uses(address) for address in storages}
+        for address in uses.keys() & in_place:
+            known = self._in_place_uses.get(address, uses[address])
+            uses[address] = self._in_place_uses[address] = min(known, uses[address])
+        return sum(uses.values())
+
+    @property
+    def landing_uses(self) -> int:
+        """How many of the uses are views that gathers made to write to."""
+        return sum(len(views) for views in self._landings())
+
+    def own_views(self) -> list[torch.Tensor]:
+        """What the unit itself has of the memory of unsharded parameters."""
+        flats = [each.flat for each in self._unsharded]
+        return [*flats, *self._views.values(), *itertools.chain(*self._landings())]
+
+    def forget_landings(self) -> None:
+        """Let go of the views that gathers made to write to."""
         for buffer in self._buckets:
             buffer.forget_landing()
+
+    def _landings(self) -> list[list[torch.Tensor]]:
+        return [buffer.landing_views for buffer in self._buckets]
+
+    def _gathered(self) -> list[torch.Tensor]:
+        return [each for buffer in self._buckets for each in buffer.gathered]
+
+    def _uses(self) -> int:
+        self.forget_landings()
         return sum(storage_uses(each.flat.untyped_storage()._cdata) for each in self._unsharded)
 
     def holds_shards(self) -> bool:

@@ -2,8 +2,8 @@
 
 Their memory is freed, or holds values of before the next optimizer step, or is the shards' own:
 using them crashed, or gave other results from path to path. So such a parameter is told by its
-Python references, changes its class until the unit is unsharded again, and says so when it is used.
-Views of it that were made before are not noticed.
+Python references, and may not be used until the unit is unsharded again (see `resharded`). For views
+of parameters see `kept_views`.
 
 [Note: Counting references] A check has to cost less than a microsecond, so it compares one sum of
 reference counts with what it is when nobody else refers to the parameters. Autograd's saved tensors
@@ -13,51 +13,19 @@ one of each parameter for good, so that there is always exactly that one.
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fullshard.engine.params import ManagedParameter, manager_of
-from fullshard.errors import StateError
+from fullshard.engine.params import ManagedParameter
+from fullshard.engine.resharded import allow_use, forbid_use
 
 _references = sys.getrefcount
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-# What reads no memory.
-_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim")
-_LAYOUT = ("layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "nbytes", "itemsize")
-_METHODS = ("size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous")
-_PLACES = ("untyped_storage", "storage_offset", "data_ptr", "_version", "_backward_hooks")
-_OTHERS = ("is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__")
-_HARMLESS = {*_PROPERTIES, *_LAYOUT, *_METHODS, *_PLACES, *_OTHERS}
-
-
-class ReshardedParameter(nn.Parameter):
-    """A parameter whose unit is sharded again: using it is an error that names it."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        each = next((a for a in args if isinstance(a, cls)), None)
-        manager = None if each is None else manager_of(each)
-        raise StateError(
-            f"{'A parameter' if manager is None else manager.name} was kept while its module was "
-            f"resharded, and used after ({name}): its memory is freed or stale. Use it inside the "
-            "module's forward, or between unshard() and reshard(), or keep "
-            "weight.detach().clone()."
-        )
+_LOOKED_AFTER = (nn.Parameter, DTensor)
 
 
 class _Hold(torch.autograd.Function):
@@ -74,11 +42,11 @@ class _Hold(torch.autograd.Function):
 
 
 class KeptParameters:
-    """Tells which unsharded parameters of a unit somebody keeps, plain tensors only."""
+    """Tells which unsharded parameters of a unit somebody keeps: plain tensors and DTensors."""
 
     def __init__(self, params: Sequence[ManagedParameter]) -> None:
         """Takes note of today's references: nothing but ``params`` may have any."""
-        self.params = [p for p in params if type(p.unsharded) is nn.Parameter]
+        self.params = [p for p in params if type(p.unsharded) in _LOOKED_AFTER]
         self._tensors: list[nn.Parameter] = []
         self._retired: list[nn.Parameter] = []
         if _hooks is None or _hooks(False) is not None:
@@ -94,11 +62,11 @@ class KeptParameters:
 
     def looks_after(self, params: Sequence[ManagedParameter]) -> bool:
         """Whether these are its parameters, with the same unsharded forms."""
-        plain = [p.unsharded for p in params if type(p.unsharded) is nn.Parameter]
+        plain = [p.unsharded for p in params if type(p.unsharded) in _LOOKED_AFTER]
         return len(plain) == len(self._tensors) and all(map(operator.is_, plain, self._tensors))
 
     def retire(self, num_switched: int) -> None:
-        """After a reshard: turn those that somebody keeps into `ReshardedParameter`.
+        """After a reshard: forbid the use of those that somebody keeps.
 
         num_switched: how many references a `Switch` has, one for each place.
         """
@@ -111,12 +79,12 @@ class KeptParameters:
             tensor = param.unsharded
             assert tensor is not None
             if count > own + is_switched * len(param.slots):
-                tensor.__class__ = ReshardedParameter
+                forbid_use(tensor, param.name)
                 self._retired.append(tensor)
 
     def restore(self) -> None:
         """Before parameters are unsharded: let all be used again."""
         if self._retired:
             for tensor in self._retired:
-                tensor.__class__ = nn.Parameter
+                allow_use(tensor)
             self._retired.clear()

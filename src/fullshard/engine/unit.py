@@ -484,7 +484,7 @@ class Unit:
                 param.show_post_forward(kept[index], self.mesh.post_forward)
             self.state = ShardedState.SHARDED_POST_FORWARD
             self.is_held = False
-            own.retire()
+            own.retire(after_forward=after_forward)
             return
         else:
             own.buffers.free_unsharded()
@@ -492,7 +492,7 @@ class Unit:
                 own.extended.free()
         self.is_hidden = False
         own.show_sharded()
-        own.retire()
+        own.retire(after_forward=after_forward)
         self.state = ShardedState.SHARDED
         self.is_held = False
         if self.observer is not None:

@@ -16,6 +16,7 @@ from fullshard.engine.buffers import UnitBuffers
 from fullshard.engine.extensions import ExtendedParameters
 from fullshard.engine.flat_params import FlatHolder
 from fullshard.engine.kept import KeptParameters
+from fullshard.engine.kept_views import KeptViews
 from fullshard.engine.nodes import is_captured
 from fullshard.engine.params import (
     DTensorParameter,
@@ -68,6 +69,7 @@ class UnitParams:
         self.unsharded_locals: list[torch.Tensor] = []
         self.num_created = 0  # how often they were made, or given other memory
         self._kept: KeptParameters | None = None
+        self._kept_views: KeptViews | None = None
         self._num_switched = 0  # references of the switch to what `_kept` looks after
         self.take(params)
 
@@ -131,6 +133,7 @@ class UnitParams:
             if id(param) in changed:
                 param.unsharded = None  # made of other memory, and in another way
         self.plain = plain
+        self._kept_views = None
         self.extended = None
         extended = [p for p in self.all if p.is_extended and isinstance(p, DTensorParameter)]
         if extended:
@@ -186,6 +189,8 @@ class UnitParams:
         self.hide_gradients()
         if self._kept is not None:
             self._kept.restore()
+        if self._kept_views is not None:
+            self._kept_views.release()
         for index, param in enumerate(self.plain):
             param.create_unsharded(buffers.unsharded(index))
         # One reference more to each, whenever `kept` counts them.
@@ -194,13 +199,15 @@ class UnitParams:
         # Parameters that only moved may be kept by somebody now: their references were counted.
         if self._kept is None or not self._kept.looks_after(self.plain):
             self._kept = KeptParameters(self.plain)
+        self._kept_views = KeptViews(self.plain, buffers, self._kept_views)
         self.retire()
         buffers.note_uses()
 
-    def retire(self) -> None:
+    def retire(self, *, after_forward: bool = False) -> None:
         """After a reshard: make the use of unsharded parameters that somebody keeps an error."""
-        if self._kept is not None:
+        if self._kept is not None and self._kept_views is not None:
             self._kept.retire(self._num_switched)
+            self._kept_views.retire(after_forward=after_forward)
 
     def _drop_switch(self) -> None:
         self._switch, self._num_switched = None, 0
@@ -310,8 +317,9 @@ class UnitParams:
             each.show_sharded()
 
     def show_unsharded(self) -> None:
-        if self._kept is not None:
+        if self._kept is not None and self._kept_views is not None:
             self._kept.restore()
+            self._kept_views.restore()
         self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
