@@ -203,7 +203,8 @@ class Pool:
                 self.ranks[number].process.join(5)
                 code = self.ranks[number].process.exitcode
                 seconds = time.monotonic() - begin
-                yield number, Outcome(number, Fate.DIED, seconds, text=f"exit code {code}")
+                text = f"exit code {code}\n{self.ranks[number].dump.read_text()}"
+                yield number, Outcome(number, Fate.DIED, seconds, text=text)
 
 
 class Pools:
@@ -411,7 +412,7 @@ def _short(value: Any) -> str:
 
 
 def _report(outcomes: list[Outcome]) -> str:
-    order = (Fate.RAISED, Fate.DIED, Fate.HUNG)
+    order = (Fate.DIED, Fate.RAISED, Fate.HUNG)  # others raise because one died
     failed = [o for o in outcomes if o.fate in order]
     first = min(failed, key=lambda o: (order.index(o.fate), o.seconds))
     summary = ", ".join(f"rank {o.rank} {o.fate.value}" for o in outcomes)

@@ -12,6 +12,10 @@ collector tracks: those of its two young generations, where a view made since th
 (0.1 to 0.5 ms), or all if a collection may have aged it (50 ms). So a static model pays nothing after
 its first passes, and one that makes and keeps a view in each pays the former.
 
+Threads of a process group may refer to what they have gathered for a moment after it is there. So a
+count is harmless only when it was looked into twice without finding a view, and one that is above
+what is expected gets `_MOMENTS` to fall.
+
 A view that a unit's own backward uses may be used: the unit is unsharded then. What only autograd
 refers to is left alone.
 
@@ -25,6 +29,7 @@ import collections
 import functools
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +43,7 @@ from fullshard.engine.resharded import allow_use, forbid_use
 
 _references = sys.getrefcount
 _tensor_uses: Any = getattr(torch.Tensor, "_use_count", None)
+_MOMENTS = (0.0, 1e-4, 1e-3, 3e-3, 6e-3)  # seconds
 _owners: weakref.WeakValueDictionary[int, "KeptViews"] = weakref.WeakValueDictionary()
 
 
@@ -69,6 +75,9 @@ class KeptViews:
         # Uses beyond the unit's own that are autograd's, after a forward with gradients and else.
         self._harmless: tuple[set[int], set[int]] = (
             ({0}, {0}) if former is None else former._harmless
+        )
+        self._unexplained: tuple[set[int], set[int]] = (  # once: the second time they are harmless
+            (set(), set()) if former is None else former._unexplained
         )
         self._mark = _Mark()  # the last unshard
         _owners.update(dict.fromkeys(self._addresses, self))
@@ -115,7 +124,14 @@ class KeptViews:
                 break
         else:
             _look_at_all()
-        harmless.add(self._num_others())
+        for moment in () if is_saving else _MOMENTS:
+            if self._num_others() in harmless:
+                return
+            time.sleep(moment)
+        others = self._num_others()
+        (harmless if others in self._unexplained[is_saving] else self._unexplained[is_saving]).add(
+            others
+        )
 
     def _num_others(self) -> int:
         """Count uses that are neither the unit's own nor those of kept views; forbid the latter."""
