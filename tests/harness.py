@@ -203,7 +203,7 @@ class Pool:
                 self.ranks[number].process.join(5)
                 code = self.ranks[number].process.exitcode
                 seconds = time.monotonic() - begin
-                text = f"exit code {code}\n{self.ranks[number].dump.read_text()}"
+                text = f"exit code {code}\n{self.ranks[number].dump.read_text()}".rstrip()
                 yield number, Outcome(number, Fate.DIED, seconds, text=text)
 
 
