@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 
@@ -14,9 +15,12 @@ def calls_of(function: Callable[[], object]) -> int:
         nonlocal calls
         calls += event.endswith("call")
 
+    gc.collect()
+    gc.disable()  # what other tests left behind is no work of this function
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
