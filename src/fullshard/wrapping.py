@@ -122,6 +122,11 @@ def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> No
             )
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
         has_extension(local, name)
+        if local.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{name} has the layout {local.layout}, and only dense parameters are sharded. Make "
+                "it dense (to_dense()), or leave it out (ignored_params)."
+            )
         if not local.is_contiguous():
             raise UnsupportedError(
                 f"FSDP does not support non-contiguous parameters yet: {name}, shape "

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -355,3 +356,64 @@ def test_models_that_keep_nothing_are_not_looked_into_after_their_first_passes(
         with torch.no_grad():
             model(make_batch(16))
         assert not looks or seed < 2
+
+
+class Cached(Keeper):
+    """A layer that computes with a view that it made once, for all steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layer."""
+        if not self.kept:
+            self.kept.append(self.layer.weight.t())
+        return x @ self.kept[0] + self.layer.bias
+
+
+@faces
+@pytest.mark.ours("loses the gradient, or raises")
+@on_ranks(2)
+def test_gradients_of_views_that_are_older_than_the_forward_are_reduced(
+    api: Api, face: str
+) -> None:
+    model: Any = nn.Sequential(Cached(8), Cached(8))
+    alone = copy.deepcopy(model)
+    options = {"use_orig_params": face == "orig", "device_id": torch.device("cpu")}
+    for number, layer in enumerate(model):
+        if face == "fully_shard":
+            api.fully_shard(layer)
+        else:
+            model[number] = api.FullyShardedDataParallel(layer, **options)
+    if face == "fully_shard":
+        api.fully_shard(model)
+    else:
+        model = api.FullyShardedDataParallel(model, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, alone)]
+    for step in range(5):
+        x = make_batch(8, seed=step)
+        losses = [mean_square(m(part)) for m, part in ((model, my_part(x)), (alone, x))]
+        total = losses[0].detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / 2, losses[1].detach())
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.ours("says nothing of the weight")
+@on_ranks(2)
+def test_weight_of_another_unit_may_not_be_used_while_that_is_sharded(api: Api) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x)) @ self.first.weight.t()
+
+    cpu = torch.device("cpu")
+    inner: Any = Tied()
+    inner.first = api.FullyShardedDataParallel(inner.first, device_id=cpu)
+    model = api.FullyShardedDataParallel(inner, device_id=cpu)
+    assert copy.deepcopy(inner.first.module.weight).shape == (8, 8)
+    with pytest.raises(RuntimeError, match=r"first.weight is used .* while its unit is sharded"):
+        model(make_batch(8))

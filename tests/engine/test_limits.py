@@ -130,8 +130,18 @@ def test_ranks_that_cannot_connect_go_on_over_the_process_group(case: str) -> No
     mesh = _mesh(2)
     with _on(limited, limit), pytest.raises(CommError, match="asked for but cannot be had"):
         fullshard.fully_shard(mlp(), mesh=mesh)
+    assert_train_alike(*_sharded_now(mesh))
     fullshard.set_default_comm(before)
     _forget()
+
+
+def _sharded_now(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
+    """Shard a model once the limit is gone, over peer memory; return it last, after its like."""
+    model = mlp()
+    alone = copy.deepcopy(model)
+    fullshard.fully_shard(model, mesh=mesh)
+    assert all("peer" in way for way in _ways(model))
+    return alone, model
 
 
 ALLOCATING = {
@@ -202,7 +212,7 @@ def test_a_ring_that_cannot_be_made_moves_the_units(shape: Any, is_strict: bool)
             model(my_part(make_batch(16)))
     if not is_strict:
         _assert_all_say_ring(units)
-        assert_train_alike(alone, model)
+    assert_train_alike(alone, model)
     fullshard.set_default_comm(before)
     _forget()
 

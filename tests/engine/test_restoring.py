@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard.comm.local import LocalComm
@@ -233,3 +234,29 @@ def test_first_forward_without_memory_may_be_done_again(api: Api) -> None:
     expected = full_gradients(alone)
     for name, gradient in full_gradients(model).items():
         torch.testing.assert_close(gradient, expected[name])
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "orig", "flat"])
+@pytest.mark.ours("names no parameter")
+@on_ranks(2)
+def test_sparse_parameters_are_refused_by_name_and_nothing_is_changed(api: Api, face: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].bad = nn.Parameter(torch.eye(8).to_sparse())
+    before = [(type(m), dict(m.__dict__)) for m in model.modules()]
+
+    def shard() -> Any:
+        if face == "fully_shard":
+            return api.fully_shard(model)
+        policy = ModuleWrapPolicy({nn.Linear})
+        return api.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=policy,
+            use_orig_params=face == "orig",
+            device_id=torch.device("cpu"),
+        )
+
+    with pytest.raises(NotImplementedError, match=r"Linear: bad has the layout|1.bad has the"):
+        shard()
+    assert [(type(m), dict(m.__dict__)) for m in model.modules()] == before
+    del model[1].bad
+    mean_square(shard()(make_batch(8))).backward()

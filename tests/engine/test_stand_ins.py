@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -185,3 +186,25 @@ def test_zero_grad_reaches_what_is_kept_over_a_smaller_group(api: Api) -> None:
     assert all(parameter.grad is None for parameter in trained)
     loss.backward()
     assert all(parameter.grad is not None for parameter in trained)
+
+
+@pytest.mark.ours("keeps what is trained as it was, or cannot pickle a mesh")
+@on_ranks(2)
+def test_whole_parameters_in_sight_can_be_frozen_and_pickled(api: Api) -> None:
+    model = mlp(2)
+    for layer in model:
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    model.set_reshard_after_backward(False)
+    for is_trained in (True, False, True):
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(is_trained)
+        mean_square(model(my_part(make_batch(16)))).backward()
+        copies = pickle.loads(pickle.dumps(list(model.parameters())))
+        assert [c.shape for c in copies] == [p.shape for p in model.parameters()]
+        assert [c.requires_grad for c in copies] == [is_trained] * 2 + [True] * 2
+        assert [p.grad is not None for p in model.parameters()] == [is_trained] * 2 + [True] * 2
+        model.reshard()
+        assert [p.grad is not None for p in model.parameters()] == [is_trained] * 2 + [True] * 2
+        model.zero_grad()
+        model.unshard()

@@ -58,7 +58,8 @@ def select_comm(
         return collectives
     if choice is CommChoice.AUTO and device.type == "cuda" and not _share_a_gpu(group, device):
         return _process_group(group, device, "no two ranks share a GPU")
-    comm = _offloaded(device, shards_on) or _peer_memory(group, device, replicas)
+    is_demanded = choice is CommChoice.PEER_MEMORY
+    comm = _offloaded(device, shards_on) or _peer_memory(group, device, replicas, again=is_demanded)
     if isinstance(comm, Comm):
         return comm
     return _without_peer_memory(group, device, choice, comm)
@@ -71,7 +72,8 @@ def leave_peer_memory(
 
     Raises CommError if PEER_MEMORY was asked for. Every rank has to call it with the same reason.
     """
-    _connected.setdefault(group, {})[device] = str(reason)
+    if choice is not CommChoice.PEER_MEMORY:  # else the same call may be made again
+        _connected.setdefault(group, {})[device] = str(reason)
     logger.info("peer memory is not used any more: %s", reason)
     return _without_peer_memory(group, device, choice, str(reason))
 
@@ -99,11 +101,21 @@ def _offloaded(device: torch.device, shards_on: torch.device | None) -> str | No
 
 
 def _peer_memory(
-    group: dist.ProcessGroup, device: torch.device, replicas: dist.ProcessGroup | None
+    group: dist.ProcessGroup,
+    device: torch.device,
+    replicas: dist.ProcessGroup | None,
+    *,
+    again: bool,
 ) -> Comm | str:
-    """Return the group's connection, the same every time, or why there is none."""
+    """Return the group's connection, the same every time, or why there is none.
+
+    again: connect once more if that failed, for a reason that may be gone.
+    """
     known = _connected.setdefault(group, {})
-    is_new = replicas is not None and replicas not in _agreed.setdefault(group, weakref.WeakSet())
+    is_new = replicas is None or replicas not in _agreed.setdefault(group, weakref.WeakSet())
+    if again and isinstance(known.get(device), str):
+        del known[device]
+        is_new = True  # replicas failed together, and connect together
     if device not in known:
         try:
             known[device] = _connect(group, device)

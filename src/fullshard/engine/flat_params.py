@@ -19,7 +19,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fullshard.engine.params import ManagedParameter, ParamForm, ShardHolder, Slot, mark_owner
+from fullshard.engine.params import (
+    ManagedParameter,
+    ParamForm,
+    Reference,
+    ShardHolder,
+    Slot,
+    mark_owner,
+)
+from fullshard.engine.resharded import forbid_use
 from fullshard.errors import StateError
 from fullshard.plan.layout import ParamSpec, Piece, Shape
 from fullshard.policies import MixedPrecisionPolicy
@@ -190,7 +198,9 @@ class HiddenParameter(PieceParameter):
         self._holder = holder
         holder.contents.append((owned.piece, form.unsharded))
         mark_owner(holder.sharded, self)
+        # Nobody is to compute with it: torch multiplies by a tensor on meta, with any numbers.
         self._placeholder = torch.empty(self.shape, dtype=original.dtype, device="meta")
+        forbid_use(self._placeholder, Reference(self))
 
     def _keep(self, original: nn.Parameter, piece: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(piece, requires_grad=original.requires_grad)

@@ -297,6 +297,7 @@ class Iteration:
             if unit.config.reduce_scatter_unused_params:
                 self._reduce(unit, unit.take_gradients())
                 unit.hide_unsharded()
+        self._reduce_late_gradients()
         in_place = (unit for unit in self.units if unit.is_in_place)
         self._refuse_writes(unit for unit in in_place if not unit.has_post_hooks)
         self._in_backward = False
@@ -311,6 +312,19 @@ class Iteration:
                     unit.settle()
                     unit.finish_reading()
         self.fence("after backward")
+
+    def _reduce_late_gradients(self) -> None:
+        """Reduce what autograd has accumulated after a unit's backward.
+
+        The gradient of a view that is older than the forward (``self.kept = self.weight.t()``, once
+        for all steps) comes after all that the forward recorded.
+        """
+        late = [unit for unit in reversed(self.units) if unit.has_gradients]
+        if late:
+            self._finish_reductions(keep=0)
+        for unit in late:
+            self._reduce(unit, unit.take_gradients())
+            unit.hide_unsharded()
 
     # Any time
 

@@ -135,6 +135,7 @@ class ManagedParameter(abc.ABC):
         self.unsharded: nn.Parameter | None = None
         self.accumulated_grad: torch.Tensor | None = None  # of backwards that did not reduce
         self.shard_group: dist.ProcessGroup | None = None  # over which it is sharded
+        self._required_grad = original.requires_grad  # when its forms agreed
         # What users want done to whole gradients: `register_hook` before sharding.
         self.gradient_hooks: Any = original._backward_hooks
         local = original._local_tensor if isinstance(original, DTensor) else original
@@ -254,7 +255,7 @@ class ManagedParameter(abc.ABC):
                     spec = _with_dtype(self.form.unsharded, tensor.dtype)
                     whole = DTensor(tensor, spec, requires_grad=False)
                 self.unsharded = nn.Parameter(whole, requires_grad=self.requires_grad)
-                setattr(self.unsharded, _STANDS_FOR, weakref.ref(self))
+                setattr(self.unsharded, _STANDS_FOR, Reference(self))
                 if self.gradient_hooks is not None:
                     # The same dictionary, so that removing a hook there removes it here.
                     self.unsharded._backward_hooks = self.gradient_hooks
@@ -277,7 +278,11 @@ class ManagedParameter(abc.ABC):
         unsharded = self.unsharded
         assert unsharded is not None
         if unsharded.requires_grad != self.requires_grad:
-            unsharded.requires_grad_(self.requires_grad)
+            if self.requires_grad is self._required_grad and self.holder is self:
+                self.sharded.requires_grad_(unsharded.requires_grad)  # what was in sight is frozen
+            else:
+                unsharded.requires_grad_(self.requires_grad)
+        self._required_grad = self.requires_grad
         return unsharded
 
     @property
@@ -409,7 +414,7 @@ class DTensorParameter(ManagedParameter):
         self._post_forward = nn.Parameter(
             DTensor(local, spec, requires_grad=False), requires_grad=self.requires_grad
         )
-        setattr(self._post_forward, _STANDS_FOR, weakref.ref(self))
+        setattr(self._post_forward, _STANDS_FOR, Reference(self))
         for slot in self.slots:
             slot.register(self._post_forward)
 
@@ -472,10 +477,26 @@ def has_extension(local: torch.Tensor, name: str) -> bool:
     return has[0]
 
 
+class Reference(weakref.ref["ManagedParameter"]):
+    """A weak reference from a parameter, which may be pickled: what is read back has no manager."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return _nobody, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Reference":
+        return self
+
+
+def _nobody() -> None:
+    return None
+
+
 def mark_owner(parameter: nn.Parameter, manager: ManagedParameter) -> None:
     """Note on a parameter who manages it."""
     marks.value += 1
-    setattr(parameter, _OWNER, weakref.ref(manager))
+    setattr(parameter, _OWNER, Reference(manager))
     setattr(parameter, _MARKED, id(parameter))
 
 

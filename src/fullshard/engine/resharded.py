@@ -6,7 +6,7 @@ goes on to save it, and gives it back once it may be used again.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,8 +24,18 @@ _OF_DTENSORS = ("to_local", "full_tensor", "redistribute")  # which are called l
 _HARMLESS = {*_PROPERTIES, *_LAYOUT, *_METHODS, *_PLACES, *_OTHERS}
 
 
-def forbid_use(tensor: torch.Tensor, name: str) -> None:
-    """Make the use of a tensor an error. ``name`` begins the message."""
+class Named(Protocol):
+    """Somebody who knows the name of a parameter."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def forbid_use(tensor: torch.Tensor, name: str | Callable[[], Named | None]) -> None:
+    """Make the use of a tensor an error.
+
+    name: how the message begins; or who knows it, of what has no memory at all.
+    """
     if not is_forbidden(tensor):
         setattr(tensor, _KEPT, name)
         tensor.__class__ = _resharded(type(tensor))
@@ -60,12 +70,20 @@ def _resharded(cls: type[torch.Tensor]) -> type[torch.Tensor]:
         "__module__": __name__,
         "__fullshard_resharded__": True,
         "__torch_function__": classmethod(check),
+        "__deepcopy__": _same,
     }
     for name in _OF_DTENSORS if issubclass(cls, DTensor) else ():
         body[name] = _refusing(name)
     metaclass: Any = type(cls)
     made: type[torch.Tensor] = metaclass(f"Resharded{cls.__name__}", (cls,), body)
     return made
+
+
+def _same(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:  # noqa: ARG001
+    """Let copies of a module share a placeholder, which nobody changes."""
+    if not self.is_meta:
+        raise _error(self, "__deepcopy__")
+    return self
 
 
 def _refusing(name: str) -> Callable[..., Any]:
@@ -85,7 +103,7 @@ def _check(
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
-    if name in _HARMLESS:
+    if name in _HARMLESS or (name == "data" and args[0].is_meta):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     kept = next((each for each in args if isinstance(each, cls)), None)
@@ -94,6 +112,13 @@ def _check(
 
 def _error(kept: torch.Tensor | None, name: str) -> StateError:
     what = "A parameter, or a view of one," if kept is None else getattr(kept, _KEPT)
+    if callable(what):
+        manager = what()
+        return StateError(
+            f"{'A parameter' if manager is None else manager.name} is used ({name}) while its unit "
+            "is sharded and nobody has all of it: modules show a placeholder then. Use it inside "
+            "its own module's forward, wrap what shares it in one unit, or take summon_full_params."
+        )
     return StateError(
         f"{what} was kept while its module was resharded, and used after ({name}): its memory is "
         "freed or stale. Use it inside the module's forward, or between unshard() and reshard(), "

@@ -51,7 +51,7 @@ class _Tensor:
         self._tensor = tensor
         self._attributes = dict(tensor.__dict__)
         self._hooks = tensor._backward_hooks
-        data = None if is_lazy(tensor) else tensor.data
+        data = None if is_lazy(tensor) or tensor.layout is not torch.strided else tensor.data
         self._data = data if type(data) is torch.Tensor else None  # others are never given memory
 
     def restore(self) -> None:

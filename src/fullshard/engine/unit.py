@@ -556,6 +556,11 @@ class Unit:
         return grads
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether autograd has accumulated something that nobody took."""
+        return self._own.has_gradients
+
+    @property
     def unreduced(self) -> list[torch.Tensor]:
         """What `accumulate` keeps."""
         return self._accumulation.memory if self._accumulation and self._is_accumulating else []

@@ -26,7 +26,7 @@ from fullshard.engine.params import (
     owner_of,
 )
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.stand_ins import StandIns
+from fullshard.engine.stand_ins import StandIns, own_gradient
 from fullshard.engine.switch import Switch
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError
@@ -333,6 +333,15 @@ class UnitParams:
         if self._switch is not None and self._switch.is_plain:
             return self._switch.take_gradients()
         return [param.take_gradient() for param in self.all]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether autograd has accumulated something that nobody took."""
+        for param in self.all:
+            unsharded = param.unsharded
+            if unsharded is not None and own_gradient(unsharded) is not None:
+                return True
+        return False
 
     def warn_of_captured(self, label: str) -> None:
         """Warn of parameters whose gradient `torch.autograd.grad` returns."""

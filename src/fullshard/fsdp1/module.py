@@ -39,6 +39,7 @@ from fullshard.fsdp1.recognition import recognise
 from fullshard.fsdp1.setup import (
     ProcessGroups,
     broadcast_states,
+    check_layouts,
     check_one_device,
     compute_device,
     find_ignored,
@@ -186,6 +187,7 @@ class FullyShardedDataParallel(WithStateDicts):
             )
             if not restores_all:
                 stack.enter_context(restoring(covered, what))
+            check_layouts(covered, ignored)
             check_one_device(covered, ignored, device_id)
             materialise(covered, device, param_init_fn)
             move(covered, ignored, device, offload=self.cpu_offload.offload_params)

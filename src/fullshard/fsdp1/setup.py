@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.hooks import state_of
 from fullshard.engine.params import owner_of
 from fullshard.engine.unit_mesh import UnitMesh
-from fullshard.errors import MeshError, ShardingError, StateError
+from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.plan.mesh import MeshPlan
 
@@ -331,6 +331,18 @@ def check_one_device(covered: Iterable[nn.Module], ignored: Ignored, device_id: 
             "FSDP only supports single device modules but got params on "
             f"{sorted(map(str, devices))}. Pass device_id=."
         )
+
+
+def check_layouts(covered: Iterable[nn.Module], ignored: Ignored) -> None:
+    """Refuse parameters that have no rows to flatten."""
+    for module in covered:
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.layout is not torch.strided and parameter not in ignored.params:
+                raise UnsupportedError(
+                    f"{type(module).__name__}: {name} has the layout {parameter.layout}, and only "
+                    "dense parameters are sharded. Make it dense (to_dense()), or leave it out "
+                    "(ignored_states)."
+                )
 
 
 def move(
