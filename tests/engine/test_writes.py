@@ -199,6 +199,77 @@ def test_late_write_after_forward_is_right_or_refused_by_name(
         )
 
 
+def _first_shard(keys: Sequence[nn.Parameter], _: Sequence[nn.Parameter]) -> None:
+    """Write to what the first of two ranks owns, so that contents change there alone."""
+    with torch.no_grad():
+        for key in keys:
+            if not isinstance(key, DTensor):
+                key[: len(key) // 2].mul_(0.5)
+            elif rank() == 0:
+                key.to_local().mul_(0.5)
+
+
+@pytest.mark.apis("process_group", "torch")  # peers may have read: see the tests above
+@on_ranks(2)
+def test_late_write_that_shows_on_one_rank_is_no_reason_to_gather_twice(api: Api) -> None:
+    alone = Momentum(_first_shard, "first", first=4)
+    _train_both(_sharded(api, alone, "fully_shard"), alone, api, "fully_shard", steps=8)
+
+
+class Stack(nn.Module):
+    """Layers of which the last ones may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.depth = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: self.depth]:
+            x = layer(x).tanh()
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("how", ["data", "foreach", "step"])
+def test_what_a_pass_gathered_early_and_left_out_is_gathered_again_in_the_next(
+    api: Api, how: str, is_training: bool, face: str
+) -> None:
+    alone = Stack()
+    model = copy.deepcopy(alone)
+    if face == "fully_shard":
+        for layer in model.layers:
+            api.fully_shard(layer)
+        api.fully_shard(model)
+    else:
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = api.FullyShardedDataParallel(
+                layer, forward_prefetch=True, **options
+            )
+        model = api.FullyShardedDataParallel(model, forward_prefetch=True, **options)
+    stacks = {alone: alone, model: model if face == "fully_shard" else model.module}
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=True) for each in stacks]
+    for number in range(5):
+        batch = make_batch(16, seed=number)
+        outputs = {each: each(part) for each, part in ((alone, batch), (model, my_part(batch)))}
+        torch.testing.assert_close(outputs[model], my_part(outputs[alone]))
+        for output in outputs.values():
+            mean_square(output).backward()
+        for each, optimizer in zip(stacks, optimizers, strict=True):
+            stacks[each].depth = 2
+            with torch.set_grad_enabled(is_training):
+                each(batch)
+            stacks[each].depth = 4
+            if how == "step":
+                optimizer.step()
+            else:
+                _late_write(how, list(each.parameters()))
+            optimizer.zero_grad()
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("first", [0, 4])
 def test_data_assigned_inside_forward_reaches_a_wrapper_that_has_yet_to_run(

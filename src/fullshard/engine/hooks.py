@@ -330,7 +330,7 @@ class ModuleState:
         if is_first:
             for state in self.forward_prefetch:
                 for unit in state.units:
-                    unit.unshard(early=True)
+                    iteration.start_forward_unshard(unit)
             if units and torch.is_grad_enabled():
                 args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs

@@ -114,6 +114,8 @@ class Iteration:
         self._recorder.start_pass()
         self._checks_order = self._order.is_checked
         for unit in self.units:
+            if unit.was_gathered_early and not unit.is_held:
+                unit.settle()  # for a pass that ended without it: outdated by now, perhaps
             unit.follow_changes()
         self._gathers = not all(map(_is_whole, self.units))
         if self._gathers:
@@ -168,7 +170,12 @@ class Iteration:
         Flat units ask for it, so theirs is early in watched passes as well, and checked.
         """
         if unit.gains_from_prefetch and (not unit.is_ordered or unit.is_flat):
-            unit.unshard(early=True)
+            self.start_forward_unshard(unit)
+
+    def start_forward_unshard(self, unit: Unit) -> None:
+        """Start gathering a unit before its module is called, and see what is written until then."""
+        if unit.unshard(early=True):
+            self._watch.note_gathered(unit)
 
     def _check_unwritten(self, unit: Unit) -> None:
         """Raise StateError if somebody wrote to a unit that peers read in place."""

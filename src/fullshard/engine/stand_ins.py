@@ -8,7 +8,7 @@ to accumulate into the parameter's own.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,11 +20,8 @@ from fullshard.errors import StateError
 
 _own: Any = torch.Tensor.grad  # the property of every tensor
 
-
-def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what autograd has accumulated into a parameter, whatever stands in for it."""
-    gradient: torch.Tensor | None = _own.__get__(parameter)
-    return gradient
+# What autograd has accumulated into a parameter, whatever stands in for it, or None.
+own_gradient: Callable[[torch.Tensor], torch.Tensor | None] = _own.__get__
 
 
 class StandIns:

@@ -1,14 +1,21 @@
 """Showing all parameters of a unit in one form or the other at once."""
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
 
 from fullshard.engine.params import ManagedParameter
+from fullshard.engine.stand_ins import own_gradient
+
+_unsharded = operator.itemgetter(3)  # of an entry
 
 
 class Switch:
     """Shows many parameters in one form or the other, where nothing but registering is to be done.
+
+    Refers to each unsharded parameter once a place: `kept` counts that.
 
     What `ManagedParameter.show_sharded` and `show_unsharded` do, for all parameters of a unit at a
     fraction of the cost: it happens four times in a step.
@@ -31,6 +38,12 @@ class Switch:
             if sharded.requires_grad is not unsharded.requires_grad:
                 return False
         return sum(map(len, self._slots)) == len(self._entries)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether autograd has accumulated something that nobody took."""
+        gradients = map(own_gradient, map(_unsharded, self._entries))
+        return not all(map(operator.is_, gradients, itertools.repeat(None)))
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Do what `ManagedParameter.take_gradient` does, for parameters that are plain tensors."""

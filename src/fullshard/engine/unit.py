@@ -332,12 +332,9 @@ class Unit:
         return buffers is not None and buffers.may_be_in_place and not self._is_exposed
 
     @property
-    def relies_on_no_writes(self) -> bool:
-        """Whether it reads what peers could write, or is gathered early; on the CPU, where the
-        contents may be looked at without waiting for a device."""
-        if self.runtime.has_streams:
-            return False
-        return self.is_in_place or (self.gains_from_prefetch and self.config.forward_prefetch)
+    def may_be_looked_at(self) -> bool:
+        """Whether contents may be compared without waiting for a device."""
+        return not self.runtime.has_streams
 
     def take_new_pieces(self) -> bool:
         """Adopt pieces that somebody gave other memory since the pass began; say if there were."""
@@ -358,32 +355,34 @@ class Unit:
     def refetch(self) -> None:
         """Gather again, since what was gathered is outdated."""
         self.settle()
-        self.unshard()
+        self._start_gather(f"{self._gather_label} again, as it was written to", early=False)
 
     # Moving between states
 
-    def unshard(self, *, early: bool = False) -> None:
-        """Start gathering the parameters; no effect if they are gathered or being gathered.
+    def unshard(self, *, early: bool = False) -> bool:
+        """Start gathering the parameters, if they are not gathered or being gathered; say if so.
 
         early: before their module is called, so somebody may write to them until then.
         """
         state = self.state
         is_sharded = state is ShardedState.SHARDED or state is ShardedState.SHARDED_POST_FORWARD
-        if is_sharded and self._own.all:
-            self._start_gather(early=early)
+        starts = is_sharded and bool(self._own.all)
+        if starts:
+            self._start_gather(self._gather_label, early=early)
+        return starts
 
     @outside_transforms
-    def _start_gather(self, *, early: bool) -> None:
+    def _start_gather(self, label: str, *, early: bool) -> None:
         own = self._own
         assert own.buffers is not None
         if self.observer is not None:
             self.observer.begin(Kind.ALL_GATHER, self.gradients)
-        works = own.buffers.start_unshard(self._gather_label, ordered=self.is_ordered)
+        works = own.buffers.start_unshard(label, ordered=self.is_ordered)
         if own.extended is not None:
             # After the optimizer, which wrote the shards, and after compute has copied from the
             # region of the last gather, whose memory the lane may use again.
             with self.runtime.following(Lane.ALL_GATHER):
-                works.append(own.extended.start(self.config.mp_policy, self._gather_label))
+                works.append(own.extended.start(self.config.mp_policy, label))
         if self.runtime.has_streams and works:
             with self.runtime.on(Lane.ALL_GATHER):
                 for work in works:

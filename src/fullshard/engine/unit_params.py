@@ -337,11 +337,10 @@ class UnitParams:
     @property
     def has_gradients(self) -> bool:
         """Whether autograd has accumulated something that nobody took."""
-        for param in self.all:
-            unsharded = param.unsharded
-            if unsharded is not None and own_gradient(unsharded) is not None:
-                return True
-        return False
+        if self._switch is not None:
+            return self._switch.has_gradients
+        tensors = [param.unsharded for param in self.all if param.unsharded is not None]
+        return any(own_gradient(tensor) is not None for tensor in tensors)
 
     def warn_of_captured(self, label: str) -> None:
         """Warn of parameters whose gradient `torch.autograd.grad` returns."""

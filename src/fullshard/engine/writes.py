@@ -16,8 +16,10 @@ leave no trace: ``p.data.mul_()`` and ``torch._foreach_mul_`` advance no version
 DTensor.
 
 Writes that begin later are noticed by version counters, where they advance, and by samples of
-contents (all of small shards, one element in `_STRIDE` of large ones). What was gathered early is then gathered again;
-where peers have read in place, it is too late, and the forward raises StateError.
+contents (all of small shards, one word in `_STRIDE` of large ones). What was gathered early is then
+gathered again; where peers have read in place, it is too late, and the forward raises StateError.
+Contents may change on one rank alone, which then is the only one to gather again: the others raise
+DivergenceError, unless the version counters told all of them.
 
 A module's write to its own unsharded weights is lost when these are freed. In a watched pass any
 such write is noticed; in others, those that advance a version counter (`write_counts`).
@@ -37,8 +39,9 @@ from fullshard.engine.unit import Unit
 
 # Passes of a kind that are watched, from 0: the first ones, and again ever more rarely.
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
-_STRIDE = 1024  # elements of which one is sampled, in large shards
-_FEW = 1024  # elements that are sampled of smaller ones: all, or so many
+_ALL = 4096  # words of a shard of which all are sampled
+_STRIDE = 1024  # words of which one is sampled, in large shards
+_FEW = 1024  # words that are sampled at least
 _BLOCK = 1024  # words of which a fingerprint keeps one sum
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -85,21 +88,22 @@ class _Watched:
             self.is_written = True
             self.unit.writes.warn_of_lost(self.unit.label, written)
 
-    def compare_shards(self) -> None:
-        if self.is_written:
-            return
-        now = _fingerprints(self.unit.shard_memory)
-        self.is_written = not all(map(torch.equal, self._shards, now))
+    def compare_shards(self) -> bool:
+        """Return whether the shards are others than when they were last compared."""
+        before, self._shards = self._shards, _fingerprints(self.unit.shard_memory)
+        has_changed = not all(map(torch.equal, before, self._shards))
+        self.is_written |= has_changed
+        return has_changed
 
 
 class _Sample:
-    """Some elements of a unit's shards, as they were when a pass began."""
+    """Some elements of a unit's shards, as they were at some moment."""
 
     def __init__(self, unit: Unit) -> None:
         self.buffers = unit.buffers
         with torch.inference_mode(False):  # written to in passes of every kind
-            views = [_sampled(tensor) for tensor in unit.shard_memory]
-            self.views = [view for view in views if view.numel()]
+            words = [_words(tensor) for tensor in unit.shard_memory if tensor.numel()]
+            self.views = [_sampled(each) for each in words]
             self.before = [torch.empty_like(view) for view in self.views]
 
     @property
@@ -164,12 +168,35 @@ class WriteWatch:
 
     @outside_transforms
     def take_samples(self) -> None:
-        """Look at shards that nobody is to write to from now on."""
+        """Look at shards that peers read in place, which nobody is to write to from now on."""
+        self._sample([unit for unit in self._units if unit.is_in_place])
+
+    @outside_transforms
+    def note_gathered(self, unit: Unit) -> None:
+        """Look at shards that are being gathered before their module is called."""
+        if (watched := self._watched.get(unit)) is not None:
+            with no_grad():
+                watched.compare_shards()
+        else:
+            self._sample([unit])
+
+    @outside_transforms
+    def has_changed(self, unit: Unit) -> bool:
+        """Whether shards were written to since they were last looked at, as far as samples tell.
+
+        Such a write may show on one rank alone, where version counters advance on all.
+        """
+        if (watched := self._watched.get(unit)) is not None:
+            with no_grad():
+                return watched.compare_shards()
+        sample = None if self.is_watching and unit.is_in_place else self._samples.get(unit)
+        return sample is not None and sample.has_changed
+
+    def _sample(self, units: Sequence[Unit]) -> None:
         views: list[torch.Tensor] = []
         before: list[torch.Tensor] = []
-        for unit in self._units:
-            if unit.is_ordered or not unit.relies_on_no_writes:
-                self._samples.pop(unit, None)
+        for unit in units:
+            if not unit.may_be_looked_at:
                 continue
             sample = self._samples.get(unit)
             if sample is None or sample.buffers is not unit.buffers:
@@ -179,16 +206,6 @@ class WriteWatch:
         if views:  # all of them at once, which costs the host least
             with no_grad():
                 torch._foreach_copy_(before, views)
-
-    @outside_transforms
-    def has_changed(self, unit: Unit) -> bool:
-        """Whether shards were written to since the pass began, as far as samples tell."""
-        watched = self._watched.get(unit)
-        if watched is not None:
-            watched.compare_shards()
-            return watched.is_written
-        sample = None if self.is_watching else self._samples.get(unit)
-        return sample is not None and sample.has_changed
 
     def start_again(self) -> None:
         """Watch the next pass of every kind: something was written where nothing had been."""
@@ -217,10 +234,11 @@ class WriteWatch:
                     del self._watched[unit]
 
 
-def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """View some elements of a contiguous tensor as integers: 1-D."""
-    words = _words(tensor)
-    return words[:: max(1, min(_STRIDE, words.numel() // _FEW))]
+def _sampled(words: torch.Tensor) -> torch.Tensor:
+    """View some elements of a 1-D tensor, or all."""
+    if words.numel() <= _ALL:
+        return words
+    return words[:: min(_STRIDE, words.numel() // _FEW)]
 
 
 def _fingerprints(tensors: Sequence[torch.Tensor]) -> _Fingerprints:
@@ -230,9 +248,6 @@ def _fingerprints(tensors: Sequence[torch.Tensor]) -> _Fingerprints:
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     words = _words(tensor)
-    # As words of the sums' own dtype nothing has to be cast, which would take twice the memory.
-    if tensor.nbytes % 8 == 0 and words.storage_offset() * words.itemsize % 8 == 0:
-        words = words.view(torch.int64)
     num_blocks, rest = divmod(words.numel(), _BLOCK)
     blocks, tail = words.split([words.numel() - rest, rest])
     sums = blocks.view(num_blocks, _BLOCK).sum(1, dtype=torch.int64)
@@ -242,4 +257,8 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor's bytes as integers, which equal themselves, as NaN does not: 1-D."""
     flat = tensor.detach().view(-1)
+    # Long ones, where they fit: fewer to compare, and sums of them need no cast, which would take
+    # twice the memory.
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
+        return flat.view(torch.int64)
     return flat.view(_INTEGERS.get(flat.itemsize, torch.int64))
