@@ -72,7 +72,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Free this module's unsharded parameters."""
         for unit in _state(self).units:
-            unit.reshard()
+            unit.settle()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` to True or False."""

@@ -209,7 +209,7 @@ def program_of(draw: Draw, ranks: int) -> Program:
     # of three rows makes much of the difference. What is forgotten or counted twice is a third.
     tolerance = 1e-4 if draw.optimizer == "adamw" or ranks > 2 else 1e-5
     if is_low:
-        tolerance = 0.2 if ranks > 2 else 1e-2
+        tolerance = 0.2 if ranks > 2 else 2e-2  # six terms at most, each sum rounded to 0.4 %
     # Where the wrapper's gradients are zeros, momentum goes on; without a gradient, it does not.
     goes_on = draw.optimizer != "sgd" and any(layer.skipped for layer in draw.layers)
     has_reference = draw.face == FSDP2 or not goes_on

@@ -399,4 +399,5 @@ class GradientShards:
         """Count who refers to the gradients and their memory, from Python and from C++ (``.grad``)."""
         tensors, storages = self.wrapped, self._storages
         uses = sum(map(_references, tensors)) + sum(map(_references, storages))
+        uses += sum(map(_references, self.views))  # what `to_local` returns without gradients
         return uses + sum(map(_tensor_uses, tensors)) + sum(map(storage_uses, self._addresses))

@@ -100,6 +100,7 @@ class UnitGradients:
         self._replicate_comm = replicate_comm
         self.runtime = runtime
         self._params: list[ManagedParameter] = []
+        self._owed: set[int] = set()  # of whom unreduced gradients are kept
         self._specs: list[ParamSpec] = []
         self._flat_layout: UnitLayout | None = None
         self._by_trainable: dict[tuple[bool, ...], list[BucketGradients]] = {}
@@ -162,8 +163,9 @@ class UnitGradients:
             for each in buckets:
                 for index, holder in zip(each.indices, each.holders, strict=True):
                     grad = grads[index]
-                    if grad is not None and holder.sharded.requires_grad:
+                    if grad is not None and (holder.sharded.requires_grad or index in self._owed):
                         self._hand_over(grad, holder)
+            self._owed.clear()
         return True
 
     def _hand_over(self, grad: torch.Tensor, holder: ShardHolder) -> None:
@@ -188,9 +190,11 @@ class UnitGradients:
         if not self.runtime.has_streams:
             with no_grad():
                 buckets = self._start_buckets(grads, config, accumulated=accumulated)
+            self._owed.clear()
             return InFlight(self, buckets, [])
         with self.runtime.following(Lane.REDUCE), no_grad():
             buckets = self._start_buckets(grads, config, accumulated=accumulated)
+        self._owed.clear()
         return InFlight(self, buckets, list(grads))
 
     def _start_buckets(
@@ -286,7 +290,8 @@ class UnitGradients:
         return bool(self.partial_sums)
 
     def drop_partial(self) -> None:
-        """Forget sums that were not all-reduced yet."""
+        """Forget sums that were not all-reduced yet, and who has any."""
+        self._owed.clear()
         for each in self._known:
             each.partial = None
 
@@ -295,9 +300,17 @@ class UnitGradients:
         """The buckets of every choice of trainable parameters so far."""
         return list(itertools.chain.from_iterable(self._by_trainable.values()))
 
+    def note_accumulated(self) -> None:
+        """Unreduced gradients were added up: who is trainable now gets one, frozen later or not."""
+        self._owed.update(
+            index for index, param in enumerate(self._params) if param.sharded.requires_grad
+        )
+
     def _buckets(self) -> list[BucketGradients]:
-        """Return the buckets of the parameters that are trainable now."""
+        """Return the buckets of the parameters that are trainable now, or were."""
         mask = tuple([param.sharded.requires_grad for param in self._params])
+        if self._owed:
+            mask = tuple([trained or index in self._owed for index, trained in enumerate(mask)])
         buckets = self._by_trainable.get(mask)
         if buckets is None:
             buckets = self._by_trainable[mask] = [

@@ -516,7 +516,7 @@ class ModuleState:
 
     def _before_state_dict(self, *_: Any) -> None:
         for unit in self.units:
-            unit.reshard()
+            unit.settle()
             unit.finish_reading()
 
     def _after_load(self, *_: Any) -> None:

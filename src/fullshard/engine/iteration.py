@@ -114,10 +114,13 @@ class Iteration:
         self._recorder.start_pass()
         self._checks_order = self._order.is_checked
         for unit in self.units:
-            if unit.was_gathered_early and not unit.is_held:
-                unit.settle()  # for a pass that ended without it: outdated by now, perhaps
+            if unit.state is ShardedState.SHARDED_POST_FORWARD:
+                unit.reshard()  # kept for a backward that did not come, or comes with new weights
             unit.follow_changes()
-        self._gathers = not all(map(_is_whole, self.units))
+            unit.follow_trained()
+        # An evaluation may be one rank's alone where all stayed whole, in peers' memory too.
+        may_be_alone = self._fenced_since_backward and not self._expects_backward
+        self._gathers = not all(_is_whole(unit, in_place=may_be_alone) for unit in self.units)
         if self._gathers:
             self._watch.begin_pass(is_training=is_training)
         if self.units and self.units[0].runtime.has_streams:
@@ -159,8 +162,10 @@ class Iteration:
     def _follow_writes(self, unit: Unit) -> None:
         """Take over what somebody wrote to a unit before its forward, gathered early or not."""
         has_changed = unit.take_new_pieces()
-        if unit.was_gathered_early and (
-            has_changed or unit.writes.changed_since_gather or self._watch.has_changed(unit)
+        if (
+            unit.was_gathered_early
+            and not unit.is_held
+            and (has_changed or unit.writes.changed_since_gather or self._watch.has_changed(unit))
         ):
             unit.refetch()
 
@@ -213,6 +218,7 @@ class Iteration:
                 kept = unit.is_held or unit.config.reshard_after_forward is False
                 if not kept and unit.state is not ShardedState.GATHERING:
                     unit.reshard()
+                unit.note_kept()
             if self._watch.is_watching:
                 self._watch.end_pass()
         if self._gathers:
@@ -311,6 +317,8 @@ class Iteration:
         self._fenced_since_backward = False
         self._finish_reductions(keep=0)
         self._release_events()
+        for unit in self.units:
+            unit.note_kept()
         if self.is_last_backward:
             self._recorder.end_iteration()
             self._order.end_iteration()
@@ -401,9 +409,10 @@ class Iteration:
             self.observer.end()
 
 
-def _is_whole(unit: Unit) -> bool:
-    """Whether a forward needs nobody else for this unit."""
-    return unit.is_unsharded or unit.mesh.plan.shard_size == 1 or not unit.params
+def _is_whole(unit: Unit, *, in_place: bool) -> bool:
+    """Whether a forward needs nobody else for this unit. in_place: if it is whole there as well."""
+    is_whole = unit.is_unsharded and (in_place or not unit.is_in_place)
+    return is_whole or unit.mesh.plan.shard_size == 1 or not unit.params
 
 
 def is_in_backward() -> bool:

@@ -96,6 +96,7 @@ class Unit:
         self.state = ShardedState.SHARDED
         self.observer: Observer | None = None
         self.is_hidden = False  # unsharded, but not shown as for computing
+        self._awaits_step = False  # unsharded while gradients wait for an optimizer
         self.is_held = False  # unsharded by the user, who may have written to it
         self.is_whole = False  # shows whole parameters, apart from any state (see `whole`)
         self.is_ordered = False  # see `writes`, Note: Ordered gathers
@@ -265,14 +266,40 @@ class Unit:
         """
         own = self._own
         self._has_taken = False
+        if self.state is ShardedState.GATHERING and not self.is_held:
+            self.settle()  # for a pass that ended without it: outdated by now, perhaps
         own.follow_switch()
         if self.gradients.frees_unused:
             self.gradients.free_unused()
         if own.all and own.have_moved:
             self.adopt()
-        if self.is_unsharded and not self.is_held and self.writes.is_gathered_outdated:
+        may_be_outdated = self.is_unsharded and not self.is_held
+        if may_be_outdated and (self._has_stepped or self.writes.is_gathered_outdated):
             self.reshard()
         self.writes.begin()
+
+    def follow_trained(self) -> None:
+        """Let unsharded parameters that stayed be trainable as the sharded ones are now."""
+        if self.is_unsharded:
+            for param in self._own.all:
+                param.current_unsharded()
+
+    def note_kept(self) -> None:
+        """A pass is over, after which the unit may stay unsharded."""
+        self._awaits_step = self.is_unsharded and not self.is_in_place and self._has_gradients
+
+    @property
+    def _has_stepped(self) -> bool:
+        """Whether gradients waited for an optimizer and were cleared, which is after its step.
+
+        A step may change the shards of one rank alone, so contents do not tell the others; whether
+        there are gradients is the same on all ranks.
+        """
+        return self._awaits_step and not self._has_gradients
+
+    @property
+    def _has_gradients(self) -> bool:
+        return any(holder.sharded.grad is not None for holder in self.holders)
 
     def read_privately(self) -> None:
         """From now on, keep what users may write to apart from the shards."""
@@ -390,6 +417,7 @@ class Unit:
                 self._gathered = self.runtime.record()
             works = []
         self._works = works
+        self._awaits_step = False
         may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
         self.writes.gathered(early=early, may_stay=may_stay)
         self.state = ShardedState.GATHERING
@@ -581,6 +609,7 @@ class Unit:
                 else FlatAccumulation(self.layout, self.params, self.device)
             )
         self._is_accumulating = True
+        self.gradients.note_accumulated()
         self._accumulation.add(grads)
 
     def lend_accumulated(self) -> None:

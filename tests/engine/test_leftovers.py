@@ -1,0 +1,232 @@
+"""What one pass leaves behind, and the next one must not take for true."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.api import Api
+from tests.harness import on_ranks, rank
+from tests.training import full_gradients, make_batch, mean_square, my_part
+
+
+class Stack(nn.Module):
+    """An embedding, of which each batch uses the first rows, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def _units(stack: Stack) -> Iterator[nn.Module]:
+    yield from (stack.embed, *stack.layers)
+
+
+def _tokens(seed: int) -> Tensor:
+    return torch.randint(0, 8, (12, 4), generator=torch.Generator().manual_seed(seed))
+
+
+def _train_both(
+    api: Api,
+    between: Callable[[nn.Module], None],
+    prepare: Callable[[nn.Module], None] = lambda _: None,
+    *,
+    late: float = 0.0,
+    foreach: bool = True,
+    **options: object,
+) -> None:
+    """Compare outputs and gradients with one process; ``between`` runs before each step.
+
+    late: seconds by which the last rank's steps come after the others'.
+    """
+    alone = Stack()
+    model = copy.deepcopy(alone)
+    for unit in _units(model):
+        api.fully_shard(unit, **options)
+    api.fully_shard(model, **options)
+    prepare(model)
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.5, foreach=foreach) for each in (alone, model)
+    ]
+    for number in range(7):
+        tokens = _tokens(number)
+        whole, part = alone(tokens), model(my_part(tokens))
+        torch.testing.assert_close(part, my_part(whole))
+        for output in (whole, part):
+            mean_square(output).backward()
+        for name, gradient in full_gradients(model).items():
+            torch.testing.assert_close(gradient, alone.get_parameter(name).grad)
+        for each in (alone, model):
+            between(each)
+        time.sleep(late * rank())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(_tokens(99))
+
+
+def _nothing(_: nn.Module) -> None:
+    return
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("late", [0.0, 0.1])
+@pytest.mark.ours("uses what it gathered before the step")
+def test_step_reaches_what_stays_whole_after_backward(api: Api, late: float, foreach: bool) -> None:
+    def keep(model: nn.Module) -> None:
+        model.set_reshard_after_backward(False)
+
+    _train_both(api, _nothing, keep, late=late, foreach=foreach)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("late", [0.0, 0.1])
+@pytest.mark.ours("uses what it gathered before the step")
+def test_step_on_one_rank_reaches_what_an_evaluation_kept(api: Api, late: float) -> None:
+    _train_both(api, _evaluate, late=late, reshard_after_forward=False)
+
+
+@on_ranks(2)
+@pytest.mark.ours("uses what it gathered before the write")
+def test_write_after_an_evaluation_reaches_what_it_kept(api: Api) -> None:
+    def evaluate_and_write(model: nn.Module) -> None:
+        _evaluate(model)
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            stands_for = getattr(parameter, "data", parameter)
+            stands_for.mul_(1.0)
+
+    _train_both(api, evaluate_and_write, reshard_after_forward=False)
+
+
+@on_ranks(4)
+@pytest.mark.ours("uses what it kept before the step")
+def test_shards_kept_for_a_backward_that_never_comes_are_not_used_later(api: Api) -> None:
+    _train_both(api, lambda model: model(_tokens(99)), reshard_after_forward=2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["to_local", "_local_tensor", "grad"])
+def test_gradient_that_somebody_keeps_is_not_written_to(api: Api, way: str) -> None:
+    model = api.fully_shard(nn.Linear(16, 16))
+    kept: list[tuple[Tensor, Tensor]] = []
+    for step in range(5):
+        mean_square(model(make_batch(16, seed=step))).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                grad = parameter.grad
+                assert isinstance(grad, DTensor)
+                mine = {"to_local": grad.to_local, "grad": lambda grad=grad: grad}.get(
+                    way, lambda grad=grad: grad._local_tensor
+                )()
+                kept.append((mine, mine.clone()))
+                del grad, mine
+        model.zero_grad()
+    for now, then in kept:
+        assert torch.equal(getattr(now, "_local_tensor", now), getattr(then, "_local_tensor", then))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["unshard", "reshard", "load"])
+@pytest.mark.ours("uses what it gathered before the write")
+def test_what_was_gathered_early_is_not_what_a_user_gathers_later(api: Api, way: str) -> None:
+    alone = Stack()
+    model = copy.deepcopy(alone)
+    for unit in _units(model):
+        api.fully_shard(unit)
+    api.fully_shard(model)
+    for number in range(5):
+        for each, part in ((alone, _tokens(number)), (model, my_part(_tokens(number)))):
+            mean_square(each(part)).backward()
+            each.zero_grad()
+        _evaluate(model)  # often enough to be fast
+    last = model.layers[2]
+    if way == "unshard":  # leave it out, so that it stays gathered
+        skipped = model.layers
+        model.layers = nn.ModuleList(skipped[:2])
+        _evaluate(model)
+        model.layers = skipped
+    else:
+        last.unshard(async_op=True)
+    for parameter in (*alone.layers[2].parameters(), *last.parameters()):
+        parameter.data.mul_(0.5)
+    if way == "unshard":
+        last.unshard()
+    elif way == "reshard":
+        last.reshard()
+    else:
+        model.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model(_tokens(7)), alone(_tokens(7)))
+
+
+@on_ranks(2)
+def test_freezing_keeps_what_was_accumulated_before(api: Api) -> None:
+    alone = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model = copy.deepcopy(alone)
+    for layer in model:
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    for step in range(3):
+        for each, batches in (
+            (alone, [make_batch(16, seed=step + n) for n in range(2)]),
+            (model, [my_part(make_batch(16, seed=step + n)) for n in range(2)]),
+        ):
+            if each is model:
+                model.set_requires_gradient_sync(False)
+            mean_square(each(batches[0])).backward()
+            each[1].requires_grad_(False)
+            if each is model:
+                model.set_requires_gradient_sync(True)
+            mean_square(each(batches[1])).backward()
+            each[1].requires_grad_(True)
+        for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+        alone.zero_grad()
+        model.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.ours("has no gradient for it")
+def test_what_stays_whole_may_be_unfrozen(api: Api) -> None:
+    alone = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model = copy.deepcopy(alone)
+    for layer in model:
+        api.fully_shard(layer, reshard_after_forward=False)
+    api.fully_shard(model)
+    trained = {each: list(each[1].parameters()) for each in (alone, model)}
+    for step in range(6):
+        for each, batch in (
+            (alone, make_batch(16, seed=step)),
+            (model, my_part(make_batch(16, seed=step))),
+        ):
+            for parameter in trained[each]:
+                parameter.requires_grad_(step % 2 == 1)
+            mean_square(each(batch)).backward()
+            with torch.no_grad():
+                each(batch)
+        for parameter, other in zip(trained[model], trained[alone], strict=True):
+            assert (parameter.grad is None) == (other.grad is None)
+            if other.grad is not None:
+                torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+        alone.zero_grad()
+        model.zero_grad()
