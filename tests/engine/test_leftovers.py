@@ -230,3 +230,84 @@ def test_what_stays_whole_may_be_unfrozen(api: Api) -> None:
                 torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
         alone.zero_grad()
         model.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.ours("keeps what the pass that failed left behind")
+def test_exception_that_a_program_catches_leaves_submodules_usable_alone(
+    api: Api, where: str, face: str
+) -> None:
+    def raise_error(*_: object) -> None:
+        raise ValueError("on purpose")
+
+    alone = Stack()
+    model = copy.deepcopy(alone)
+    if face == "fully_shard":
+        for unit in _units(model):
+            api.fully_shard(unit)
+        api.fully_shard(model)
+    else:
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = api.FullyShardedDataParallel(layer, **options)
+        model = api.FullyShardedDataParallel(model, **options)
+    stacks = {alone: alone, model: model if face == "fully_shard" else model.module}
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in stacks]
+    for number in range(4):
+        for each in stacks:
+            mean_square(each(_tokens(number))).backward()
+            each.zero_grad()
+    for each, stack in stacks.items():
+        last = stack.layers[2]
+        hook = (
+            last.register_forward_pre_hook(raise_error)
+            if where == "forward"
+            else last.register_forward_hook(
+                lambda _, __, output: output.register_hook(raise_error) and None
+            )
+        )
+        with pytest.raises(ValueError, match="on purpose"):
+            mean_square(each(_tokens(8))).backward()
+        hook.remove()
+        each.zero_grad()
+    for number in range(4):
+        batch = make_batch(16, seed=number)
+        outputs = [stack.layers[1](batch) for stack in stacks.values()]
+        torch.testing.assert_close(outputs[1], outputs[0])
+        for output in outputs:
+            mean_square(output).backward()
+        time.sleep(0.02 * rank())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model(_tokens(9)), alone(_tokens(9)))
+
+
+@on_ranks(2)
+def test_exception_that_a_forward_catches_is_part_of_it(api: Api) -> None:
+    class Retrying(Stack):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                with pytest.raises(TypeError):
+                    layer(x, x)
+                x = layer(x).tanh()
+            return x
+
+    alone = Retrying()
+    model = copy.deepcopy(alone)
+    for unit in _units(model):
+        api.fully_shard(unit)
+    api.fully_shard(model)
+    for number in range(5):
+        tokens = _tokens(number)
+        outputs = [alone(tokens), model(my_part(tokens))]
+        torch.testing.assert_close(outputs[1], my_part(outputs[0]))
+        for output in outputs:
+            mean_square(output).backward()
+        for name, gradient in full_gradients(model).items():
+            torch.testing.assert_close(gradient, alone.get_parameter(name).grad)
+        alone.zero_grad()
+        model.zero_grad()

@@ -26,7 +26,9 @@ micro-batches accumulated are kept if it came in forward.
 
 import functools
 import operator
+import pathlib
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -313,15 +315,18 @@ class ModuleState:
         if has_begun and self._num_calls(module) > 1:
             return self._begin_inner_call(args, kwargs)
         self._calls_itself = False
-        if self._own_iteration is not None and _is_left_over(iteration):
-            self.reset(keeps_gradients=not iteration.has_stale_backward)
+        if iteration.is_left_over(is_root=self._own_iteration is not None):
+            root = self._root() if self._root is not None else None
+            assert root is not None
+            root.reset(keeps_gradients=not iteration.has_stale_backward)
         is_first = self.training_state is not TrainingState.FORWARD
         if len(self._modules) > 1 and not self._to_run:
             self._to_run = {id(module) for module in self.modules}
         self.training_state = TrainingState.FORWARD
         if is_first and not iteration.is_in_forward and not is_in_backward():
             args, kwargs = _to_device(self.all_units[0].device, args, kwargs)
-            iteration.begin_forward(self, is_training=module.training)
+            caller = _caller() if len(self._modules) == 1 else None
+            iteration.begin_forward(self, is_training=module.training, caller=caller)
             if self._num_registrations != registrations.value:
                 self._look_for_strays()
         args, kwargs = cast_inputs(self.policy, args, kwargs)
@@ -535,6 +540,20 @@ _CALLS_METHOD = ModuleState.run_as_forward.__code__
 
 
 @passing_through
+def _caller() -> types.FrameType | None:
+    """Return the frame that runs a module's forward: `_CALLS_METHOD`, or what calls the engine."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALLS_METHOD:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            break
+        frame = frame.f_back
+    return frame
+
+
+_PACKAGE = str(pathlib.Path(__file__).parent.parent)
+
+
+@passing_through
 def _no_iteration() -> None:
     return None
 
@@ -552,11 +571,6 @@ def named_states(root: nn.Module) -> dict[str, ModuleState]:
         for name, module in root.named_modules()
         if (state := state_of(module)) is not None
     }
-
-
-def _is_left_over(iteration: Iteration) -> bool:
-    """Whether an exception ended the last iteration: the root starts again before it was over."""
-    return not is_in_backward() and (iteration.is_in_forward or iteration.has_stale_backward)
 
 
 def names_of_units(named: Mapping[str, ModuleState]) -> dict[Unit, str]:

@@ -19,6 +19,7 @@ may write, as ever with autograd.
 """
 
 import collections
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ class Iteration:
         self._in_flight: collections.deque[InFlight] = collections.deque()  # not released
         self._unfinished: collections.deque[InFlight] = collections.deque()  # the last of them
         self._forward_root: weakref.ref[Any] | None = None
+        self._caller: types.FrameType | None = None  # runs as long as the forward
         self._after: dict[int, Unit] = {}  # what to gather once a unit's backward is over
         self._in_backward = False
         self._expects_backward = False
@@ -105,8 +107,25 @@ class Iteration:
         """Whether a backward began and neither ended nor is running: it raised."""
         return self._in_backward and not is_in_backward()
 
-    def begin_forward(self, root: Any, *, is_training: bool) -> None:
+    def is_left_over(self, *, is_root: bool) -> bool:
+        """Whether an exception ended the last pass: a module starts again before it was over.
+
+        is_root: whether it is the model itself, which no forward of it calls.
+        """
+        if is_in_backward():
+            return False
+        if self.has_stale_backward:
+            return True
+        if not self.is_in_forward:
+            return False
+        return is_root or not (self._caller is None or _is_running(self._caller))
+
+    def begin_forward(
+        self, root: Any, *, is_training: bool, caller: types.FrameType | None = None
+    ) -> None:
+        """``caller`` runs as long as this forward."""
         self.has_run = True
+        self._caller = caller
         if self.observer is not None or profiler._is_profiler_enabled:
             self.observe(follow_profiler(self.observer))
         self._forward_root = weakref.ref(root)
@@ -211,7 +230,7 @@ class Iteration:
             unit.reshard(after_forward=True)
 
     def end_forward(self) -> None:
-        self._forward_root = None
+        self._forward_root = self._caller = None
         if not self._expects_backward:
             # Whoever looks at parameters after evaluation must find them sharded, the root's too.
             for unit in self.units:
@@ -370,7 +389,7 @@ class Iteration:
         self._recorder.forget()
         self._order.forget()
         self._after.clear()
-        self._forward_root = None
+        self._forward_root = self._caller = None
         self._in_backward = False
         for unit in self.units:
             unit.reset(keeps_gradients=keeps_gradients)
@@ -413,6 +432,15 @@ def _is_whole(unit: Unit, *, in_place: bool) -> bool:
     """Whether a forward needs nobody else for this unit. in_place: if it is whole there as well."""
     is_whole = unit.is_unsharded and (in_place or not unit.is_in_place)
     return is_whole or unit.mesh.plan.shard_size == 1 or not unit.params
+
+
+def _is_running(frame: types.FrameType) -> bool:
+    """Whether a function has yet to return or raise. Forgets the variables of one that has."""
+    try:
+        frame.clear()
+    except RuntimeError:  # which is how it says so
+        return True
+    return False
 
 
 def is_in_backward() -> bool:
