@@ -18,7 +18,7 @@ and `kept_views` make the use of what somebody keeps meanwhile an error.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -394,6 +394,15 @@ class GradientShards:
     def is_unused(self) -> bool:
         """Whether no gradient is in use any more."""
         return _tensor_uses is not None and self._uses() == self._own_uses
+
+    def is_unused_but_by(self, shards: Iterable[torch.Tensor]) -> bool:
+        """The same, but for what a step on shards leaves on them: their gradients of the last one."""
+        if _tensor_uses is None:
+            return False
+        others = self._uses() - self._own_uses
+        return others == 0 or others == sum(
+            shard.grad is view for shard, view in zip(shards, self.views, strict=True)
+        )
 
     def _uses(self) -> int:
         """Count who refers to the gradients and their memory, from Python and from C++ (``.grad``)."""

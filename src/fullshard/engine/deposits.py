@@ -71,7 +71,7 @@ class BucketGradients:
     def free_unused(self) -> None:
         """Free large memory that nobody uses."""
         if self.bucket.shard_nbytes > KEPT_NBYTES:
-            self.pool = [shards for shards in self.pool if not shards.is_unused]
+            self.pool = [shards for shards in self.pool if not self._is_unused(shards)]
 
     def destination(self, recipe: Recipe) -> tuple[GradientShards | None, torch.Tensor]:
         """Choose where a sum goes: into the gradients' own memory if it is final as it comes."""
@@ -148,7 +148,7 @@ class BucketGradients:
 
     def _take(self, device: torch.device) -> GradientShards:
         for position, shards in enumerate(self.pool):
-            if shards.device == device and shards.is_unused:
+            if shards.device == device and self._is_unused(shards):
                 return self.pool.pop(position)
         with torch.inference_mode(False):
             shards = GradientShards(
@@ -161,6 +161,9 @@ class BucketGradients:
             )
         self._alive.add(shards)
         return shards
+
+    def _is_unused(self, shards: GradientShards) -> bool:
+        return shards.is_unused_but_by(holder.local for holder in self.holders)
 
     def _is_in_use(self, shards: GradientShards) -> bool:
         return all(

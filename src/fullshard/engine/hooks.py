@@ -26,7 +26,6 @@ micro-batches accumulated are kept if it came in forward.
 
 import functools
 import operator
-import pathlib
 import sys
 import types
 import weakref
@@ -537,20 +536,26 @@ class ModuleState:
 # The functions in which a module's forward runs, and a method that counts as one.
 _CALLS_FORWARD = nn.Module._call_impl.__code__
 _CALLS_METHOD = ModuleState.run_as_forward.__code__
+_RUN_FORWARDS = frozenset(  # and the functions that it defines, one of which calls the hooks
+    {_CALLS_FORWARD, *(c for c in _CALLS_FORWARD.co_consts if isinstance(c, types.CodeType))}
+)
 
 
 @passing_through
 def _caller() -> types.FrameType | None:
-    """Return the frame that runs a module's forward: `_CALLS_METHOD`, or what calls the engine."""
+    """Return the frame that runs a module's forward; None where that was compiled.
+
+    Compiled code runs in frames of its own, of which Python does not know whether they run.
+    """
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALLS_METHOD:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
-            break
+    while frame is not None and frame.f_code.co_filename in _ENGINE_FILES:
+        if frame.f_code is _CALLS_METHOD:
+            return frame
         frame = frame.f_back
-    return frame
+    return frame if frame is not None and frame.f_code in _RUN_FORWARDS else None
 
 
-_PACKAGE = str(pathlib.Path(__file__).parent.parent)
+_ENGINE_FILES = frozenset({__file__, eager.__code__.co_filename})
 
 
 @passing_through
