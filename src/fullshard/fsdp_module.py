@@ -140,12 +140,7 @@ class FSDPModule:
         """
         cast(Any, super()).zero_grad(set_to_none)
         for unit in self._units(recurse=True):
-            for holder in () if unit.is_sharded else unit.holders:
-                parameter = holder.sharded
-                if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
+            unit.zero_hidden_gradients(set_to_none=set_to_none)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

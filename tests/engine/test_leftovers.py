@@ -35,6 +35,53 @@ def _units(stack: Stack) -> Iterator[nn.Module]:
     yield from (stack.embed, *stack.layers)
 
 
+def _both(api: Api, face: str) -> dict[nn.Module, nn.Module]:
+    """Build a stack for one process and a sharded copy. Returns the stack that each contains."""
+    alone = Stack()
+    stack = copy.deepcopy(alone)
+    if face == "fully_shard":
+        return {alone: alone, _sharded(api, stack): stack}
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    for number, layer in enumerate(stack.layers):
+        stack.layers[number] = api.FullyShardedDataParallel(layer, **options)
+    return {alone: alone, api.FullyShardedDataParallel(stack, **options): stack}
+
+
+def _sharded(api: Api, stack: Stack, **options: object) -> nn.Module:
+    for unit in _units(stack):
+        api.fully_shard(unit, **options)
+    return api.fully_shard(stack, **options)
+
+
+def _raise_error(*_: object) -> None:
+    raise ValueError("on purpose")
+
+
+def _fail(model: nn.Module, stack: Stack, where: str) -> None:
+    """Run a forward or backward that raises in the last layer, and catch that."""
+    last = stack.layers[2]
+    hook = (
+        last.register_forward_pre_hook(_raise_error)
+        if where == "forward"
+        else last.register_forward_hook(_fail_in_backward)
+    )
+    with pytest.raises(ValueError, match="on purpose"):
+        mean_square(model(_tokens(8))).backward()
+    hook.remove()
+
+
+def _fail_in_backward(_: nn.Module, __: object, output: Tensor) -> None:
+    output.register_hook(_raise_error)
+
+
+def _fail_in_first_backward(_: nn.Module, __: object, output: Tensor) -> None:
+    def fail(_: Tensor) -> None:
+        hook.remove()
+        _raise_error()
+
+    hook = output.register_hook(fail)
+
+
 def _tokens(seed: int) -> Tensor:
     return torch.randint(0, 8, (12, 4), generator=torch.Generator().manual_seed(seed))
 
@@ -53,10 +100,7 @@ def _train_both(
     late: seconds by which the last rank's steps come after the others'.
     """
     alone = Stack()
-    model = copy.deepcopy(alone)
-    for unit in _units(model):
-        api.fully_shard(unit, **options)
-    api.fully_shard(model, **options)
+    model = _sharded(api, copy.deepcopy(alone), **options)
     prepare(model)
     optimizers = [
         torch.optim.SGD(each.parameters(), lr=0.5, foreach=foreach) for each in (alone, model)
@@ -149,10 +193,7 @@ def test_gradient_that_somebody_keeps_is_not_written_to(api: Api, way: str) -> N
 @pytest.mark.ours("uses what it gathered before the write")
 def test_what_was_gathered_early_is_not_what_a_user_gathers_later(api: Api, way: str) -> None:
     alone = Stack()
-    model = copy.deepcopy(alone)
-    for unit in _units(model):
-        api.fully_shard(unit)
-    api.fully_shard(model)
+    model = _sharded(api, copy.deepcopy(alone))
     for number in range(5):
         for each, part in ((alone, _tokens(number)), (model, my_part(_tokens(number)))):
             mean_square(each(part)).backward()
@@ -239,38 +280,14 @@ def test_what_stays_whole_may_be_unfrozen(api: Api) -> None:
 def test_exception_that_a_program_catches_leaves_submodules_usable_alone(
     api: Api, where: str, face: str
 ) -> None:
-    def raise_error(*_: object) -> None:
-        raise ValueError("on purpose")
-
-    alone = Stack()
-    model = copy.deepcopy(alone)
-    if face == "fully_shard":
-        for unit in _units(model):
-            api.fully_shard(unit)
-        api.fully_shard(model)
-    else:
-        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
-        for number, layer in enumerate(model.layers):
-            model.layers[number] = api.FullyShardedDataParallel(layer, **options)
-        model = api.FullyShardedDataParallel(model, **options)
-    stacks = {alone: alone, model: model if face == "fully_shard" else model.module}
+    stacks = _both(api, face)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in stacks]
     for number in range(4):
         for each in stacks:
             mean_square(each(_tokens(number))).backward()
             each.zero_grad()
     for each, stack in stacks.items():
-        last = stack.layers[2]
-        hook = (
-            last.register_forward_pre_hook(raise_error)
-            if where == "forward"
-            else last.register_forward_hook(
-                lambda _, __, output: output.register_hook(raise_error) and None
-            )
-        )
-        with pytest.raises(ValueError, match="on purpose"):
-            mean_square(each(_tokens(8))).backward()
-        hook.remove()
+        _fail(each, stack, where)
         each.zero_grad()
     for number in range(4):
         batch = make_batch(16, seed=number)
@@ -282,6 +299,51 @@ def test_exception_that_a_program_catches_leaves_submodules_usable_alone(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    alone, model = stacks
+    torch.testing.assert_close(model(_tokens(9)), alone(_tokens(9)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("again", ["same graph", "older graph"])
+@pytest.mark.ours("takes the next backward for part of the one that raised")
+def test_backward_may_follow_one_that_raised(api: Api, again: str, face: str) -> None:
+    stacks = _both(api, face)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in stacks]
+    for number in range(4):
+        for each, stack in stacks.items():
+            older = mean_square(each(_tokens(number)))
+            hook = stack.layers[1].register_forward_hook(_fail_in_first_backward)
+            failing = mean_square(each(_tokens(number + 10)))
+            hook.remove()
+            with pytest.raises(ValueError, match="on purpose"):
+                failing.backward(retain_graph=True)
+            each.zero_grad()
+            (failing if again == "same graph" else older).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        alone, model = stacks
+        torch.testing.assert_close(model(_tokens(9)), alone(_tokens(9)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.ours("keeps gradients of what the pass that failed left unsharded")
+def test_zero_grad_after_an_exception_reaches_what_is_trained(
+    api: Api, where: str, face: str
+) -> None:
+    stacks = _both(api, face)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in stacks]
+    for each, stack in stacks.items():
+        mean_square(each(_tokens(0))).backward()
+        _fail(each, stack, where)
+        each.zero_grad()
+        mean_square(each(_tokens(1))).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    alone, model = stacks
     torch.testing.assert_close(model(_tokens(9)), alone(_tokens(9)))
 
 
@@ -297,10 +359,7 @@ def test_exception_that_a_forward_catches_is_part_of_it(api: Api) -> None:
             return x
 
     alone = Retrying()
-    model = copy.deepcopy(alone)
-    for unit in _units(model):
-        api.fully_shard(unit)
-    api.fully_shard(model)
+    model = _sharded(api, copy.deepcopy(alone))
     for number in range(5):
         tokens = _tokens(number)
         outputs = [alone(tokens), model(my_part(tokens))]

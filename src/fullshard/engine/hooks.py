@@ -20,7 +20,7 @@ each time. If it calls itself, or a method that counts as forward calls it, 2 an
 those of the outermost call. Modules sharded together share a state: 3 completes with the last of
 them, or, if one never ran, with the forward root, which may be the group itself. Inside a transform
 a node stands for 4. An output that is a view has a second 4, on what it is a view of. After an
-exception, whatever was left is reset by the next forward of the root; gradients that earlier
+exception, whatever was left is reset by the next forward or backward; gradients that earlier
 micro-batches accumulated are kept if it came in forward.
 """
 
@@ -288,6 +288,16 @@ class ModuleState:
         warn_of_strays(sorted(strays - self._strays))
         self._strays = strays
 
+    def _forget_stale_backward(self, iteration: Iteration) -> None:
+        if iteration.has_stale_backward:
+            self._forget(keeps_gradients=False)
+
+    def _forget(self, *, keeps_gradients: bool) -> None:
+        """Forget what an exception left behind, in the whole model."""
+        root = self._root() if self._root is not None else None
+        assert root is not None
+        root.reset(keeps_gradients=keeps_gradients)
+
     def reset(self, *, keeps_gradients: bool = False) -> None:
         """Forget an iteration that did not end, and the gradients of earlier ones unless told."""
         if self._own_iteration is None:
@@ -303,11 +313,12 @@ class ModuleState:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        iteration = self.iteration_or_initialise()
+        self._forget_stale_backward(iteration)
         if self.training_state is TrainingState.PRE_BACKWARD and is_in_backward():
             # A backward that ran in between may have resharded them.
-            self.iteration_or_initialise().begin_units(self.units, prefetches=False)
+            iteration.begin_units(self.units, prefetches=False)
             return cast_inputs(self.policy, args, kwargs)
-        iteration = self.iteration_or_initialise()
         units = self.units
         has_begun = self.training_state is TrainingState.FORWARD and id(module) not in self._to_run
         # Either an exception ended that forward, or it is still running and this is part of it.
@@ -315,9 +326,7 @@ class ModuleState:
             return self._begin_inner_call(args, kwargs)
         self._calls_itself = False
         if iteration.is_left_over(is_root=self._own_iteration is not None):
-            root = self._root() if self._root is not None else None
-            assert root is not None
-            root.reset(keeps_gradients=not iteration.has_stale_backward)
+            self._forget(keeps_gradients=True)
         is_first = self.training_state is not TrainingState.FORWARD
         if len(self._modules) > 1 and not self._to_run:
             self._to_run = {id(module) for module in self.modules}
@@ -465,6 +474,7 @@ class ModuleState:
     @eager
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         iteration = self.iteration_or_initialise()
+        self._forget_stale_backward(iteration)
         iteration.begin_backward(self.end_backward)
         if self.training_state is TrainingState.PRE_BACKWARD:
             return grad

@@ -56,7 +56,8 @@ class Iteration:
         self._forward_root: weakref.ref[Any] | None = None
         self._caller: types.FrameType | None = None  # runs as long as the forward
         self._after: dict[int, Unit] = {}  # what to gather once a unit's backward is over
-        self._in_backward = False
+        # What the backward pass under way calls at its end, and holds until it ended or raised.
+        self._backward_end: weakref.ref[Any] | None = None
         self._expects_backward = False
         self._fenced_since_backward = True
         self.post_optim_event: torch.Event | None = None
@@ -105,18 +106,14 @@ class Iteration:
     @property
     def has_stale_backward(self) -> bool:
         """Whether a backward began and neither ended nor is running: it raised."""
-        return self._in_backward and not is_in_backward()
+        return self._backward_end is not None and self._backward_end() is None
 
     def is_left_over(self, *, is_root: bool) -> bool:
-        """Whether an exception ended the last pass: a module starts again before it was over.
+        """Whether an exception ended the last forward: a module starts again before it was over.
 
         is_root: whether it is the model itself, which no forward of it calls.
         """
-        if is_in_backward():
-            return False
-        if self.has_stale_backward:
-            return True
-        if not self.is_in_forward:
+        if not self.is_in_forward or is_in_backward():
             return False
         return is_root or not (self._caller is None or _is_running(self._caller))
 
@@ -253,10 +250,13 @@ class Iteration:
     # Backward
 
     def begin_backward(self, end: Any) -> None:
-        """Arrange that ``end`` is called when this backward pass is over."""
-        if self._in_backward:
+        """Arrange that ``end``, which nobody else refers to, is called when this pass is over.
+
+        In a backward within a backward (reentrant recomputation), that is the first to come here.
+        """
+        if self._backward_end is not None:
             return
-        self._in_backward = True
+        self._backward_end = weakref.ref(end)
         if not self._fenced_since_backward:
             self.fence("before another backward")  # somebody may have written since the last one
             for unit in self.units:
@@ -332,7 +332,7 @@ class Iteration:
         self._reduce_late_gradients()
         in_place = (unit for unit in self.units if unit.is_in_place)
         self._refuse_writes(unit for unit in in_place if not unit.has_post_hooks)
-        self._in_backward = False
+        self._backward_end = None
         self._fenced_since_backward = False
         self._finish_reductions(keep=0)
         self._release_events()
@@ -390,7 +390,9 @@ class Iteration:
         self._order.forget()
         self._after.clear()
         self._forward_root = self._caller = None
-        self._in_backward = False
+        if self._backward_end is not None:
+            self._backward_end = None
+            self._fenced_since_backward = False
         for unit in self.units:
             unit.reset(keeps_gradients=keeps_gradients)
 

@@ -597,6 +597,15 @@ class Unit:
         """What is kept to accumulate in the next step."""
         return [] if self._accumulation is None else self._accumulation.spare.tensors
 
+    def zero_hidden_gradients(self, *, set_to_none: bool) -> None:
+        """Forget the gradients of what is trained if something else may be registered now."""
+        for holder in () if self.is_sharded else self.holders:
+            parameter = holder.sharded
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep full gradients for a later reduction: in the reduce dtype, or as autograd made them.
 

@@ -324,6 +324,12 @@ class FullyShardedDataParallel(WithStateDicts):
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield (clean_name(name) if self._unit.is_whole else name), buffer
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, of parameters that an exception left unsharded as well."""
+        super().zero_grad(set_to_none)
+        for instance in self.fsdp_modules(self):
+            instance._unit.zero_hidden_gradients(set_to_none=set_to_none)
+
     # Running
 
     @passing_through
