@@ -35,7 +35,9 @@ def test_the_example_of_the_wrapper_runs_on_two_ranks(examples: list[str], tmp_p
 def _run(example: str, folder: Path) -> str:
     script = folder / "example.py"
     script.write_text(example)
+    logs = folder / "logs"  # one for each rank: in one pipe their lines mix
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    launcher += ["--redirects", "1", "--log-dir", str(logs)]
     done = subprocess.run(
         [sys.executable, "-m", *launcher, str(script)],
         capture_output=True,
@@ -44,4 +46,4 @@ def _run(example: str, folder: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return "".join(path.read_text() for path in logs.rglob("stdout.log"))

@@ -205,7 +205,8 @@ def test_unit_unused_in_a_step_is_neither_gathered_nor_reduced(api: Api) -> None
 @on_ranks(4)
 def test_two_axes_add_one_all_reduce_of_a_shard_per_unit(api: Api) -> None:
     traffic = _step(_sharded(api, mesh=mesh_of(2, 2), reshard_after_forward=True))
-    assert traffic.calls == {"all_gather": 6, "reduce_scatter": 3, "all_reduce": 3}
+    num_reduced = 3 if api.is_torch else 6  # beside each, which parameters had a gradient
+    assert traffic.calls == {"all_gather": 6, "reduce_scatter": 3, "all_reduce": num_reduced}
     assert traffic.nbytes["all_gather"] == 6 * UNIT_NBYTES // 2
     assert traffic.nbytes["all_reduce"] >= 3 * UNIT_NBYTES // 2
     assert traffic.nbytes["all_reduce"] <= 3 * UNIT_NBYTES // 2 + 3 * 2 * 4

@@ -247,6 +247,38 @@ def test_unreduced_gradients_have_the_dtype_they_were_computed_in(
 
 @orig_params
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.ours("fails, or leaves gradients unreduced")
+@on_ranks(2)
+def test_freezing_keeps_what_no_sync_accumulated_before(
+    api: Api, strategy: str, use_orig_params: bool
+) -> None:
+    alone = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    model = copy.deepcopy(alone)
+    for number, layer in enumerate(model):
+        model[number] = wrap(api, layer, strategy, use_orig_params=use_orig_params, nested=False)
+    model = wrap(api, model, strategy, use_orig_params=use_orig_params, nested=False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    for step in range(3):
+        mean_square(alone(batch(2 * step))).backward()
+        with model.no_sync():
+            run_step(model, 2 * step)
+        for each in (alone[1], model.module[1]):
+            frozen = list(each.parameters())
+            for parameter in frozen[:1] if use_orig_params else frozen:  # one flat one is all
+                parameter.requires_grad_(False)
+        mean_square(alone(batch(2 * step + 1))).backward()
+        run_step(model, 2 * step + 1)
+        for each in (alone, model):
+            each.requires_grad_(True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in whole(api, model).items():
+        torch.testing.assert_close(parameter, alone.get_parameter(name))
+
+
+@orig_params
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.ours("no such method")
 @on_ranks(2)
 def test_what_is_written_to_a_parameter_unsharded_by_hand_is_dropped(

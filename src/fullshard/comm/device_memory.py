@@ -17,7 +17,7 @@ What this asks of a device is `PeerDevice`; `cuda_ipc` has it for CUDA.
 
 import dataclasses
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +35,7 @@ from fullshard.comm.interface import (
     shard_views,
 )
 from fullshard.comm.packing import copy_in_gradients
-from fullshard.comm.ring import Order, Ring, Stretch, WithoutResult
+from fullshard.comm.ring import Order, Ring, Stretch
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
 from fullshard.plan.layout import BucketLayout, DirectRule
@@ -236,26 +236,26 @@ class DeviceMemoryComm(Comm):
         stretch = self._ring.claim(self.staged_nbytes(bucket, wire), how.label)
         staged = self._part(stretch, self.rank, 0, self.size * numel, wire)
         copy_in_gradients(bucket, grads, staged, divisor=how.scaling.before)
-        flags = self._flags_of(stretch.sequence, len(grads))
-        flags[self.rank][: len(grads)] = bytes(grad is not None for grad in grads)
+        combined_flags = self._post_flags(stretch, [grad is not None for grad in grads])
 
         def finish() -> tuple[bool, ...]:
             terms = self._terms(stretch, self.rank * numel * wire.itemsize, numel, wire)
             add_in_order(terms, out, divisor=how.scaling.after)
-            return tuple(map(any, zip(*(row[: len(grads)] for row in flags), strict=True)))
+            return combined_flags()
 
         return self._ring.post(stretch, finish, how.label)
 
-    def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
-        wire, numel = how.wire_dtype, tensor.numel()
+    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
+        wire, numel = how.wire_dtype, total.numel()
         stretch = self._ring.claim(numel * wire.itemsize, how.label)
-        self._part(stretch, self.rank, 0, numel, wire).copy_(tensor)
+        self._part(stretch, self.rank, 0, numel, wire).copy_(total)
+        combined_flags = self._post_flags(stretch, present)
 
         def finish() -> tuple[bool, ...]:
-            add_in_order(self._terms(stretch, 0, numel, wire), tensor, divisor=1.0)
-            return ()
+            add_in_order(self._terms(stretch, 0, numel, wire), total, divisor=1.0)
+            return combined_flags()
 
-        return WithoutResult(self._ring.post(stretch, finish, how.label))
+        return self._ring.post(stretch, finish, how.label)
 
     def agree(self, bits: int, num_bits: int) -> int:
         return self.memory.agree(bits, num_bits)
@@ -283,6 +283,14 @@ class DeviceMemoryComm(Comm):
         own = self._parts[self.rank].device
         parts = (self._part(stretch, rank, offset, numel, dtype) for rank in range(self.size))
         return [part.to(own, non_blocking=True) for part in parts]  # from other devices, a copy
+
+    def _post_flags(
+        self, stretch: Stretch, present: Sequence[bool]
+    ) -> Callable[[], tuple[bool, ...]]:
+        """Say which gradients this rank has. Returns what reads, later, which anybody has."""
+        flags = self._flags_of(stretch.sequence, len(present))
+        flags[self.rank][: len(present)] = bytes(present)
+        return lambda: tuple(map(any, zip(*(row[: len(present)] for row in flags), strict=True)))
 
     def _flags_of(self, sequence: int, num_params: int) -> list[memoryview]:
         """Return where each rank says, in host memory, which gradients it had."""

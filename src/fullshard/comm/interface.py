@@ -153,8 +153,12 @@ class Comm(abc.ABC):
         """
 
     @abc.abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
-        """Sum a 1-D tensor over the ranks, in place, unscaled."""
+    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
+        """Sum 1-D gradients over the ranks, in place, unscaled.
+
+        present: for each parameter in them, whether this rank has a gradient; or nothing, if all
+            ranks know that of all.
+        """
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``reduce_dtype`` are summed."""
@@ -163,6 +167,10 @@ class Comm(abc.ABC):
     def staged_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
         """How much memory a reduce-scatter of this bucket stages in what `prepare` makes."""
         return 0
+
+    def summed_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
+        """How much an all-reduce of a rank's shard of this bucket stages there."""
+        return bucket.shard_numel * wire_dtype.itemsize
 
     @property
     def held_nbytes(self) -> int:

@@ -23,8 +23,8 @@ from fullshard.plan.layout import BucketLayout, DirectRule
 class _Present:
     tensors = ()
 
-    def __init__(self, grads: Sequence[torch.Tensor | None]) -> None:
-        self._present = tuple(grad is not None for grad in grads)
+    def __init__(self, present: tuple[bool, ...]) -> None:
+        self._present = present
 
     def wait(self) -> tuple[bool, ...]:
         return self._present
@@ -71,7 +71,7 @@ class LocalComm(Comm):
     ) -> Reduction:
         divisor = how.scaling.before * how.scaling.after
         copy_in_gradients(bucket, grads, out, divisor=divisor)
-        return _Present(grads)
+        return _Present(tuple(grad is not None for grad in grads))
 
-    def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
-        return Done()
+    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
+        return _Present(present)

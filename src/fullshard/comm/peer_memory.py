@@ -34,7 +34,7 @@ from fullshard.comm.interface import (
     tensor_over,
 )
 from fullshard.comm.packing import Region, copy_in_gradients
-from fullshard.comm.ring import LINE, Ring, Stretch, WithoutResult, round_up
+from fullshard.comm.ring import LINE, Ring, Stretch, round_up
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.plan.layout import BucketLayout, DirectRule, Route
 
@@ -116,6 +116,9 @@ class PeerMemoryComm(Comm):
         payload_nbytes = self.size * bucket.shard_numel * wire_dtype.itemsize
         return round_up(len(bucket.params), LINE) + payload_nbytes
 
+    def summed_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
+        return round_up(len(bucket.params), LINE) + super().summed_nbytes(bucket, wire_dtype)
+
     @property
     def held_nbytes(self) -> int:
         return self._part_nbytes
@@ -137,8 +140,7 @@ class PeerMemoryComm(Comm):
         stretch = self._ring.claim(self.staged_nbytes(bucket, how.wire_dtype), how.label)
         header_nbytes = round_up(len(grads), LINE)
         payload_numel = self.size * bucket.shard_numel
-        flags = self._part(stretch, self.rank, 0, len(grads), torch.uint8)
-        flags.copy_(torch.tensor([grad is not None for grad in grads], dtype=torch.uint8))
+        self._stage_flags(stretch, [grad is not None for grad in grads])
         copy_in_gradients(
             bucket,
             grads,
@@ -150,21 +152,30 @@ class PeerMemoryComm(Comm):
         def finish() -> tuple[bool, ...]:
             terms = self._parts(stretch, start, bucket.shard_numel, how.wire_dtype)
             add_in_order(terms, out, divisor=how.scaling.after)
-            everyones = self._parts(stretch, 0, len(grads), torch.uint8)
-            return tuple(torch.stack(everyones).any(0).tolist())
+            return self._combined_flags(stretch, len(grads))
 
         return self._ring.post(stretch, finish, how.label)
 
-    def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
-        numel = tensor.numel()
-        stretch = self._ring.claim(numel * how.wire_dtype.itemsize, how.label)
-        self._part(stretch, self.rank, 0, numel, how.wire_dtype).copy_(tensor)
+    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
+        numel, start = total.numel(), round_up(len(present), LINE)
+        stretch = self._ring.claim(start + numel * how.wire_dtype.itemsize, how.label)
+        self._stage_flags(stretch, present)
+        self._part(stretch, self.rank, start, numel, how.wire_dtype).copy_(total)
 
         def finish() -> tuple[bool, ...]:
-            add_in_order(self._parts(stretch, 0, numel, how.wire_dtype), tensor, divisor=1.0)
-            return ()
+            add_in_order(self._parts(stretch, start, numel, how.wire_dtype), total, divisor=1.0)
+            return self._combined_flags(stretch, len(present))
 
-        return WithoutResult(self._ring.post(stretch, finish, how.label))
+        return self._ring.post(stretch, finish, how.label)
+
+    def _stage_flags(self, stretch: Stretch, present: Sequence[bool]) -> None:
+        """Say, at the begin of a stretch, which gradients this rank has."""
+        flags = self._part(stretch, self.rank, 0, len(present), torch.uint8)
+        flags.copy_(torch.tensor(present, dtype=torch.uint8))
+
+    def _combined_flags(self, stretch: Stretch, num_params: int) -> tuple[bool, ...]:
+        everyones = self._parts(stretch, 0, num_params, torch.uint8)
+        return tuple(torch.stack(everyones).any(0).tolist())
 
     def fence(self, label: str) -> None:
         self.memory.barrier(label)

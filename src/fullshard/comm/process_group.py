@@ -154,6 +154,7 @@ class ProcessGroupComm(Comm):
         self.is_nccl = device.type == "cuda" and self.backend == "nccl"
         known = isinstance(group, dist.ProcessGroup)  # not a stand-in
         self.sums_natively = known and self.backend != "gloo"
+        self._asks_who_has_gradients = not self.sums_natively  # the answer would stall the host
         # A mean saves a kernel. The fake backend takes what NCCL takes, and stands for it.
         self._averages = self.is_nccl or self.backend == "fake"
         self.gathered = Regions.of(device, "gather")
@@ -260,13 +261,20 @@ class ProcessGroupComm(Comm):
             name_lost_ranks(error, self.group, how.label)
             raise
 
-    def all_reduce(self, tensor: torch.Tensor, how: Sum) -> Work:
-        wire = tensor.to(how.wire_dtype)
+    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
+        wire = total.to(how.wire_dtype)
+        asked = present if self._asks_who_has_gradients else ()
+        flags = torch.tensor(asked, dtype=wire.dtype, device=wire.device)
         self.enter(how.label, wire.nbytes)
         with naming_lost_ranks(self.group, how.label):
-            work = dist.all_reduce(wire, group=self.group, async_op=not self.is_nccl)
-        finish = nothing if wire is tensor else lambda: _copy(tensor, wire)
-        return Pending([work], finish, (wire,), self, how.label)
+            works = [dist.all_reduce(wire, group=self.group, async_op=not self.is_nccl)]
+            if flags.numel():
+                works.append(dist.all_reduce(flags, group=self.group, async_op=True))
+        finish = nothing if wire is total else lambda: _copy(total, wire)
+        return PendingReduction(
+            Pending(works, finish, (wire,), self, how.label),
+            lambda: tuple((flags != 0).tolist()) or present,
+        )
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         if self.sums_natively:
@@ -294,7 +302,6 @@ class ProcessGroupComm(Comm):
         averages = self._averages and how.may_average and scaling.after == self.size
         works = self._reduce_scatter(targets, sources, averages=averages)
         divisor = 1.0 if averages else scaling.after
-        # Whether another rank had a gradient is not asked: the answer would stall the host.
         present = tuple([grad is not None for grad in grads])
         return _NativeSum(works, sources, region, out, divisor, present, self, how.label)
 

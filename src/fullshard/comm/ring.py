@@ -168,16 +168,5 @@ class PendingSum:
         return self.result
 
 
-@dataclasses.dataclass(slots=True)
-class WithoutResult:
-    """The same where nobody asks who had a gradient."""
-
-    pending: PendingSum
-    tensors: ClassVar[tuple[torch.Tensor, ...]] = ()
-
-    def wait(self) -> None:
-        self.pending.wait()
-
-
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -1,7 +1,9 @@
 """The memory of one bucket's reduced gradients, and how sharded parameters get them."""
 
+import dataclasses
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +20,23 @@ from fullshard.plan.layout import BucketLayout
 _POOLED = 2  # gradient memory kept for reuse: the current and, with accumulation, the next
 
 
+@dataclasses.dataclass(slots=True)
+class PartialSum:
+    """A sum over the shard axis whose all-reduce was put off.
+
+    present: for each holder, whether there was a gradient.
+    """
+
+    total: torch.Tensor
+    present: tuple[bool, ...]
+
+
 class BucketGradients:
     """The reduced gradients of one bucket.
 
     indices: which of the unit's parameters they are of.
     holders: who gets them: each parameter, or one for all of them.
-    partial: sums over the shard axis whose all-reduce was put off.
+    partial: what waits for its all-reduce.
     recipe: how they were reduced last.
     alive: all memory of gradients that is made is entered there.
     """
@@ -41,7 +54,7 @@ class BucketGradients:
         self.bucket = bucket
         self.indices = list(indices)
         self.holders = list(holders)
-        self.partial: torch.Tensor | None = None
+        self.partial: PartialSum | None = None
         self.recipe: Recipe | None = None
         self.pool: list[GradientShards] = []
         # One holder gets the whole bucket.
@@ -73,6 +86,40 @@ class BucketGradients:
         if self.bucket.shard_nbytes > KEPT_NBYTES:
             self.pool = [shards for shards in self.pool if not self._is_unused(shards)]
 
+    def takers(self, owed: Collection[ManagedParameter]) -> tuple[bool, ...]:
+        """Say for each holder of a flat bucket whether it gets a gradient, whoever had one.
+
+        It does if this rank has a part of it, and it is trainable or is one of ``owed``.
+        """
+        owners = {param.holder for param in owed}
+        return tuple(
+            (holder.sharded.requires_grad or holder in owners) and holder.sharded.numel() > 0
+            for holder in self.holders
+        )
+
+    def add_partial(self, other: "BucketGradients") -> None:
+        """Take over what waits in a bucket of another choice of parameters, of those in both."""
+        assert other.partial is not None
+        waiting = other.partial
+        views = dict(zip(other.indices, other._part_of_each(waiting.total), strict=True))
+        if views.keys().isdisjoint(self.indices):
+            return
+        if self.partial is None:
+            scratch = self._runtime.scratch
+            total = scratch.take(self.bucket.shard_numel, waiting.total.dtype).zero_()
+            self.partial = PartialSum(total, (False,) * len(self.holders))
+        for index, part in zip(self.indices, self._part_of_each(self.partial.total), strict=True):
+            if index in views:
+                part.add_(views[index])
+        present = set(itertools.compress(other.holders, waiting.present))
+        self.partial.present = tuple(
+            had or holder in present
+            for holder, had in zip(self.holders, self.partial.present, strict=True)
+        )
+
+    def _part_of_each(self, total: torch.Tensor) -> list[torch.Tensor]:
+        return shard_views(self.bucket, total, self._shard_rank)
+
     def destination(self, recipe: Recipe) -> tuple[GradientShards | None, torch.Tensor]:
         """Choose where a sum goes: into the gradients' own memory if it is final as it comes."""
         if recipe.is_final and not self.has_gradient:
@@ -98,9 +145,8 @@ class BucketGradients:
                 if not is_first:  # the host adds
                     self._runtime.finish(self._runtime.record())
         views = shards.views if shards is not None else self._views(total)
-        is_flat = self.bucket.is_flat
         for position, holder in enumerate(self.holders):
-            if not present[position] or (is_flat and not _takes_gradient(holder)):
+            if not present[position]:
                 continue
             sharded = holder.sharded
             if sharded._backward_hooks:
@@ -125,12 +171,12 @@ class BucketGradients:
             self.pool.append(shards)
             del self.pool[:-_POOLED]
 
-    def deposit_low(self, total: torch.Tensor, dtype: torch.dtype) -> None:
+    def deposit_low(self, total: torch.Tensor, dtype: torch.dtype, present: Sequence[bool]) -> None:
         """Set or add to the gradients, which are in the reduce dtype. ``total`` is scratch."""
         # If offloaded: one copy of all, which the host waits for.
         views = self._views(total.to(self.device))
-        for holder, view in zip(self.holders, views, strict=True):
-            if self.bucket.is_flat and not _takes_gradient(holder):
+        for holder, view, is_present in zip(self.holders, views, present, strict=True):
+            if not is_present:
                 continue
             if holder.sharded._backward_hooks:
                 run_gradient_hooks(holder, view)
@@ -185,8 +231,3 @@ def run_gradient_hooks(holder: ShardHolder, local: torch.Tensor) -> None:
         new = new._local_tensor if isinstance(new, DTensor) else new
         if new is not local:
             local.copy_(new)
-
-
-def _takes_gradient(holder: ShardHolder) -> bool:
-    """Whether there is anything to give: a rank may own nothing of a flat bucket's parameter."""
-    return holder.sharded.requires_grad and holder.sharded.numel() > 0

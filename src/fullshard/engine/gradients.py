@@ -11,6 +11,7 @@ keeps ``grad=None``.
 
 import dataclasses
 import itertools
+import operator
 import weakref
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ import torch
 from fullshard.comm.hooked import reduce_by_hook
 from fullshard.comm.interface import Comm, Reduction
 from fullshard.engine.buffers import GradientShards
-from fullshard.engine.deposits import BucketGradients, run_gradient_hooks
+from fullshard.engine.deposits import BucketGradients, PartialSum, run_gradient_hooks
 from fullshard.engine.params import ManagedParameter, ShardHolder
 from fullshard.engine.recipe import Recipe, make_recipe, wire_dtype
 from fullshard.engine.runtime import Lane, Runtime, no_grad
@@ -37,6 +38,7 @@ class _BucketInFlight:
     reduction: Reduction
     total: torch.Tensor
     shards: GradientShards | None  # whose memory ``total`` is, or None: scratch
+    takers: tuple[bool, ...] | None  # of a flat bucket: who gets something
 
 
 @dataclasses.dataclass(slots=True)
@@ -142,7 +144,7 @@ class UnitGradients:
         for bucket in (each.bucket for each in self._buckets()):
             wire = wire_dtype(bucket, config, accumulated=False)
             needs[self._shard_comm].append(self._shard_comm.staged_nbytes(bucket, wire))
-            needs[self._replicate_comm].append(bucket.shard_numel * wire.itemsize)
+            needs[self._replicate_comm].append(self._replicate_comm.summed_nbytes(bucket, wire))
         return needs
 
     def hand_over(self, grads: Sequence[torch.Tensor | None], config: UnitConfig) -> bool:
@@ -201,7 +203,9 @@ class UnitGradients:
         self, grads: Sequence[torch.Tensor | None], config: UnitConfig, *, accumulated: bool
     ) -> list[_BucketInFlight]:
         in_flight = []
-        for each in self._buckets():
+        buckets = self._buckets()
+        self._carry_partial(buckets)
+        for each in buckets:
             recipe = self._recipe(each, config, accumulated=accumulated)
             bucket = each.bucket
             shards, total = each.destination(recipe)
@@ -210,7 +214,9 @@ class UnitGradients:
                 reduction = reduce_by_hook(config.comm_hook, bucket, full, total)
             else:
                 reduction = self._shard_comm.reduce_scatter(bucket, full, total, recipe.over_shards)
-            in_flight.append(_BucketInFlight(each, recipe, reduction, total, shards))
+            owed = [self._params[index] for index in self._owed] if bucket.is_flat else ()
+            takers = each.takers(owed) if bucket.is_flat else None
+            in_flight.append(_BucketInFlight(each, recipe, reduction, total, shards, takers))
         return in_flight
 
     def finish(self, in_flight: InFlight) -> None:
@@ -225,19 +231,23 @@ class UnitGradients:
             in_flight.event = self.runtime.record()
 
     def _finish_bucket(self, item: _BucketInFlight) -> None:
+        present: tuple[bool, ...] | None
         present, recipe = item.reduction.wait(), item.recipe
         if recipe.is_deposited:
             item.gradients.deposit(item.total, item.shards, present)
             return
         config = recipe.config
-        if item.gradients.bucket.is_flat or config.reduce_scatter_unused_params:
+        if item.takers is not None:
+            present = item.takers
+        elif config.reduce_scatter_unused_params:
             present = (True,) * len(present)
-        if not self._reduce_replicas(item):
+        present = self._reduce_replicas(item, present)
+        if present is None:
             return
         _round(item.total, recipe.reduce_dtype)
         self._run_hook(item.total, config)
         if config.keep_low_precision_grads:
-            item.gradients.deposit_low(item.total, recipe.reduce_dtype)
+            item.gradients.deposit_low(item.total, recipe.reduce_dtype, present)
         else:
             item.gradients.deposit(item.total, item.shards, present)
 
@@ -248,7 +258,16 @@ class UnitGradients:
     @property
     def partial_sums(self) -> list[torch.Tensor]:
         """Sums over the shard axis that wait for their all-reduce."""
-        return [each.partial for each in self._known if each.partial is not None]
+        return [each.partial.total for each in self._known if each.partial is not None]
+
+    def _carry_partial(self, buckets: Sequence[BucketGradients]) -> None:
+        """Let the parameters that are trainable now have what waits for its all-reduce."""
+        for each in self._known:
+            if each.partial is not None and each not in buckets:
+                for bucket in buckets:
+                    bucket.add_partial(each)
+                self.runtime.scratch.give(each.partial.total)
+                each.partial = None
 
     @property
     def pooled(self) -> list[GradientShards]:
@@ -366,22 +385,33 @@ class UnitGradients:
         )
         return bucket.recipe
 
-    def _reduce_replicas(self, item: _BucketInFlight) -> bool:
-        """Sum over the replicate axis. Returns False if that is put off."""
+    def _reduce_replicas(
+        self, item: _BucketInFlight, present: tuple[bool, ...]
+    ) -> tuple[bool, ...] | None:
+        """Sum over the replicate axis. Returns which gradients there are; None if it is put off.
+
+        present: which of them this rank's part of the shard axis has.
+        """
         bucket, recipe, total = item.gradients, item.recipe, item.total
         if self._mesh.replicate_size == 1 or recipe.config.comm_hook is not None:
-            return True
+            return present
         if bucket.partial is not None:
-            total.add_(bucket.partial)
-            self.runtime.scratch.give(bucket.partial)
+            present = tuple(map(operator.or_, present, bucket.partial.present))
+            total.add_(bucket.partial.total)
+            self.runtime.scratch.give(bucket.partial.total)
             bucket.partial = None
         if not recipe.config.all_reduce_grads:
-            bucket.partial = total
-            return False
-        self._replicate_comm.all_reduce(total, recipe.over_replicas).wait()
+            bucket.partial = PartialSum(total, present)
+            owners = set(itertools.compress(bucket.holders, present))
+            self._owed.update(i for i in bucket.indices if self._params[i].holder in owners)
+            return None
+        is_agreed = item.takers is not None or recipe.config.reduce_scatter_unused_params
+        flags = () if is_agreed else present
+        reduction = self._replicate_comm.all_reduce(total, flags, recipe.over_replicas)
+        present = reduction.wait() or present
         if recipe.divisor != 1.0:
             total.div_(recipe.divisor)
-        return True
+        return present
 
     def _run_hook(self, total: torch.Tensor, config: UnitConfig) -> None:
         """Let the user reduce further, over ranks that are not in the mesh."""

@@ -639,7 +639,7 @@ class Unit:
             grads = self._take_accumulated()
         elif not self._has_taken:
             self._accumulation = None
-        if not _has_any(grads) and not self.config.reduce_scatter_unused_params:
+        if not _has_any(grads) and not self._must_reduce:
             return None
         if self.mesh.plan.data_parallel_size == 1 and self.gradients.hand_over(grads, self.config):
             return None
@@ -650,6 +650,13 @@ class Unit:
         if self.observer is not None:
             self.observer.end()
         return in_flight
+
+    @property
+    def _must_reduce(self) -> bool:
+        """Whether there is something to reduce without any gradients, on all ranks alike."""
+        if self.config.reduce_scatter_unused_params:
+            return True
+        return self.config.all_reduce_grads and self.gradients.has_partial
 
     def _take_accumulated(self) -> list[torch.Tensor | None]:
         if not self._is_accumulating:
