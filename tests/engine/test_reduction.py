@@ -219,6 +219,16 @@ def test_deferred_all_reduce_follows_what_is_trained(api: Api, change: str) -> N
             each.zero_grad()
 
 
+@pytest.mark.ours("goes on, or fails elsewhere")
+@on_ranks(4)
+def test_parameters_do_not_change_while_an_all_reduce_is_put_off(api: Api) -> None:
+    model, _ = sharded_mlp(api, mesh=mesh_of(2, 2))
+    model.set_requires_all_reduce(False)
+    run_step(model)
+    with pytest.raises(RuntimeError, match="still wait for their all-reduce"):
+        model.bfloat16()
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
 @pytest.mark.ours("pairs gradients of different parameters")
 @on_ranks(4)

@@ -193,6 +193,7 @@ class Unit:
         layout = self.layout
         if own.buffers is None or own.buffers.layout != layout:
             self.settle()
+            self._refuse_to_change("parameters")
             self._replace_accumulation()
             try:
                 own.allocate(layout, self.comm, self.runtime, self.config)
@@ -213,14 +214,18 @@ class Unit:
     def use_comm(self, comm: Comm) -> None:
         """Communicate like this over the shard axis from now on."""
         self.settle()
-        if self.gradients.has_partial:
-            raise StateError(
-                f"{self.label}: sums of earlier backwards still wait for their all-reduce. Change "
-                "the communication between iterations."
-            )
+        self._refuse_to_change("the communication")
         self.comm = comm
         self.gradients.use_comm(self._reduce_comm)
         self.set_params(self.params)
+
+    def _refuse_to_change(self, what: str) -> None:
+        """Raise StateError if sums wait for their all-reduce, which a change would lose."""
+        if self.gradients.has_partial:
+            raise StateError(
+                f"{self.label}: sums of earlier backwards still wait for their all-reduce. Change "
+                f"{what} between iterations."
+            )
 
     def leave(self, comm: Comm, reason: UnavailableError) -> None:
         """Use process groups from now on where it was this, whose ranks can share no more memory.
