@@ -248,6 +248,23 @@ def test_replicas_may_use_different_parameters(api: Api, shape: tuple[int, int])
     assert model.second.weight.grad is None  # nobody used it
 
 
+@pytest.mark.ours("pairs gradients of different parameters")
+@on_ranks(4)
+def test_replicas_may_use_different_parameters_before_they_are_frozen(api: Api) -> None:
+    alone = Two()
+    model = api.fully_shard(copy.deepcopy(alone), mesh=mesh_of(2, 2))
+    for is_last in (False, True):
+        parts = make_batch(16, seed=int(is_last)).chunk(world_size())
+        for each in (alone, model):
+            each.second.requires_grad_(not is_last)
+        for number, part in enumerate(parts):
+            loss = mean_square(alone(part, uses_second=number == 0))
+            (loss / world_size()).backward()
+        model.set_requires_all_reduce(is_last)
+        mean_square(model(parts[rank()], uses_second=rank() == 0)).backward()
+    assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
 # What divides a gradient
 
 

@@ -402,7 +402,9 @@ class UnitGradients:
             bucket.partial = None
         if not recipe.config.all_reduce_grads:
             bucket.partial = PartialSum(total, present)
-            owners = set(itertools.compress(bucket.holders, present))
+            # The same on all replicas, whoever had a gradient: the size of the next sum follows.
+            owed = present if item.takers is not None else (True,) * len(present)
+            owners = set(itertools.compress(bucket.holders, owed))
             self._owed.update(i for i in bucket.indices if self._params[i].holder in owners)
             return None
         is_agreed = item.takers is not None or recipe.config.reduce_scatter_unused_params
