@@ -204,7 +204,8 @@ class UnitGradients:
     ) -> list[_BucketInFlight]:
         in_flight = []
         buckets = self._buckets()
-        self._carry_partial(buckets)
+        if self._mesh.replicate_size > 1:
+            self._carry_partial(buckets)
         for each in buckets:
             recipe = self._recipe(each, config, accumulated=accumulated)
             bucket = each.bucket
