@@ -60,8 +60,8 @@ class FSDPModule:
             unit.read_privately()
             unit.comm.fence(f"{unit.path}: unshard")
         for unit in units:
-            unit.unshard()
             unit.is_held = True
+            unit.unshard()
             unit.comm.fence(f"{unit.path}: unshard")
         handle = UnshardHandle(units)
         if async_op:
@@ -133,13 +133,14 @@ class FSDPModule:
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, of parameters that are unsharded now as well.
+        """Forget gradients: of parameters that are unsharded now as well, and those not reduced yet.
 
         Between forward and backward those that are registered may be unsharded, and what is trained
         has the gradients of earlier backwards.
         """
         cast(Any, super()).zero_grad(set_to_none)
         for unit in self._units(recurse=True):
+            unit.drop_unreduced()
             unit.zero_hidden_gradients(set_to_none=set_to_none)
 
     def set_requires_gradient_sync(

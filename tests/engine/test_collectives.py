@@ -149,7 +149,9 @@ def test_parameters_kept_whole_between_microbatches_are_not_gathered_again(api: 
     model = _sharded(api, reshard_after_forward=False)
     model.set_reshard_after_backward(reshard_after_backward=False)
     assert _step(model).calls == {"all_gather": 3, "reduce_scatter": 3}
-    assert _step(model).calls == {"reduce_scatter": 3}
+    # Ours agrees on whether anybody wrote to its shards.
+    agreement = {} if api.is_torch else {"all_reduce": 1}
+    assert _step(model).calls == {"reduce_scatter": 3, **agreement}
 
 
 @on_process_groups

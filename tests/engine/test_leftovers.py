@@ -17,31 +17,44 @@ from tests.training import full_gradients, make_batch, mean_square, my_part
 
 
 class Stack(nn.Module):
-    """An embedding, of which each batch uses the first rows, and layers."""
+    """An embedding, of which each batch uses the first rows, layers, and one number.
+
+    Of that, one rank has nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, 16)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.scale = nn.Parameter(torch.full((1,), 1.5))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x).tanh()
-        return x
+        return x * self.scale
 
 
 def _units(stack: Stack) -> Iterator[nn.Module]:
     yield from (stack.embed, *stack.layers)
 
 
-def _both(api: Api, face: str) -> dict[nn.Module, nn.Module]:
-    """Build a stack for one process and a sharded copy. Returns the stack that each contains."""
+def _both(api: Api, face: str, *, stays: bool = False) -> dict[nn.Module, nn.Module]:
+    """Build a stack for one process and a sharded copy. Returns the stack that each contains.
+
+    stays: whether parameters stay whole after forward.
+    """
     alone = Stack()
     stack = copy.deepcopy(alone)
     if face == "fully_shard":
-        return {alone: alone, _sharded(api, stack): stack}
-    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        model = _sharded(api, stack, reshard_after_forward=False if stays else None)
+        return {alone: alone, model: stack}
+    strategy = api.ShardingStrategy["SHARD_GRAD_OP" if stays else "FULL_SHARD"]
+    options = {
+        "sharding_strategy": strategy,
+        "use_orig_params": True,
+        "device_id": torch.device("cpu"),
+    }
     for number, layer in enumerate(stack.layers):
         stack.layers[number] = api.FullyShardedDataParallel(layer, **options)
     return {alone: alone, api.FullyShardedDataParallel(stack, **options): stack}
@@ -159,6 +172,75 @@ def test_write_after_an_evaluation_reaches_what_it_kept(api: Api) -> None:
             stands_for.mul_(1.0)
 
     _train_both(api, evaluate_and_write, reshard_after_forward=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("way", ["mul", "data", "load"])
+@pytest.mark.ours("uses what it gathered before the write")
+def test_peers_may_write_while_a_slow_rank_evaluates(api: Api, way: str, face: str) -> None:
+    stacks = _both(api, face, stays=True)
+    alone, model = stacks
+    for layer in stacks[model].layers:
+        layer.register_forward_pre_hook(lambda *_: time.sleep(0.02 * (rank() == 0)))
+    trained = {each: list(each.parameters()) for each in stacks}
+    for number in range(6):
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(model(_tokens(number)), alone(_tokens(number)))
+        for each, parameters in trained.items():
+            if way == "load":
+                state = {name: 0.9 * value for name, value in each.state_dict().items()}
+                each.load_state_dict(state)
+                continue
+            for parameter in parameters:
+                with torch.no_grad():
+                    (parameter.data if way == "data" else parameter).mul_(0.9)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["mul", "data"])
+@pytest.mark.ours("uses what it gathered before the write")
+def test_one_rank_may_write_to_its_rows_of_what_stayed_whole(api: Api, way: str) -> None:
+    alone, model = _both(api, "fully_shard", stays=True)
+    trained = list(model.parameters())
+    for number in range(5):
+        _evaluate(model)
+        for whole, parameter in zip(alone.parameters(), trained, strict=True):
+            mine = parameter.to_local()
+            with torch.no_grad():
+                whole[:1].mul_(0.5)  # which is on the first rank
+                if rank() == 0:
+                    (mine.data if way == "data" else mine)[:1].mul_(0.5)
+        for each, tokens in ((alone, _tokens(number)), (model, my_part(_tokens(number)))):
+            mean_square(each(tokens)).backward()
+        for name, gradient in full_gradients(model).items():
+            torch.testing.assert_close(gradient, alone.get_parameter(name).grad)
+        for each in (alone, model):
+            each.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.ours("uses what it gathered before the step")
+def test_step_reaches_what_a_user_has_unsharded(api: Api) -> None:
+    _train_both(api, lambda model: model.layers[1].unshard() if hasattr(model, "unshard") else None)
+
+
+@on_ranks(2)
+@pytest.mark.ours("keeps what was not reduced yet")
+def test_zero_grad_of_the_model_forgets_what_is_not_reduced_yet(api: Api) -> None:
+    alone, model = _both(api, "fully_shard")
+    for is_last in (False, True):
+        for each in (alone, model):
+            each.zero_grad()
+        model.set_requires_gradient_sync(is_last)
+        for each, tokens in (
+            (alone, _tokens(int(is_last))),
+            (model, my_part(_tokens(int(is_last)))),
+        ):
+            mean_square(each(tokens)).backward()
+    for name, gradient in full_gradients(model).items():
+        torch.testing.assert_close(gradient, alone.get_parameter(name).grad)
 
 
 @on_ranks(4)
@@ -356,7 +438,7 @@ def test_exception_that_a_forward_catches_is_part_of_it(api: Api) -> None:
                 with pytest.raises(TypeError):
                     layer(x, x)
                 x = layer(x).tanh()
-            return x
+            return x * self.scale
 
     alone = Retrying()
     model = _sharded(api, copy.deepcopy(alone))

@@ -196,7 +196,7 @@ class CollectivesComm(ProcessGroupComm):
     ) -> None:
         super().__init__(group, device)
         self.name = f"collectives ({self.backend})"
-        self._asks_who_has_gradients = False  # PyTorch's engine does not
+        self._may_ask = False  # PyTorch's engine does not
         self.rule = DirectRule(min_nbytes=sys.maxsize)  # everything is packed
         self.gather = gather or DefaultAllGather()
         self.reduce = reduce or DefaultReduceScatter()

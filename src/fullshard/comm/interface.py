@@ -208,6 +208,10 @@ class Comm(abc.ABC):
         """Combine every rank's bits by "or", if ranks read each other's memory; else its own."""
         return bits
 
+    def combine(self, bits: int, num_bits: int) -> int:
+        """Combine every rank's bits by "or"; its own where the answer would stall the host."""
+        return self.agree(bits, num_bits)
+
     def abandon(self) -> None:  # noqa: B027
         """Forget reductions that were started and never waited for (after an exception)."""
 

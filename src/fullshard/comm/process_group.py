@@ -154,7 +154,8 @@ class ProcessGroupComm(Comm):
         self.is_nccl = device.type == "cuda" and self.backend == "nccl"
         known = isinstance(group, dist.ProcessGroup)  # not a stand-in
         self.sums_natively = known and self.backend != "gloo"
-        self._asks_who_has_gradients = not self.sums_natively  # the answer would stall the host
+        # Whether ranks ask each other what only the host can use: elsewhere that would stall it.
+        self._may_ask = not self.sums_natively
         # A mean saves a kernel. The fake backend takes what NCCL takes, and stands for it.
         self._averages = self.is_nccl or self.backend == "fake"
         self.gathered = Regions.of(device, "gather")
@@ -263,7 +264,7 @@ class ProcessGroupComm(Comm):
 
     def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
         wire = total.to(how.wire_dtype)
-        asked = present if self._asks_who_has_gradients else ()
+        asked = present if self._may_ask else ()
         flags = torch.tensor(asked, dtype=wire.dtype, device=wire.device)
         self.enter(how.label, wire.nbytes)
         with naming_lost_ranks(self.group, how.label):
@@ -275,6 +276,18 @@ class ProcessGroupComm(Comm):
             Pending(works, finish, (wire,), self, how.label),
             lambda: tuple((flags != 0).tolist()) or present,
         )
+
+    def combine(self, bits: int, num_bits: int) -> int:
+        if not self._may_ask:
+            return bits
+        label = "agreeing on what was written to"
+        self.enter(label, num_bits)
+        flags = torch.tensor([bits >> number & 1 for number in range(num_bits)], dtype=torch.uint8)
+        flags = flags.to(self.device)
+        with naming_lost_ranks(self.group, label):
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.wait_all([work], label)
+        return sum(flag << number for number, flag in enumerate(flags.tolist()))
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         if self.sums_natively:

@@ -21,7 +21,7 @@ may write, as ever with autograd.
 import collections
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Iteration:
         self._backward_end: weakref.ref[Any] | None = None
         self._expects_backward = False
         self._fenced_since_backward = True
+        self._stayed: list[Unit] = []  # unsharded, from the last pass on
         self.post_optim_event: torch.Event | None = None
         self.observer: Observer | None = None
         self._watch = WriteWatch(self.units)
@@ -132,11 +133,13 @@ class Iteration:
         for unit in self.units:
             if unit.state is ShardedState.SHARDED_POST_FORWARD:
                 unit.reshard()  # kept for a backward that did not come, or comes with new weights
-            unit.follow_changes()
+            unit.follow_moves()
+        self._drop_outdated()
+        for unit in self.units:
+            unit.writes.begin()
             unit.follow_trained()
-        # An evaluation may be one rank's alone where all stayed whole, in peers' memory too.
-        may_be_alone = self._fenced_since_backward and not self._expects_backward
-        self._gathers = not all(_is_whole(unit, in_place=may_be_alone) for unit in self.units)
+        # An evaluation may be one rank's alone where all stayed whole.
+        self._gathers = not all(_is_whole(unit) for unit in self.units)
         if self._gathers:
             self._watch.begin_pass(is_training=is_training)
         if self.units and self.units[0].runtime.has_streams:
@@ -146,6 +149,23 @@ class Iteration:
         if self._gathers:
             self.fence("before forward")
             self._fenced_since_backward = True
+
+    def _drop_outdated(self) -> None:
+        """Free what stayed unsharded where shards were written to since.
+
+        A rank sees that of its own rows, and may have none of a unit. Ranks agree if this forward
+        cannot be one rank's alone. Else one outdated unit stands for all, so that they are likely
+        to do the same.
+        """
+        stayed, self._stayed = self._stayed, []
+        outdated = {unit for unit in self.units if unit.is_outdated}
+        if self._expects_backward and stayed:
+            gone = {unit for unit in stayed if not unit.is_unsharded}  # by a load, say
+            outdated = _combine(outdated | gone, stayed)
+        elif outdated:
+            outdated |= {unit for unit in stayed if not unit.is_held}
+        for unit in outdated:
+            unit.reshard()
 
     def is_forward_root(self, state: Any) -> bool:
         return self._forward_root is not None and self._forward_root() is state
@@ -239,6 +259,10 @@ class Iteration:
                 self._watch.end_pass()
         if self._gathers:
             self._refuse_writes(self.units)
+        if not self._expects_backward:
+            for unit in self.units:
+                unit.keep_privately()
+            self._note_stayed()
         for unit in self._original:  # optimizers and `zero_grad` must find what is trained
             if self._expects_backward:
                 unit.hide_between()
@@ -338,6 +362,7 @@ class Iteration:
         self._release_events()
         for unit in self.units:
             unit.note_kept()
+        self._note_stayed()
         if self.is_last_backward:
             self._recorder.end_iteration()
             self._order.end_iteration()
@@ -346,6 +371,10 @@ class Iteration:
                     unit.settle()
                     unit.finish_reading()
         self.fence("after backward")
+
+    def _note_stayed(self) -> None:
+        """A pass of all ranks is over."""
+        self._stayed = [unit for unit in self.units if unit.is_unsharded and not unit.is_in_place]
 
     def _reduce_late_gradients(self) -> None:
         """Reduce what autograd has accumulated after a unit's backward.
@@ -430,10 +459,24 @@ class Iteration:
             self.observer.end()
 
 
-def _is_whole(unit: Unit, *, in_place: bool) -> bool:
-    """Whether a forward needs nobody else for this unit. in_place: if it is whole there as well."""
-    is_whole = unit.is_unsharded and (in_place or not unit.is_in_place)
-    return is_whole or unit.mesh.plan.shard_size == 1 or not unit.params
+def _is_whole(unit: Unit) -> bool:
+    """Whether a forward needs nobody else for this unit."""
+    if unit.is_unsharded and not unit.is_in_place:
+        return True
+    return unit.mesh.plan.shard_size == 1 or not unit.params
+
+
+def _combine(chosen: Set[Unit], among: Sequence[Unit]) -> set[Unit]:
+    """Return the units that any rank has chosen. Every rank has to call it, among the same ones."""
+    by_group = collections.defaultdict[object, list[Unit]](list)
+    for unit in among:
+        by_group[unit.mesh.shard_group].append(unit)
+    combined = set(chosen)
+    for units in by_group.values():
+        bits = sum((unit in chosen) << number for number, unit in enumerate(units))
+        bits = units[0].comm.combine(bits, len(units))
+        combined.update(unit for number, unit in enumerate(units) if bits >> number & 1)
+    return combined
 
 
 def _is_running(frame: types.FrameType) -> bool:

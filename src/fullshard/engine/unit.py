@@ -269,6 +269,13 @@ class Unit:
 
         Parameters that stayed unsharded are freed if the shards were written to since.
         """
+        self.follow_moves()
+        if self.is_outdated:
+            self.reshard()
+        self.writes.begin()
+
+    def follow_moves(self) -> None:
+        """Adopt shards that others moved or replaced, and come to rest."""
         own = self._own
         self._has_taken = False
         if self.state is ShardedState.GATHERING and not self.is_held:
@@ -278,10 +285,15 @@ class Unit:
             self.gradients.free_unused()
         if own.all and own.have_moved:
             self.adopt()
-        may_be_outdated = self.is_unsharded and not self.is_held
-        if may_be_outdated and (self._has_stepped or self.writes.is_gathered_outdated):
-            self.reshard()
-        self.writes.begin()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether parameters that stayed unsharded are not what the shards say, as this rank sees."""
+        if not self.is_unsharded:
+            return False
+        if self.is_held:
+            return self.writes.is_gathered_outdated(keeps_written=True)
+        return self._has_stepped or self.writes.is_gathered_outdated()
 
     def follow_trained(self) -> None:
         """Let unsharded parameters that stayed be trainable as the sharded ones are now."""
@@ -305,6 +317,19 @@ class Unit:
     @property
     def _has_gradients(self) -> bool:
         return any(holder.sharded.grad is not None for holder in self.holders)
+
+    def keep_privately(self) -> None:
+        """Let what stays unsharded after an evaluation be no memory that other ranks write to.
+
+        They may do so before this rank has used it again, alone and for as long as it likes.
+        """
+        if self.is_unsharded and self.is_in_place and self.comm.reads_in_place:
+            is_held = self.is_held
+            self.read_privately()
+            self.unshard()
+            self.wait_unshard()
+            self.show_earlier_gradients()
+            self.is_held = is_held
 
     def read_privately(self) -> None:
         """From now on, keep what users may write to apart from the shards."""
@@ -424,7 +449,7 @@ class Unit:
         self._works = works
         self._awaits_step = False
         may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
-        self.writes.gathered(early=early, may_stay=may_stay)
+        self.writes.gathered(early=early, may_stay=may_stay or self.is_held)
         self.state = ShardedState.GATHERING
         if self.observer is not None:
             self.observer.end()
@@ -551,11 +576,9 @@ class Unit:
             self.state = ShardedState.UNSHARDED
         self.reshard()
         self._own.drop_gradients()
-        if keeps_gradients:
-            return
-        self.gradients.drop_partial()
-        self._take_accumulated()
-        self._replace_accumulation()
+        if not keeps_gradients:
+            self.drop_unreduced()
+            self._replace_accumulation()
 
     @property
     def gains_from_prefetch(self) -> bool:
@@ -601,6 +624,11 @@ class Unit:
     def spare_memory(self) -> list[torch.Tensor]:
         """What is kept to accumulate in the next step."""
         return [] if self._accumulation is None else self._accumulation.spare.tensors
+
+    def drop_unreduced(self) -> None:
+        """Forget what earlier backwards left to be reduced later."""
+        self.gradients.drop_partial()
+        self._take_accumulated()
 
     def zero_hidden_gradients(self, *, set_to_none: bool) -> None:
         """Forget the gradients of what is trained if something else may be registered now."""

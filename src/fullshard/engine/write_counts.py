@@ -84,17 +84,17 @@ class WriteCounts:
         """Whether shards were written to since they were gathered, as far as versions tell."""
         return self._at_gather is not None and self._params.num_writes() != self._at_gather
 
-    @property
-    def is_gathered_outdated(self) -> bool:
+    def is_gathered_outdated(self, *, keeps_written: bool = False) -> bool:
         """Whether what stayed unsharded is no longer what the shards say. Compares contents.
 
-        What a user has written to the unsharded parameters stays in use, as in PyTorch.
+        What a user has written to the unsharded parameters stays in use, as in PyTorch; if
+        ``keeps_written``, whatever version counters tell of the shards.
         """
         params, buffers = self._params, self._params.buffers
-        if self.changed_since_gather or buffers is None:
-            return self.changed_since_gather
         is_untouched = params.num_unsharded_writes() == self._unsharded_at_gather
-        return is_untouched and not buffers.holds_shards()
+        if self.changed_since_gather and (is_untouched or not keeps_written):
+            return True
+        return is_untouched and buffers is not None and not buffers.holds_shards()
 
     def begin(self) -> None:
         """A pass begins in which nobody is to write to what peers read in place."""

@@ -380,8 +380,8 @@ class FullyShardedDataParallel(WithStateDicts):
         unit.follow_changes()
         unit.read_privately()
         unit.comm.fence(f"{unit.path}: unshard")
-        unit.unshard()
         unit.is_held = True
+        unit.unshard()
         unit.comm.fence(f"{unit.path}: unshard")
         handle = UnshardHandle([unit])
         if async_op:
