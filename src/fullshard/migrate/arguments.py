@@ -48,6 +48,7 @@ PROGRAM = tuple(
         "check_is_root": "nothing: the outermost sharded module is the root",
         "fsdp_modules": "[m for m in model.modules() if isinstance(m, FSDPModule)]",
         "apply": "model.apply(fn), where fn sees DTensors: torch.nn.init works on them",
+        "zero_grad": "model.zero_grad(), which forgets gradients that are not reduced yet as well",
         "no_sync": "model.set_requires_gradient_sync(False), and True for the last micro-batch",
         "summon_full_params": "parameter.full_tensor() to read one; module.unshard() and "
         "module.reshard() for all; set_model_state_dict(...) to write",
