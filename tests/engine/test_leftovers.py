@@ -430,6 +430,24 @@ def test_zero_grad_after_an_exception_reaches_what_is_trained(
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.ours("gathers alone")
+def test_exception_in_an_evaluation_on_one_rank_is_over_for_all(api: Api, face: str) -> None:
+    stacks = _both(api, face, stays=True)
+    alone, model = stacks
+    for number in range(4):
+        _evaluate(model)
+        if rank() == 0:
+            with torch.no_grad():
+                _fail(model, stacks[model], "forward")
+        for each in stacks:
+            mean_square(each(_tokens(number))).backward()
+        for each in stacks:
+            each.zero_grad()
+        torch.testing.assert_close(model(_tokens(9)), alone(_tokens(9)))
+
+
+@on_ranks(2)
 def test_exception_that_a_forward_catches_is_part_of_it(api: Api) -> None:
     class Retrying(Stack):
         def forward(self, tokens: Tensor) -> Tensor:

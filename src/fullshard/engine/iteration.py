@@ -157,13 +157,14 @@ class Iteration:
         cannot be one rank's alone. Else one outdated unit stands for all, so that they are likely
         to do the same.
         """
-        stayed, self._stayed = self._stayed, []
         outdated = {unit for unit in self.units if unit.is_outdated}
-        if self._expects_backward and stayed:
-            gone = {unit for unit in stayed if not unit.is_unsharded}  # by a load, say
-            outdated = _combine(outdated | gone, stayed)
+        if self._expects_backward and self._stayed:
+            # By a load, say, or an exception in an evaluation of this rank alone.
+            gone = {unit for unit in self._stayed if not unit.is_unsharded}
+            outdated = _combine(outdated | gone, self._stayed)
+            self._stayed = []
         elif outdated:
-            outdated |= {unit for unit in stayed if not unit.is_held}
+            outdated |= {unit for unit in self._stayed if not unit.is_held}
         for unit in outdated:
             unit.reshard()
 
