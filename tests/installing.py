@@ -33,7 +33,7 @@ def installed(api: Api) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for classes in _IN_USE:  # by earlier tests in these ranks, with `--impl all`
             stack.enter_context(mock.patch.dict(classes, clear=True))
-        module = sys.modules["fullshard.install"]  # the package's attribute is the function
+        module = sys.modules["fullshard.drop_in.install"]  # the package's attribute is the function
         stack.enter_context(mock.patch.object(module, "_wrappers", list))
         fullshard.install()
         stack.callback(fullshard.uninstall)

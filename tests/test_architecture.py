@@ -16,47 +16,27 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # Every room and top-level file, and what it may import from the package (its own room always).
 # `__init__` is the package itself: the public names.
 BASE = {"errors", "policies"}
-FACES = {
-    "fsdp1",
-    "fsdp2",
-    "replicate",
-    "fsdp_module",
-    "sharding",
-    "install",
-    "meshes",
-    "grad_scaler",
-    "transfer",
-}
 MAY_IMPORT: dict[str, set[str]] = {
-    "__init__": FACES | BASE | {"comm", "engine", "migrate", "state", "optim", "versions"},
+    "__init__": BASE
+    | {"build", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
+    | {"versions"},
     "__main__": {"tools"},
     "errors": set(),
     "policies": {"errors"},
+    "versions": set(),
     "plan": {"errors"},
     "comm": BASE | {"plan"},
     "engine": BASE | {"comm", "plan"},
-    "state": BASE | {"comm", "engine", "meshes", "plan"},
+    "build": BASE | {"engine", "plan"},
+    "state": BASE | {"build", "comm", "engine", "plan"},
     "optim": BASE | {"engine", "plan"},
+    "fsdp2": BASE | {"build", "comm", "engine", "plan"},
+    "fsdp1": BASE | {"build", "comm", "engine", "fsdp2", "optim", "plan", "state"},
+    "migrate": BASE | {"engine", "fsdp1", "plan", "state"},
+    "drop_in": BASE | {"build", "comm", "engine", "fsdp1", "fsdp2", "optim", "state"},
+    "run": BASE | {"comm", "drop_in"},
     "models": {"errors"},
-    "versions": set(),
     "tools": BASE | {"__init__", "models", "plan"},
-    "wrapping": BASE | {"engine", "plan"},
-    "meshes": BASE | {"engine", "plan"},
-    "interop": BASE | {"engine", "plan"},
-    "fsdp_module": BASE | {"engine", "comm", "interop"},
-    "sharding": BASE | {"engine", "plan", "wrapping", "fsdp_module", "interop", "meshes"},
-    "fsdp2": BASE | {"fsdp_module", "interop", "meshes", "sharding"},
-    "replicate": BASE | {"fsdp_module", "interop", "meshes", "sharding"},
-    "fsdp1": BASE
-    | {"engine", "comm", "plan", "state", "wrapping", "interop", "meshes", "sharding"}
-    | {"fsdp_module"},
-    "grad_scaler": set(),
-    "transfer": BASE | {"engine", "fsdp1", "state"},
-    "migrate": BASE | {"fsdp1", "plan"},
-    "install": BASE
-    | {"comm", "engine", "fsdp1", "fsdp2", "fsdp_module", "grad_scaler", "interop", "meshes"}
-    | {"replicate", "sharding", "state"},
-    "run": BASE | {"install", "sharding"},
 }
 
 
@@ -124,7 +104,7 @@ def test_planning_knows_no_group(module: Path) -> None:
 
 @every_module
 def test_pytorchs_fsdp_is_imported_by_install_alone(module: Path) -> None:
-    if _name(module) != "install.py":
+    if _name(module) != "drop_in/install.py":
         names = {*_imports(module), *_attributes(module)}
         assert not {name for name in names if _is_within(name, "torch.distributed.fsdp")}
 

@@ -405,8 +405,8 @@ def test_processes_that_a_script_starts_are_installed_too(tmp_path: Path) -> Non
     done = _run(tmp_path, "--comm", "process_group", "start.py")
     assert done.code == 0, done.err
     assert done.out.splitlines() == [
-        "spawn: fullshard.fsdp2 process_group",
-        "forkserver: fullshard.fsdp2 process_group",
+        "spawn: fullshard.fsdp2.fully_shard process_group",
+        "forkserver: fullshard.fsdp2.fully_shard process_group",
     ]
 
 

@@ -2,6 +2,13 @@
 
 import torch
 
+from fullshard.build.meshes import (
+    DataParallelMeshDims,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
 from fullshard.comm.collectives import (
     AllGather,
     DefaultAllGather,
@@ -12,8 +19,9 @@ from fullshard.comm.collectives import (
     SymmMemAllGather,
     SymmMemReduceScatter,
 )
+from fullshard.comm.select import set_default_comm
+from fullshard.drop_in.install import install, uninstall
 from fullshard.engine.flat_params import FlatParameter
-from fullshard.engine.grad_norm import clip_grad_norm_
 from fullshard.engine.memory import MemoryCategory, MemoryReport, memory_report
 from fullshard.engine.observe import describe
 from fullshard.engine.trace import Tracing, trace
@@ -41,24 +49,19 @@ from fullshard.fsdp1.wrap_policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fullshard.fsdp2 import fully_shard
-from fullshard.fsdp_module import (
+from fullshard.fsdp2.fully_shard import fully_shard
+from fullshard.fsdp2.module import (
     FSDPModule,
     ReplicateModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fullshard.grad_scaler import ShardedGradScaler
-from fullshard.install import install, uninstall
-from fullshard.meshes import (
-    DataParallelMeshDims,
-    DDPMeshInfo,
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    ShardPlacementResult,
-)
+from fullshard.fsdp2.replicate import replicate
 from fullshard.migrate.report import MigrationReport, migrate_report
+from fullshard.migrate.transfer import load_sharded_state, sharded_state
+from fullshard.optim.grad_norm import clip_grad_norm_
+from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.optim.shard_step import step_on_shards
 from fullshard.policies import (
     BackwardPrefetch,
@@ -66,8 +69,6 @@ from fullshard.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from fullshard.replicate import replicate
-from fullshard.sharding import set_default_comm
 from fullshard.state.options import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -81,7 +82,6 @@ from fullshard.state.options import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.transfer import load_sharded_state, sharded_state
 from fullshard.versions import check_torch_version
 
 __version__ = "0.1.0"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.install import install
+from fullshard.comm.select import set_default_comm
+from fullshard.drop_in.install import install
 from fullshard.policies import CommChoice
-from fullshard.sharding import set_default_comm
 
 _EXAMPLES = """examples:
   python -m fullshard.run train.py --lr 1e-3

@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import fullshard
+from fullshard.build.coverage import CoveredParameters, covered_modules
+from fullshard.build.interop import FlatHandle, is_composable, state_view
+from fullshard.build.meshes import default_mesh, mesh_info
 from fullshard.engine.flat_params import FLAT_PARAM  # noqa: F401
 from fullshard.engine.nodes import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
-from fullshard.interop import FlatHandle, is_composable, state_view
-from fullshard.meshes import default_mesh, mesh_info
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.policies import CommHook
 from fullshard.state.values import sharded_tensor
-from fullshard.wrapping import CoveredParameters, covered_modules
 
 # Tests count collectives, so ranks must make PyTorch's. "auto" runs the same tests on peer memory.
 fullshard.set_default_comm(os.environ.get("CONFORMANCE_COMM", "collectives"))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD, Adam
 
-from fullshard.grad_scaler import ShardedGradScaler
+from fullshard.optim.grad_scaler import ShardedGradScaler
 from tests.api import Api
 from tests.collectives import record_traffic
 from tests.harness import mesh_of, on_ranks, rank, world_size

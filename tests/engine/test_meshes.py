@@ -51,7 +51,9 @@ def _named_mesh(*dims: tuple[str, int]) -> DeviceMesh:
 def _kinds(api: Api) -> Any:
     """The module in which an implementation defines its kinds of mesh."""
     return importlib.import_module(
-        "torch.distributed.fsdp._fully_shard._fsdp_common" if api.is_torch else "fullshard.meshes"
+        "torch.distributed.fsdp._fully_shard._fsdp_common"
+        if api.is_torch
+        else "fullshard.build.meshes"
     )
 
 

@@ -15,7 +15,7 @@ from fullshard.comm.local import LocalComm
 from fullshard.comm.peer_memory import PeerMemoryComm
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.shared_memory import UnavailableError, exchange_through_group
-from fullshard.errors import CommError
+from fullshard.errors import CommError, ShardingError
 from fullshard.policies import CommChoice
 
 logger = logging.getLogger("fullshard")
@@ -27,6 +27,33 @@ _sharing: "weakref.WeakKeyDictionary[dist.ProcessGroup, bool]" = weakref.WeakKey
 # Of each group, those of replicas that know whether it shares memory.
 _agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]]"
 _agreed = weakref.WeakKeyDictionary()
+
+
+_default_comm = CommChoice.AUTO
+
+
+def set_default_comm(choice: str | CommChoice | None) -> CommChoice:
+    """Choose how modules sharded from now on communicate; return the choice before.
+
+    "auto" takes peer memory for CPU ranks of one host and the process group elsewhere;
+    "process_group" always the latter; "peer_memory" raises where it cannot be had; "collectives"
+    makes exactly the calls that PyTorch's FSDP makes, one all-gather and one reduce-scatter a unit
+    and dtype, for tools that watch or count them. None changes nothing. Raises ShardingError for
+    anything else.
+    """
+    global _default_comm
+    try:
+        chosen = _default_comm if choice is None else CommChoice(choice)
+    except ValueError as error:
+        names = ", ".join(repr(member.value) for member in CommChoice)
+        raise ShardingError(f"set_default_comm({choice!r}): expected one of {names}.") from error
+    before, _default_comm = _default_comm, chosen
+    return before
+
+
+def default_comm() -> CommChoice:
+    """Return how modules sharded now communicate."""
+    return _default_comm
 
 
 def select_comm(

@@ -7,16 +7,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.build.coverage import CoveredParameters, qualified_names
+from fullshard.build.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
 from fullshard.engine.flat_params import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params import ParamForm, Slot
 from fullshard.engine.unit import Unit, UnitComms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError
-from fullshard.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
 from fullshard.plan.layout import ParamSpec, UnitLayout, flat_layout
 from fullshard.plan.units import clean_name
 from fullshard.policies import ParamStyle, UnitConfig
-from fullshard.wrapping import CoveredParameters, qualified_names
 
 
 def flat_unit(

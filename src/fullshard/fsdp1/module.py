@@ -17,8 +17,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.build.coverage import covered_modules, ignored_names
+from fullshard.build.interop import FlatHandle, mark_managed
+from fullshard.comm.select import default_comm
 from fullshard.engine.flat_params import FlatParameter
-from fullshard.engine.grad_norm import clip_grad_norm_
 from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.precision import differentiable_tensors
 from fullshard.engine.restoring import restoring
@@ -50,8 +52,8 @@ from fullshard.fsdp1.setup import (
 )
 from fullshard.fsdp1.state_dicts import WithStateDicts
 from fullshard.fsdp1.wrap_policies import CustomPolicy, ModuleWrapPolicy
-from fullshard.fsdp_module import UnshardHandle
-from fullshard.interop import FlatHandle, mark_managed
+from fullshard.fsdp2.module import UnshardHandle
+from fullshard.optim.grad_norm import clip_grad_norm_
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.policies import (
     BackwardPrefetch,
@@ -63,8 +65,6 @@ from fullshard.policies import (
     TrainingState,
     UnitConfig,
 )
-from fullshard.sharding import set_default_comm
-from fullshard.wrapping import covered_modules, ignored_names
 
 
 class FullyShardedDataParallel(WithStateDicts):
@@ -538,7 +538,7 @@ def _unit_config(instance: FullyShardedDataParallel) -> UnitConfig:
         keep_low_precision_grads=precision.keep_low_precision_grads,
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
         reshard_after_forward=False if strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES else None,
-        comm=set_default_comm(None),
+        comm=default_comm(),
         style=ParamStyle.PIECES if instance._use_orig_params else ParamStyle.FLAT,
         forward_prefetch=instance.forward_prefetch,
         backward_prefetch=instance.backward_prefetch,

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.build.interop import wrapped_state
 from fullshard.errors import StateError
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES
 from fullshard.fsdp1.state_dicts import WithStateDicts
-from fullshard.interop import wrapped_state
 from fullshard.state import options
 from fullshard.state.options import StateDictType
 

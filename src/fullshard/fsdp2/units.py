@@ -8,25 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.engine.hooks import ModuleState
-from fullshard.engine.params import DTensorParameter, ParamForm
-from fullshard.engine.restoring import restoring
-from fullshard.engine.unit import Unit, choose_comms
-from fullshard.engine.unit_mesh import UnitMesh
-from fullshard.errors import ShardingError, UnsupportedError
-from fullshard.fsdp_module import FSDPModule, sharded_class
-from fullshard.interop import is_composable, mark_managed, mark_sharded
-from fullshard.meshes import (
-    DataParallelMeshInfo,
-    ShardPlacementResult,
-    param_form,
-    smaller_mesh,
-    unit_device,
-    unit_mesh,
-)
-from fullshard.plan.mesh import check_reshard_after_forward
-from fullshard.policies import CommChoice, MixedPrecisionPolicy, OffloadPolicy, UnitConfig
-from fullshard.wrapping import (
+from fullshard.build.coverage import (
     CoveredParameters,
     check_modules,
     check_parameters,
@@ -35,28 +17,27 @@ from fullshard.wrapping import (
     qualified_names,
     root_modules,
 )
+from fullshard.build.interop import is_composable, mark_managed, mark_sharded
+from fullshard.build.meshes import (
+    DataParallelMeshInfo,
+    ShardPlacementResult,
+    param_form,
+    smaller_mesh,
+    unit_device,
+    unit_mesh,
+)
+from fullshard.comm.select import default_comm
+from fullshard.engine.hooks import ModuleState
+from fullshard.engine.params import DTensorParameter, ParamForm
+from fullshard.engine.restoring import restoring
+from fullshard.engine.unit import Unit, choose_comms
+from fullshard.engine.unit_mesh import UnitMesh
+from fullshard.errors import ShardingError, UnsupportedError
+from fullshard.fsdp2.module import FSDPModule, sharded_class
+from fullshard.plan.mesh import check_reshard_after_forward
+from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy, UnitConfig
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
-
-_default_comm = CommChoice.AUTO
-
-
-def set_default_comm(choice: str | CommChoice | None) -> CommChoice:
-    """Choose how modules sharded from now on communicate; return the choice before.
-
-    "auto" takes peer memory for CPU ranks of one host and the process group elsewhere;
-    "process_group" always the latter; "peer_memory" raises where it cannot be had; "collectives"
-    makes exactly the calls that PyTorch's FSDP makes, one all-gather and one reduce-scatter a unit
-    and dtype, for tools that watch or count them. None changes nothing.
-    """
-    global _default_comm
-    try:
-        chosen = _default_comm if choice is None else CommChoice(choice)
-    except ValueError as error:
-        names = ", ".join(repr(member.value) for member in CommChoice)
-        raise ShardingError(f"set_default_comm({choice!r}): expected one of {names}.") from error
-    before, _default_comm = _default_comm, chosen
-    return before
 
 
 def unit_config(
@@ -78,7 +59,7 @@ def unit_config(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         reshard_after_forward=reshard_after_forward,
-        comm=_default_comm,
+        comm=default_comm(),
     )
 
 

@@ -15,17 +15,21 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from fullshard import fsdp2, fsdp_module, grad_scaler, interop, meshes, policies
+from fullshard import policies
+from fullshard.build import interop, meshes
 from fullshard.comm import collectives
+from fullshard.comm.select import default_comm, set_default_comm
 from fullshard.engine.flat_params import FlatParameter
 from fullshard.errors import StateError
 from fullshard.fsdp1 import auto_wrap, wrap_policies
 from fullshard.fsdp1 import options as fsdp1_options
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.recognition import recognise_again
-from fullshard.fsdp_module import FSDPModule, ReplicateModule
-from fullshard.replicate import replicate
-from fullshard.sharding import set_default_comm
+from fullshard.fsdp2 import module as fsdp_module
+from fullshard.fsdp2.fully_shard import fully_shard
+from fullshard.fsdp2.module import FSDPModule, ReplicateModule
+from fullshard.fsdp2.replicate import replicate
+from fullshard.optim import grad_scaler
 from fullshard.state import options as state_options
 
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -49,7 +53,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 # Where PyTorch defines each name, and what takes its place. Packages above re-export some.
 _REPLACED: dict[str, dict[str, Any]] = {
     f"{_ENGINE}._fully_shard": {
-        "fully_shard": fsdp2.fully_shard,
+        "fully_shard": fully_shard,
         "FSDPModule": FSDPModule,
         "UnshardHandle": fsdp_module.UnshardHandle,
         "register_fsdp_forward_method": fsdp_module.register_fsdp_forward_method,
@@ -150,7 +154,7 @@ class _Installed:
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (set_default_comm(None),)
+        return _arrive, (default_comm(),)
 
 
 def _arrive(comm: policies.CommChoice) -> _Installed:

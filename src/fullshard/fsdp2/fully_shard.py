@@ -8,11 +8,11 @@ from typing import Any, TypeVar, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.fsdp_module import FSDPModule
-from fullshard.interop import state_view
-from fullshard.meshes import DataParallelMeshDims, default_mesh, mesh_info
+from fullshard.build.interop import state_view
+from fullshard.build.meshes import DataParallelMeshDims, default_mesh, mesh_info
+from fullshard.fsdp2.module import FSDPModule
+from fullshard.fsdp2.units import ShardPlacementFn, make_units, unit_config
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
-from fullshard.sharding import ShardPlacementFn, make_units, unit_config
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import deprecated
 
+from fullshard.build.interop import FSDPState, view_of
 from fullshard.comm.backends import backend_name, backend_of
 from fullshard.comm.collectives import (
     AllGather,
@@ -27,7 +28,6 @@ from fullshard.engine.copying import copy_sharded
 from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
-from fullshard.interop import FSDPState, view_of
 
 
 class FSDPModule:

@@ -1,0 +1,1 @@
+"""fullshard in place of `torch.distributed.fsdp`, for programs that do not know of it."""

@@ -1,0 +1,1 @@
+"""`fully_shard` and `replicate`: parameters sharded one by one, on the modules themselves."""
