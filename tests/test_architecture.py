@@ -19,7 +19,7 @@ BASE = {"errors", "policies"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": BASE
     | {"build", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
-    | {"versions"},
+    | {"versions", "watch"},
     "__main__": {"tools"},
     "errors": set(),
     "policies": {"errors"},
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "build": BASE | {"engine", "plan"},
     "state": BASE | {"build", "comm", "engine", "plan"},
     "optim": BASE | {"engine", "plan"},
+    "watch": BASE | {"comm", "engine", "plan"},
     "fsdp2": BASE | {"build", "comm", "engine", "plan"},
     "fsdp1": BASE | {"build", "comm", "engine", "fsdp2", "optim", "plan", "state"},
     "migrate": BASE | {"engine", "fsdp1", "plan", "state"},

@@ -22,9 +22,6 @@ from fullshard.comm.collectives import (
 from fullshard.comm.select import set_default_comm
 from fullshard.drop_in.install import install, uninstall
 from fullshard.engine.flat_params import FlatParameter
-from fullshard.engine.memory import MemoryCategory, MemoryReport, memory_report
-from fullshard.engine.observe import describe
-from fullshard.engine.trace import Tracing, trace
 from fullshard.errors import (
     AllocationError,
     CommError,
@@ -83,6 +80,9 @@ from fullshard.state.options import (
     StateDictType,
 )
 from fullshard.versions import check_torch_version
+from fullshard.watch.describe import describe
+from fullshard.watch.memory import MemoryCategory, MemoryReport, memory_report
+from fullshard.watch.trace import Tracing, trace
 
 __version__ = "0.1.0"
 

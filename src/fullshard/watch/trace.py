@@ -27,7 +27,6 @@ from fullshard.engine.hooks import state_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.observer import ProfilerLabels
 from fullshard.engine.runtime import Lane, Runtime
-from fullshard.engine.trace_memory import CATEGORIES, MemoryMeter
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.trace import (
@@ -41,6 +40,7 @@ from fullshard.plan.trace import (
     TracedUnit,
     Transfer,
 )
+from fullshard.watch.trace_memory import CATEGORIES, MemoryMeter
 
 Moment = int | torch.Event
 

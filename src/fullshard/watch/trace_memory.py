@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.memory import MemoryCategory
 from fullshard.engine.unit import Unit, comms_of
+from fullshard.watch.memory import MemoryCategory
 
 CATEGORIES = (
     MemoryCategory.SHARDS.value,

@@ -1,0 +1,1 @@
+"""What only looks at the engine: descriptions, memory reports and traces."""
