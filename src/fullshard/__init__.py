@@ -21,7 +21,7 @@ from fullshard.comm.collectives import (
 )
 from fullshard.comm.select import set_default_comm
 from fullshard.drop_in.install import install, uninstall
-from fullshard.engine.flat_params import FlatParameter
+from fullshard.engine.params.flat import FlatParameter
 from fullshard.errors import (
     AllocationError,
     CommError,

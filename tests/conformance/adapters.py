@@ -18,8 +18,8 @@ import fullshard
 from fullshard.build.coverage import CoveredParameters, covered_modules
 from fullshard.build.interop import FlatHandle, is_composable, state_view
 from fullshard.build.meshes import default_mesh, mesh_info
-from fullshard.engine.flat_params import FLAT_PARAM  # noqa: F401
 from fullshard.engine.nodes import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
+from fullshard.engine.params.flat import FLAT_PARAM  # noqa: F401
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.policies import CommHook
 from fullshard.state.values import sharded_tensor

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.engine.recipe import Recipe, make_recipe
+from fullshard.engine.gradients.recipe import Recipe, make_recipe
 from fullshard.plan.layout import BucketLayout, ParamSpec, rows_layout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fullshard.comm.local import LocalComm
 from fullshard.comm.peer_memory import PeerMemoryComm
 from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.engine.buffers import UnitBuffers
+from fullshard.engine.params.buffers import UnitBuffers
 from tests.api import Api
 from tests.fsdp1.models import quiet
 from tests.harness import on_ranks

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.hooks import state_of
-from fullshard.engine.params import ManagedParameter, Slot, has_extension, owner_of
+from fullshard.engine.params.managed import ManagedParameter, Slot, has_extension, owner_of
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 
 

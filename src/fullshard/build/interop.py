@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 
 from fullshard.engine.hooks import ModuleState, state_of
-from fullshard.engine.params import ManagedParameter
+from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
 from fullshard.plan.units import WRAPPED_MODULE

@@ -19,7 +19,7 @@ from fullshard import policies
 from fullshard.build import interop, meshes
 from fullshard.comm import collectives
 from fullshard.comm.select import default_comm, set_default_comm
-from fullshard.engine.flat_params import FlatParameter
+from fullshard.engine.params.flat import FlatParameter
 from fullshard.errors import StateError
 from fullshard.fsdp1 import auto_wrap, wrap_policies
 from fullshard.fsdp1 import options as fsdp1_options

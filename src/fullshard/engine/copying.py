@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.engine.hooks import ModuleState, state_of
-from fullshard.engine.params import Slot, owner_of
+from fullshard.engine.params.managed import Slot, owner_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
 

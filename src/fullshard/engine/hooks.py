@@ -36,9 +36,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.engine.checks.root_share import warn_of_large_root
+from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
 from fullshard.engine.iteration import Iteration, is_in_backward
 from fullshard.engine.nodes import mark_after_backward, mark_before_backward, watch_view
-from fullshard.engine.params import ManagedParameter
+from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.precision import (
     cast_inputs,
     cast_outputs,
@@ -47,9 +49,7 @@ from fullshard.engine.precision import (
     replace_differentiable,
 )
 from fullshard.engine.restoring import naming_lack
-from fullshard.engine.root_share import warn_of_large_root
 from fullshard.engine.runtime import eager, passing_through
-from fullshard.engine.strays import is_stray, registrations, warn_of_strays, watch
 from fullshard.engine.unit import Unit, move_parameters
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name, lowest_common_unit

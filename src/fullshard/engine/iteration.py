@@ -29,12 +29,12 @@ from torch.autograd import profiler
 
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.engine.gradients import InFlight
+from fullshard.engine.checks.order import ForwardOrder
+from fullshard.engine.checks.writes import WriteWatch
+from fullshard.engine.gradients.reduction import InFlight
 from fullshard.engine.observer import Observer, follow_profiler
-from fullshard.engine.order import ForwardOrder
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Unit, comms_of
-from fullshard.engine.writes import WriteWatch
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch, ShardedState

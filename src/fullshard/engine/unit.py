@@ -21,17 +21,17 @@ from fullshard.comm.interface import Comm, Work
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import leave_peer_memory, select_comm
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.engine.accumulation import Accumulation, FlatAccumulation, RowsAccumulation
-from fullshard.engine.buffers import UnitBuffers
-from fullshard.engine.flat_params import FlatHolder
-from fullshard.engine.gradients import InFlight, UnitGradients
+from fullshard.engine.gradients.accumulation import Accumulation, FlatAccumulation, RowsAccumulation
+from fullshard.engine.gradients.reduction import InFlight, UnitGradients
 from fullshard.engine.observer import Observer
-from fullshard.engine.params import DTensorParameter, ManagedParameter, ShardHolder
+from fullshard.engine.params.buffers import UnitBuffers
+from fullshard.engine.params.flat import FlatHolder
+from fullshard.engine.params.managed import DTensorParameter, ManagedParameter, ShardHolder
+from fullshard.engine.params.of_unit import UnitParams
+from fullshard.engine.params.write_counts import WriteCounts
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh
-from fullshard.engine.unit_params import UnitParams
-from fullshard.engine.write_counts import WriteCounts
 from fullshard.errors import CommError, StateError
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.trace import Kind

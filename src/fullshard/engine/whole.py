@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from fullshard.comm.interface import shard_views
 from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.engine.buffers import whole_views
-from fullshard.engine.flat_params import PieceParameter
+from fullshard.engine.params.buffers import whole_views
+from fullshard.engine.params.flat import PieceParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
 

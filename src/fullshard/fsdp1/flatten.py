@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.build.coverage import CoveredParameters, qualified_names
 from fullshard.build.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
-from fullshard.engine.flat_params import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
-from fullshard.engine.params import ParamForm, Slot
+from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
+from fullshard.engine.params.managed import ParamForm, Slot
 from fullshard.engine.unit import Unit, UnitComms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.build.coverage import covered_modules, ignored_names
 from fullshard.build.interop import FlatHandle, mark_managed
 from fullshard.comm.select import default_comm
-from fullshard.engine.flat_params import FlatParameter
 from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.precision import differentiable_tensors
 from fullshard.engine.restoring import restoring
 from fullshard.engine.runtime import eager, passing_through

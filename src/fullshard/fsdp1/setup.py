@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.hooks import state_of
-from fullshard.engine.params import owner_of
+from fullshard.engine.params.managed import owner_of
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy

@@ -28,7 +28,7 @@ from fullshard.build.meshes import (
 )
 from fullshard.comm.select import default_comm
 from fullshard.engine.hooks import ModuleState
-from fullshard.engine.params import DTensorParameter, ParamForm
+from fullshard.engine.params.managed import DTensorParameter, ParamForm
 from fullshard.engine.restoring import restoring
 from fullshard.engine.unit import Unit, choose_comms
 from fullshard.engine.unit_mesh import UnitMesh

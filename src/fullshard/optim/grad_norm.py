@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fullshard.engine.flat_params import FlatHolder
-from fullshard.engine.params import manager_of, owner_of
+from fullshard.engine.params.flat import FlatHolder
+from fullshard.engine.params.managed import manager_of, owner_of
 
 Groups = tuple[dist.ProcessGroup, ...]
 

@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fullshard.engine.params import owner_of
+from fullshard.engine.params.managed import owner_of
 from fullshard.errors import StateError
 
 State = dict[Any, Any]

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.flat_params import FLAT_PARAM, HiddenParameter
 from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.params.flat import FLAT_PARAM, HiddenParameter
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import gather_whole
 from fullshard.errors import MisuseError

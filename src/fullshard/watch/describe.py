@@ -14,7 +14,7 @@ from fullshard.engine.hooks import (
     names_of_units,
     state_of,
 )
-from fullshard.engine.params import ManagedParameter
+from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.layout import Route

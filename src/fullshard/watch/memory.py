@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.interface import Comm
 from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.iteration import Iteration
+from fullshard.engine.params.stand_ins import own_gradient
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.stand_ins import own_gradient
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name

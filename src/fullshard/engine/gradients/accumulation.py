@@ -11,7 +11,6 @@ place while what it adds is in cache.
 
 import functools
 import math
-import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,8 +18,9 @@ import torch
 from torch import nn
 
 from fullshard.comm.interface import tensor_over
-from fullshard.engine.buffers import storage_uses, whole_views
-from fullshard.engine.params import ManagedParameter, ShardHolder
+from fullshard.engine.params.buffers import whole_views
+from fullshard.engine.params.managed import ManagedParameter, ShardHolder
+from fullshard.engine.references import python_uses, storage_uses
 from fullshard.plan.layout import BucketLayout, UnitLayout
 
 
@@ -53,7 +53,7 @@ class SpareMemory:
         storage = self._storages.pop(key, None)
         if storage is None or storage.nbytes() != math.prod(shape) * dtype.itemsize:
             return None
-        if storage_uses(storage._cdata) > 1 or sys.getrefcount(storage) > _references_to_own():
+        if storage_uses(storage._cdata) > 1 or python_uses(storage) > _references_to_own():
             return None
         return tensor_over(storage, 0, shape, dtype)
 
@@ -65,7 +65,7 @@ def _references_to_own() -> int:
     It is 2 up to Python 3.13, of which the call is one, and less where calls borrow.
     """
     own = torch.UntypedStorage(0)
-    return sys.getrefcount(own)
+    return python_uses(own)
 
 
 class Accumulation(Protocol):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fullshard.engine.params import (
+from fullshard.engine.params.managed import (
     ManagedParameter,
     ParamForm,
     Reference,
@@ -27,7 +27,7 @@ from fullshard.engine.params import (
     Slot,
     mark_owner,
 )
-from fullshard.engine.resharded import forbid_use
+from fullshard.engine.params.resharded import forbid_use
 from fullshard.errors import StateError
 from fullshard.plan.layout import ParamSpec, Piece, Shape
 from fullshard.policies import MixedPrecisionPolicy

@@ -28,7 +28,6 @@ forward did not keep before.
 import collections
 import functools
 import gc
-import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -37,12 +36,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.buffers import UnitBuffers, storage_uses
-from fullshard.engine.params import ManagedParameter
-from fullshard.engine.resharded import allow_use, forbid_use
+from fullshard.engine.params.buffers import UnitBuffers
+from fullshard.engine.params.managed import ManagedParameter
+from fullshard.engine.params.resharded import allow_use, forbid_use
+from fullshard.engine.references import python_uses, storage_uses, tensor_uses
 
-_references = sys.getrefcount
-_tensor_uses: Any = getattr(torch.Tensor, "_use_count", None)
 _MOMENTS = (0.0, 1e-4, 1e-3, 3e-3, 6e-3)  # seconds
 _owners: weakref.WeakValueDictionary[int, "KeptViews"] = weakref.WeakValueDictionary()
 
@@ -196,7 +194,7 @@ def _adopt_views(objects: list[Any]) -> None:
     shells = collections.Counter(
         id(view._local_tensor) for view in views if isinstance(view, DTensor)
     )
-    counts = list(map(_references, views))
+    counts = list(map(python_uses, views))
     for view, keeper, count in zip(views, keepers, counts, strict=True):
         if count > _unkept_references(view) + shells[id(view)] and not keeper.owns(view):
             keeper.adopt(view)
@@ -217,7 +215,7 @@ def _address(tensor: torch.Tensor) -> int:
 def _unkept_references(tensor: torch.Tensor) -> int:
     """Count references to a tensor in a list that Python refers to nowhere else."""
     own, saved = _references_in_list()
-    return saved if _tensor_uses is not None and _tensor_uses(tensor) > 1 else own
+    return saved if tensor_uses is not None and tensor_uses(tensor) > 1 else own
 
 
 @functools.cache
@@ -227,6 +225,6 @@ def _references_in_list() -> tuple[int, int]:
         own = [torch.zeros(1)]
         saved = [torch.zeros(1)]
         graph = torch.ones(1, requires_grad=True) * saved[0]
-        counts = [*map(_references, own), *map(_references, saved)]
+        counts = [*map(python_uses, own), *map(python_uses, saved)]
     del graph
     return counts[0], counts[1]

@@ -19,10 +19,10 @@ import torch
 
 from fullshard.comm.hooked import reduce_by_hook
 from fullshard.comm.interface import Comm, Reduction
-from fullshard.engine.buffers import GradientShards
-from fullshard.engine.deposits import BucketGradients, PartialSum, run_gradient_hooks
-from fullshard.engine.params import ManagedParameter, ShardHolder
-from fullshard.engine.recipe import Recipe, make_recipe, wire_dtype
+from fullshard.engine.gradients.deposits import BucketGradients, PartialSum, run_gradient_hooks
+from fullshard.engine.gradients.recipe import Recipe, make_recipe, wire_dtype
+from fullshard.engine.gradients.shards import GradientShards
+from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Lane, Runtime, no_grad
 from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout, rows_layout
 from fullshard.plan.mesh import MeshPlan

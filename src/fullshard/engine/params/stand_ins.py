@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.params import ManagedParameter, manager_of
+from fullshard.engine.params.managed import ManagedParameter, manager_of
 from fullshard.errors import StateError
 
 _own: Any = torch.Tensor.grad  # the property of every tensor

@@ -7,7 +7,7 @@ Version counters miss what is written through ``p.data`` or ``torch._foreach_*``
 import warnings
 from collections.abc import Sequence
 
-from fullshard.engine.unit_params import UnitParams
+from fullshard.engine.params.of_unit import UnitParams
 
 
 class WriteCounts:

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.engine.params import Count, manager_of, marks, owner_of
+from fullshard.engine.params.managed import Count, manager_of, marks, owner_of
 from fullshard.engine.runtime import eager
 from fullshard.errors import StateError
 

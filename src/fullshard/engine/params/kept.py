@@ -12,7 +12,6 @@ one of each parameter for good, so that there is always exactly that one.
 """
 
 import operator
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.params import ManagedParameter
-from fullshard.engine.resharded import allow_use, forbid_use
+from fullshard.engine.params.managed import ManagedParameter
+from fullshard.engine.params.resharded import allow_use, forbid_use
+from fullshard.engine.references import python_uses
 
-_references = sys.getrefcount
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _LOOKED_AFTER = (nn.Parameter, DTensor)
 
@@ -57,7 +56,7 @@ class KeptParameters:
         with torch.inference_mode(False), torch.enable_grad():
             one = torch.zeros((), requires_grad=True)
             self._holder: Any = _Hold.apply(one, self._tensors).grad_fn  # type: ignore[no-untyped-call]
-        self._own = list(map(_references, self._tensors))
+        self._own = list(map(python_uses, self._tensors))
         self._total = sum(self._own)
 
     def looks_after(self, params: Sequence[ManagedParameter]) -> bool:
@@ -70,11 +69,11 @@ class KeptParameters:
 
         num_switched: how many references a `Switch` has, one for each place.
         """
-        if sum(map(_references, self._tensors)) != self._total + num_switched:
+        if sum(map(python_uses, self._tensors)) != self._total + num_switched:
             self._retire(is_switched=num_switched > 0)
 
     def _retire(self, *, is_switched: bool) -> None:
-        counts = list(map(_references, self._tensors))
+        counts = list(map(python_uses, self._tensors))
         for param, count, own in zip(self.params, counts, self._own, strict=True):
             tensor = param.unsharded
             assert tensor is not None

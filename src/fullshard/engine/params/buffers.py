@@ -17,20 +17,15 @@ and `kept_views` make the use of what somebody keeps meanwhile an error.
 
 import dataclasses
 import itertools
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
-from fullshard.comm.interface import Comm, ShardBuffer, Work, shard_views, tensor_over
+from fullshard.comm.interface import Comm, ShardBuffer, Work, tensor_over
 from fullshard.comm.process_group import ProcessGroupComm
+from fullshard.engine.references import storage_uses
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.plan.layout import BucketLayout, UnitLayout, regroup
 
-_tensor_uses: Any = getattr(torch.Tensor, "_use_count", None)
-_references = sys.getrefcount
-storage_uses = torch._C._storage_Use_Count
 KEPT_NBYTES = 1 << 20  # a host buffer this small costs more to free than to keep
 
 
@@ -355,58 +350,3 @@ def whole_views(bucket: BucketLayout, flat: torch.Tensor) -> dict[int, torch.Ten
         param.index: flat.narrow(0, param.unsharded_offset, param.spec.numel).view(param.spec.shape)
         for param in bucket.params
     }
-
-
-class GradientShards:
-    """One bucket's reduced gradients, as one tensor and as views of it.
-
-    whole: hand it out as one.
-    wrapped: the views as they are handed out, each made by its function of ``wraps``.
-
-    The memory is reused for the next step once nobody but this object refers to it, so a gradient
-    that the user keeps is never overwritten.
-    """
-
-    def __init__(
-        self,
-        bucket: BucketLayout,
-        rank: int,
-        device: torch.device,
-        wraps: Sequence[Callable[[torch.Tensor], torch.Tensor]],
-        *,
-        whole: bool,
-        pin_memory: bool,
-    ) -> None:
-        self.device = device
-        self.flat = torch.empty(
-            bucket.shard_numel,
-            dtype=bucket.dtype,
-            device=device,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
-        )
-        self.views = [self.flat] if whole else shard_views(bucket, self.flat, rank)
-        self.wrapped = [wrap(view) for wrap, view in zip(wraps, self.views, strict=True)]
-        self._storages = [view.untyped_storage() for view in self.views]
-        self._addresses = [storage._cdata for storage in self._storages]
-        self._own_uses = self._uses() if _tensor_uses is not None else 0
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether no gradient is in use any more."""
-        return _tensor_uses is not None and self._uses() == self._own_uses
-
-    def is_unused_but_by(self, shards: Iterable[torch.Tensor]) -> bool:
-        """The same, but for what a step on shards leaves on them: their gradients of the last one."""
-        if _tensor_uses is None:
-            return False
-        others = self._uses() - self._own_uses
-        return others == 0 or others == sum(
-            shard.grad is view for shard, view in zip(shards, self.views, strict=True)
-        )
-
-    def _uses(self) -> int:
-        """Count who refers to the gradients and their memory, from Python and from C++ (``.grad``)."""
-        tensors, storages = self.wrapped, self._storages
-        uses = sum(map(_references, tensors)) + sum(map(_references, storages))
-        uses += sum(map(_references, self.views))  # what `to_local` returns without gradients
-        return uses + sum(map(_tensor_uses, tensors)) + sum(map(storage_uses, self._addresses))

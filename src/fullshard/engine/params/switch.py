@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.engine.params import ManagedParameter
-from fullshard.engine.stand_ins import own_gradient
+from fullshard.engine.params.managed import ManagedParameter
+from fullshard.engine.params.stand_ins import own_gradient
 
 _unsharded = operator.itemgetter(3)  # of an entry
 

@@ -12,22 +12,22 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm.interface import Comm
-from fullshard.engine.buffers import UnitBuffers
-from fullshard.engine.extensions import ExtendedParameters
-from fullshard.engine.flat_params import FlatHolder
-from fullshard.engine.kept import KeptParameters
-from fullshard.engine.kept_views import KeptViews
 from fullshard.engine.nodes import is_captured
-from fullshard.engine.params import (
+from fullshard.engine.params.buffers import UnitBuffers
+from fullshard.engine.params.extended import ExtendedParameters
+from fullshard.engine.params.flat import FlatHolder
+from fullshard.engine.params.kept import KeptParameters
+from fullshard.engine.params.kept_views import KeptViews
+from fullshard.engine.params.managed import (
     DTensorParameter,
     ManagedParameter,
     ShardHolder,
     mark_owner,
     owner_of,
 )
+from fullshard.engine.params.stand_ins import StandIns, own_gradient
+from fullshard.engine.params.switch import Switch
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.stand_ins import StandIns, own_gradient
-from fullshard.engine.switch import Switch
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError
 from fullshard.plan.layout import UnitLayout, retype, rows_layout

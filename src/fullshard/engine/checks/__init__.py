@@ -1,0 +1,1 @@
+"""What a program has to keep for a step to be right, and noticing when it does not."""

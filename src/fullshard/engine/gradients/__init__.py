@@ -1,0 +1,1 @@
+"""Gradients: from full ones that autograd leaves to sharded ones that an optimizer reads."""
