@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 IN_ENGINE = {
     "params": {"nodes", "references", "runtime", "unit_mesh"},
     "gradients": {"params", "references", "runtime"},
-    "checks": {"params", "runtime", "unit"},
+    "checks": {"params", "restoring", "runtime", "unit"},
 }
 
 

@@ -79,15 +79,6 @@ class TrainingState(enum.Enum):
     POST_BACKWARD = enum.auto()
 
 
-class ShardedState(enum.Enum):
-    """Where a unit's parameters are."""
-
-    SHARDED = enum.auto()
-    GATHERING = enum.auto()  # the all-gather is under way
-    UNSHARDED = enum.auto()
-    SHARDED_POST_FORWARD = enum.auto()  # resharded over the smaller group until backward
-
-
 class ParamStyle(enum.Enum):
     """What users see in place of a unit's parameters while they are sharded."""
 

@@ -49,8 +49,8 @@ def _params_as_they_are(self: fullshard.FullyShardedDataParallel) -> list[nn.Par
     """Return the flat parameters, unsharded while their unit is, with their shards."""
     unit, sharded = self._unit, _params.fget(self)
     shown = sharded
-    if unit.is_unsharded and unit.buffers is not None:
-        shown = [fullshard.FlatParameter(each.flat) for each in unit.buffers._unsharded]
+    if unit.is_unsharded and unit.params.buffers is not None:
+        shown = [fullshard.FlatParameter(each.flat) for each in unit.params.buffers._unsharded]
     for parameter, shard in zip(shown, sharded, strict=True):
         parameter._local_shard = shard
         if (low := unit.config.mp_policy.param_dtype) is not None:

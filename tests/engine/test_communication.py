@@ -545,7 +545,7 @@ def test_one_rank_keeps_the_gradients_that_autograd_made(api: Api) -> None:
 def test_memory_of_sums_is_used_again_where_nothing_is_packed(api: Api) -> None:
     model = nn.Linear(512, 512, bias=False)
     (unit,) = api.fully_shard(model)._fullshard_state.units
-    assert unit.layout.buckets[0].packed_numel == 0
+    assert unit.plan_layout().buckets[0].packed_numel == 0
     lent: list[int] = []
 
     class Counting(type(unit.comm._scratch)):

@@ -50,7 +50,8 @@ from fullshard.engine.precision import (
 )
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import eager, passing_through
-from fullshard.engine.unit import Unit, move_parameters
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_setup import move_parameters
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name, lowest_common_unit
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
@@ -482,11 +483,11 @@ class ModuleState:
         units = self.units
         for unit in units:
             if unit.is_unsharded:
-                unit.check_unchanged()
+                unit.params.check_unchanged()
             iteration.start_backward_unshard(unit)
         for unit in units:
             unit.wait_unshard()
-            unit.lend_accumulated()
+            unit.gradients.lend_unreduced()
         iteration.begin_backward_units(units)
         if not self.backward_prefetch:
             for unit in reversed(units):

@@ -30,14 +30,15 @@ from torch.autograd import profiler
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.checks.order import ForwardOrder
-from fullshard.engine.checks.writes import WriteWatch
+from fullshard.engine.checks.writes import WriteWatch, refuse_write
 from fullshard.engine.gradients.reduction import InFlight
 from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.runtime import outside_transforms
-from fullshard.engine.unit import Unit, comms_of
+from fullshard.engine.unit import Phase, Unit
+from fullshard.engine.unit_setup import comms_of
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
-from fullshard.policies import BackwardPrefetch, ShardedState
+from fullshard.policies import BackwardPrefetch
 
 
 class Iteration:
@@ -81,7 +82,7 @@ class Iteration:
         self._max_in_flight = max(buffers, default=1)
         needs: dict[Any, list[int]] = {}
         for unit in self.units:
-            for comm, nbytes in unit.gradients.needs(unit.config).items():
+            for comm, nbytes in unit.gradients.buckets.needs(unit.config).items():
                 needs.setdefault(comm, []).extend(nbytes)
         for comm in comms:
             try:
@@ -131,13 +132,14 @@ class Iteration:
         self._recorder.start_pass()
         self._checks_order = self._order.is_checked
         for unit in self.units:
-            if unit.state is ShardedState.SHARDED_POST_FORWARD:
+            if unit.phase is Phase.POST_FORWARD:
                 unit.reshard()  # kept for a backward that did not come, or comes with new weights
             unit.follow_moves()
         self._drop_outdated()
         for unit in self.units:
             unit.writes.begin()
-            unit.follow_trained()
+            if unit.is_unsharded:
+                unit.params.follow_trained()
         # An evaluation may be one rank's alone where all stayed whole.
         self._gathers = not all(_is_whole(unit) for unit in self.units)
         if self._gathers:
@@ -198,9 +200,11 @@ class Iteration:
 
     def _follow_writes(self, unit: Unit) -> None:
         """Take over what somebody wrote to a unit before its forward, gathered early or not."""
-        has_changed = unit.take_new_pieces()
+        has_changed = not unit.is_unsharded and unit.params.has_new_pieces
+        if has_changed:
+            unit.adopt()
         if (
-            unit.was_gathered_early
+            unit.phase is Phase.GATHERING  # early
             and not unit.is_held
             and (has_changed or unit.writes.changed_since_gather or self._watch.has_changed(unit))
         ):
@@ -211,7 +215,7 @@ class Iteration:
 
         Flat units ask for it, so theirs is early in watched passes as well, and checked.
         """
-        if unit.gains_from_prefetch and (not unit.is_ordered or unit.is_flat):
+        if unit.gains_from_prefetch and (not unit.is_ordered or unit.params.is_flat):
             self.start_forward_unshard(unit)
 
     def start_forward_unshard(self, unit: Unit) -> None:
@@ -223,14 +227,14 @@ class Iteration:
         """Raise StateError if somebody wrote to a unit that peers read in place."""
         if unit.writes.changed_since_begin:
             self._watch.start_again()
-            unit.refuse_write()
+            refuse_write(unit)
 
     def _refuse_writes(self, units: Iterable[Unit]) -> None:
         """Raise StateError if shards that peers read in place were written to since forward began."""
         for unit in units:
             if unit.is_in_place and (unit.writes.reached_peers or self._watch.has_changed(unit)):
                 self._watch.start_again()
-                unit.refuse_write()
+                refuse_write(unit)
 
     def end_units(self, units: Sequence[Unit], *, is_differentiable: bool) -> None:
         """A module's forward is over."""
@@ -253,7 +257,7 @@ class Iteration:
             # Whoever looks at parameters after evaluation must find them sharded, the root's too.
             for unit in self.units:
                 kept = unit.is_held or unit.config.reshard_after_forward is False
-                if not kept and unit.state is not ShardedState.GATHERING:
+                if not kept and unit.phase is not Phase.GATHERING:
                     unit.reshard()
                 unit.note_kept()
             if self._watch.is_watching:
@@ -318,7 +322,7 @@ class Iteration:
         if self._watch.is_watching:
             self._watch.close((unit,))
         self._check_unwritten(unit)
-        if unit.is_in_place and unit.has_post_hooks:  # which write once it is reduced
+        if unit.is_in_place and unit.params.has_post_hooks:  # which write once it is reduced
             self._refuse_writes((unit,))
         # What only some ranks may have used is reduced at the end of backward, in one order on all
         # ranks. Until then autograd's sum stays where it is.
@@ -356,7 +360,7 @@ class Iteration:
                 unit.hide_unsharded()
         self._reduce_late_gradients()
         in_place = (unit for unit in self.units if unit.is_in_place)
-        self._refuse_writes(unit for unit in in_place if not unit.has_post_hooks)
+        self._refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
         self._backward_end = None
         self._fenced_since_backward = False
         self._finish_reductions(keep=0)
@@ -368,7 +372,7 @@ class Iteration:
             self._recorder.end_iteration()
             self._order.end_iteration()
             for unit in self.units:
-                if unit.state is ShardedState.GATHERING:  # prefetched, but never used
+                if unit.phase is Phase.GATHERING:  # prefetched, but never used
                     unit.settle()
                     unit.finish_reading()
         self.fence("after backward")
@@ -383,7 +387,7 @@ class Iteration:
         The gradient of a view that is older than the forward (``self.kept = self.weight.t()``, once
         for all steps) comes after all that the forward recorded.
         """
-        late = [unit for unit in reversed(self.units) if unit.has_gradients]
+        late = [unit for unit in reversed(self.units) if unit.params.shown.has_gradients]
         if late:
             self._finish_reductions(keep=0)
         for unit in late:

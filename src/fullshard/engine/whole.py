@@ -38,10 +38,10 @@ def gather_whole(unit: Unit) -> list[torch.Tensor]:
     """
     if not unit.params:
         return []
-    assert unit.buffers is not None
+    assert unit.params.buffers is not None
     label = f"{unit.path}: gathering whole parameters"
     unit.comm.fence(label)  # all have written
-    whole = unit.buffers.gather_whole(label)
+    whole = unit.params.buffers.gather_whole(label)
     unit.comm.fence(label)  # all have read
     return [whole[index] for index in range(len(whole))]
 
@@ -52,9 +52,9 @@ def gather_whole_grads(unit: Unit) -> list[torch.Tensor | None]:
     grads = [param.sharded.grad for param in unit.params]
     if not unit.params or unit.mesh.shard_group is None:
         return grads
-    assert unit.buffers is not None
+    assert unit.params.buffers is not None
     comm = ProcessGroupComm(unit.mesh.shard_group, unit.device)
-    for bucket in unit.buffers.layout.buckets:
+    for bucket in unit.params.buffers.layout.buckets:
         own = [grads[place.index] for place in bucket.params]
         flat = torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=unit.device)
         views = shard_views(bucket, flat, unit.mesh.plan.shard_rank)
@@ -103,8 +103,8 @@ def _show(unit: Unit, options: WholeOptions) -> bool:
         return False
     if options.offload_to_cpu:
         params = [tensor.cpu() for tensor in params]
-    if unit.flat is not None:
-        unit.flat.slot.remove()
+    if unit.params.flat is not None:
+        unit.params.flat.slot.remove()
     for param, full, grad in zip(unit.params, params, grads, strict=True):
         assert isinstance(param, PieceParameter)
         param.show_whole(full, grad)
@@ -113,11 +113,11 @@ def _show(unit: Unit, options: WholeOptions) -> bool:
 
 @torch.no_grad()
 def _hide(unit: Unit, options: WholeOptions) -> None:
-    assert unit.buffers is not None
-    shards = unit.buffers.shards
+    assert unit.params.buffers is not None
+    shards = unit.params.buffers.shards
     pieces = [param for param in unit.params if isinstance(param, PieceParameter)]
-    if unit.flat is not None:
-        unit.flat.slot.register(unit.flat.sharded)
+    if unit.params.flat is not None:
+        unit.params.flat.slot.register(unit.params.flat.sharded)
     shown = [param.hide_whole(shard) for param, shard in zip(pieces, shards, strict=True)]
     for param, shard, (full, grad) in zip(pieces, shards, shown, strict=True):
         if not options.writeback or full.data_ptr() == shard.data_ptr():

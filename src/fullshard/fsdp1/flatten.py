@@ -11,8 +11,9 @@ from fullshard.build.coverage import CoveredParameters, qualified_names
 from fullshard.build.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
 from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params.managed import ParamForm, Slot
-from fullshard.engine.unit import Unit, UnitComms
+from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
+from fullshard.engine.unit_setup import UnitComms
 from fullshard.errors import ShardingError
 from fullshard.plan.layout import ParamSpec, UnitLayout, flat_layout
 from fullshard.plan.units import clean_name
@@ -52,8 +53,8 @@ def flat_unit(
         parameter._fsdp_flattened = True  # type: ignore[attr-defined]
         managed.append(_managed(parameter, slots, form, owned[index], holder))
     unit = Unit(managed, mesh, device, config, layout, comms)
-    if unit.flat is not None:
-        unit.flat.sharded._fqns = names_below(module, unit)  # type: ignore[attr-defined]
+    if unit.params.flat is not None:
+        unit.params.flat.sharded._fqns = names_below(module, unit)  # type: ignore[attr-defined]
     return unit
 
 

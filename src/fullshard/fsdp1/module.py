@@ -25,7 +25,8 @@ from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.precision import differentiable_tensors
 from fullshard.engine.restoring import restoring
 from fullshard.engine.runtime import eager, passing_through
-from fullshard.engine.unit import Unit, choose_comms
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_setup import choose_comms
 from fullshard.engine.whole import WholeOptions, whole_parameters
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 from fullshard.fsdp1.auto_wrap import auto_wrap
@@ -242,15 +243,15 @@ class FullyShardedDataParallel(WithStateDicts):
     def params(self) -> list[nn.Parameter]:
         """This rank's shard as one flat parameter: the one that is trained, or a view of it all."""
         unit = self._unit
-        if unit.flat is not None:
-            return [unit.flat.sharded]
+        if unit.params.flat is not None:
+            return [unit.params.flat.sharded]
         if not unit.params:
             return []
-        assert unit.buffers is not None
-        trainable = [bucket.params[0].spec.trainable for bucket in unit.layout.buckets]
+        assert unit.params.buffers is not None
+        trainable = [bucket.params[0].spec.trainable for bucket in unit.plan_layout().buckets]
         views: list[nn.Parameter] = []
         grads = iter(unit.gradients.flat_gradients())
-        for flat, has_grad in zip(unit.buffers.flat_shards, trainable, strict=True):
+        for flat, has_grad in zip(unit.params.buffers.flat_shards, trainable, strict=True):
             views.append(FlatParameter(flat, requires_grad=has_grad))
             views[-1]._fqns = names_below(self.module, unit)  # type: ignore[attr-defined]
             views[-1].grad = next(grads, None) if has_grad else None
@@ -328,7 +329,8 @@ class FullyShardedDataParallel(WithStateDicts):
         """Forget gradients, of parameters that an exception left unsharded as well."""
         super().zero_grad(set_to_none)
         for instance in self.fsdp_modules(self):
-            instance._unit.zero_hidden_gradients(set_to_none=set_to_none)
+            if not instance._unit.is_sharded:
+                instance._unit.params.zero_gradients(set_to_none=set_to_none)
 
     # Running
 
@@ -346,7 +348,7 @@ class FullyShardedDataParallel(WithStateDicts):
     @eager
     def _refuse_overlap(self) -> None:
         for instance in self.fsdp_modules(self):
-            if instance._unit.flat is not None and any(
+            if instance._unit.params.flat is not None and any(
                 hasattr(parameter, "_in_backward_optimizers") for parameter in instance.params
             ):
                 raise StateError(

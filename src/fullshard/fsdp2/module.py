@@ -140,8 +140,9 @@ class FSDPModule:
         """
         cast(Any, super()).zero_grad(set_to_none)
         for unit in self._units(recurse=True):
-            unit.drop_unreduced()
-            unit.zero_hidden_gradients(set_to_none=set_to_none)
+            unit.gradients.drop_unreduced()
+            if not unit.is_sharded:
+                unit.params.zero_gradients(set_to_none=set_to_none)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

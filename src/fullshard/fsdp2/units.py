@@ -30,8 +30,9 @@ from fullshard.comm.select import default_comm
 from fullshard.engine.hooks import ModuleState
 from fullshard.engine.params.managed import DTensorParameter, ParamForm
 from fullshard.engine.restoring import restoring
-from fullshard.engine.unit import Unit, choose_comms
+from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
+from fullshard.engine.unit_setup import choose_comms
 from fullshard.errors import ShardingError, UnsupportedError
 from fullshard.fsdp2.module import FSDPModule, sharded_class
 from fullshard.plan.mesh import check_reshard_after_forward

@@ -64,7 +64,7 @@ def load_sharded_state(
         _check_complete(model, optimizer, state["optimizer"])  # by all ranks, before any loads
     values = dict(state["model"])
     for unit, names in all_names(model):
-        if unit.is_flat:
+        if unit.params.is_flat:
             continue  # takes values of any kind
         given = {i: n[0] for i, n in enumerate(names) if n[0] in values}
         _check_shapes(unit, {name: values[name] for name in given.values()}, given)

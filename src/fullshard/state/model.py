@@ -109,10 +109,10 @@ def _local_values(unit: Unit, prefix: str) -> dict[str, torch.Tensor | ShardedTe
     group = division_group(unit)
     if not unit.params:
         return values
-    assert unit.buffers is not None
+    assert unit.params.buffers is not None
     assert group is not None
     for position, (bucket, flat) in enumerate(
-        zip(unit.layout.buckets, unit.buffers.flat_shards, strict=True)
+        zip(unit.plan_layout().buckets, unit.params.buffers.flat_shards, strict=True)
     ):
         sizes = _filled(bucket)
         local = flat.detach()[: sizes[unit.mesh.plan.shard_rank]]
@@ -133,7 +133,9 @@ def before_loading(
         unit.settle()
         unit.follow_changes()
         _show_pieces(unit)
-    names = [f"{prefix}{_flat_key(position)}" for position in range(len(unit.layout.buckets))]
+    names = [
+        f"{prefix}{_flat_key(position)}" for position in range(len(unit.plan_layout().buckets))
+    ]
     flat = {name: state_dict.pop(name) for name in names if name in state_dict}
     _rename(state_dict, prefix, f"{prefix}{_PREFIX}")
     keys = _keys(module, unit, f"{prefix}{_PREFIX}")
@@ -182,9 +184,9 @@ def after_loading(module: nn.Module, incompatible: Any) -> None:
 
 
 def _load_flat(unit: Unit, values: list[Any]) -> None:
-    assert unit.buffers is not None
+    assert unit.params.buffers is not None
     for bucket, flat, value in zip(
-        unit.layout.buckets, unit.buffers.flat_shards, values, strict=True
+        unit.plan_layout().buckets, unit.params.buffers.flat_shards, values, strict=True
     ):
         expected = _filled(bucket)[unit.mesh.plan.shard_rank]
         if not isinstance(value, ShardedTensor):
@@ -263,22 +265,22 @@ def _whole_shape(param: Any) -> tuple[int, ...]:
 
 
 def _show_pieces(unit: Unit) -> None:
-    if unit.flat is None:
+    if unit.params.flat is None:
         return
-    unit.flat.slot.remove()
+    unit.params.flat.slot.remove()
     for param in unit.params:
         assert isinstance(param, HiddenParameter)
         param.show_piece()
 
 
 def _hide_pieces(unit: Unit) -> None:
-    if unit.flat is None:
+    if unit.params.flat is None:
         return
     for param in unit.params:
         assert isinstance(param, HiddenParameter)
         param.take_assigned()
         param.show_sharded()
-    unit.flat.slot.register(unit.flat.sharded)
+    unit.params.flat.slot.register(unit.params.flat.sharded)
 
 
 def _state(module: nn.Module) -> ModuleState:

@@ -136,7 +136,11 @@ def _take_apart(what: Trained, own: Mapping[str, Any], into: _UnitState) -> None
     """Divide the state of a parameter among the parameters that it stands for."""
     unit = what.unit
     assert unit is not None
-    places = {p.index: (b, p) for b in unit.layout.buckets for p in b.params} if unit.flat else {}
+    places = (
+        {p.index: (b, p) for b in unit.plan_layout().buckets for p in b.params}
+        if unit.params.flat
+        else {}
+    )
     for index in what.indices:
         param = unit.params[index]
         locals_ = into.locals.setdefault(index, {})
@@ -163,7 +167,7 @@ def _take_apart(what: Trained, own: Mapping[str, Any], into: _UnitState) -> None
 def _report(unit: Unit, state: _UnitState) -> Report:
     dtypes = {i: {name: t.dtype for name, t in own.items()} for i, own in state.locals.items()}
     owned = {index for index, param in enumerate(unit.params) if param.sharded.numel()}
-    if unit.flat is not None:
+    if unit.params.flat is not None:
         owned = set(range(len(unit.params)))
     return Report(dtypes, state.others, owned)
 
@@ -282,14 +286,14 @@ def _put_together(what: Trained, state: _UnitState) -> dict[str, Any]:
     """
     unit = what.unit
     assert unit is not None
-    if unit.flat is None:
+    if unit.params.flat is None:
         (index,) = what.indices
         param = unit.params[index]
-        if unit.is_flat and param.local.numel() == 0:
+        if unit.params.is_flat and param.local.numel() == 0:
             return {}
         own = {name: param.wrap_shard(t) for name, t in state.locals[index].items()}
         return {**state.others[index], **own}
-    (bucket,) = unit.layout.buckets
+    (bucket,) = unit.plan_layout().buckets
     result: dict[str, Any] = {}
     present = [index for index in what.indices if index in state.locals]
     for name in dict.fromkeys(n for index in present for n in state.others[index]):

@@ -43,8 +43,8 @@ def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
     found: dict[nn.Parameter, Trained] = {}
     for unit, every_name in all_names(model):
         names = [first for first, *_ in every_name]
-        if unit.flat is not None:
-            found[unit.flat.sharded] = Trained(tuple(names), unit, tuple(range(len(names))))
+        if unit.params.flat is not None:
+            found[unit.params.flat.sharded] = Trained(tuple(names), unit, tuple(range(len(names))))
             continue
         for index, (param, name) in enumerate(zip(unit.params, names, strict=True)):
             found[param.sharded] = Trained((name,), unit, (index,))

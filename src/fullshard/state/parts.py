@@ -35,13 +35,15 @@ def divisions_of(unit: Unit) -> list[Division]:
     size = 1 if group is None else group.size()
     if unit.mesh.shard_group is None:
         return [whole_division(math.prod(param.shape), num_ranks=size) for param in unit.params]
-    if not unit.is_flat:
+    if not unit.params.is_flat:
         return [
             row_division(param.shape, dim=param.form.shard_dim, num_ranks=size)
             for param in unit.params
         ]
     places = {
-        param.index: (bucket, param) for bucket in unit.layout.buckets for param in bucket.params
+        param.index: (bucket, param)
+        for bucket in unit.plan_layout().buckets
+        for param in bucket.params
     }
     return [bucket_division(*places[index]) for index in range(len(unit.params))]
 
@@ -58,7 +60,7 @@ def sharded_values(
     indices: of the parameters that the locals belong to; one may come several times.
     dtensors: make DTensors, also where the unit was given no mesh.
     """
-    if not unit.is_flat:
+    if not unit.params.is_flat:
         rows = [
             t.reshape(unit.params[i].shard_shape) for i, t in zip(indices, locals_, strict=True)
         ]

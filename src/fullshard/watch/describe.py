@@ -133,7 +133,7 @@ def _expected(model: nn.Module, root: ModuleState) -> list[_Shown]:
 def _describe(shown: _Shown) -> UnitDescription:
     unit, names = shown.unit, shown.names
     plan, policy = unit.mesh.plan, unit.config.mp_policy
-    layout = unit.layout_of(shown.params)
+    layout = unit.plan_layout(shown.params)
     plain = [param for param in shown.params if not param.is_extended]
     placed = [param for bucket in layout.buckets for param in bucket.params]
     routes = {

@@ -28,7 +28,8 @@ from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.params.stand_ins import own_gradient
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.unit import Unit, comms_of
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_setup import comms_of
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name
 from fullshard.watch.describe import format_nbytes
@@ -145,7 +146,7 @@ def memory_report(
     free = (Runtime.of(device).scratch.free for device in devices)
     for tensor in itertools.chain(*free, *(comm.kept for comm in comms)):
         ledger.note(MemoryCategory.COMMUNICATION, None, tensor)
-    trained = {id(own.sharded): names[id(unit)] for unit in units for own in unit.holders}
+    trained = {id(own.sharded): names[id(unit)] for unit in units for own in unit.params.holders}
     for each in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
         for parameter, state in each.state.items():
             for tensor in _tensors_in(state):
@@ -166,16 +167,16 @@ _Use = tuple[MemoryCategory, torch.Tensor]
 
 def _buffers_of(unit: Unit) -> Iterator[_Use]:
     """Yield the memory of a unit that does not take a walk over its parameters."""
-    if unit.buffers is not None:
-        for tensor in unit.buffers.shard_memory:
+    if unit.params.buffers is not None:
+        for tensor in unit.params.buffers.shard_memory:
             yield MemoryCategory.SHARDS, tensor
-        for tensor in unit.buffers.unsharded_memory:
+        for tensor in unit.params.buffers.unsharded_memory:
             yield MemoryCategory.UNSHARDED, tensor
-    for tensor in unit.extended_memory:
+    for tensor in unit.params.extended_memory:
         yield MemoryCategory.UNSHARDED, tensor
-    for tensor in (*unit.unreduced, *unit.gradients.partial_sums):
+    for tensor in (*unit.gradients.unreduced.memory, *unit.gradients.partial_sums):
         yield MemoryCategory.FULL_GRADIENTS, tensor
-    for tensor in unit.spare_memory:
+    for tensor in unit.gradients.unreduced.spare_memory:
         yield MemoryCategory.KEPT, tensor
     for tensor in unit.gathering:
         yield MemoryCategory.COMMUNICATION, tensor
@@ -184,7 +185,7 @@ def _buffers_of(unit: Unit) -> Iterator[_Use]:
 def _walk(unit: Unit) -> Iterator[_Use]:
     """Yield the rest, which does."""
     for param in unit.params:
-        if param.is_extended or unit.buffers is None:
+        if param.is_extended or unit.params.buffers is None:
             yield MemoryCategory.SHARDS, param.local
     for tensor in _autograds(unit):
         yield MemoryCategory.FULL_GRADIENTS, tensor
@@ -193,7 +194,7 @@ def _walk(unit: Unit) -> Iterator[_Use]:
             MemoryCategory.KEPT if shards.is_unused else MemoryCategory.GRADIENT_SHARDS,
             shards.flat,
         )
-    for holder in unit.holders:
+    for holder in unit.params.holders:
         if holder.sharded.grad is not None:
             yield MemoryCategory.GRADIENT_SHARDS, holder.sharded.grad
 
@@ -220,7 +221,7 @@ def _in_flight(iteration: Iteration | None) -> Iterator[tuple[Unit, MemoryCatego
 def _unmanaged(model: nn.Module, units: Sequence[Unit]) -> Iterator[torch.Tensor]:
     """Yield ignored parameters, their gradients, and buffers."""
     managed = {id(form) for unit in units for param in unit.params for form in param.forms}
-    managed |= {id(holder.sharded) for unit in units for holder in unit.holders}
+    managed |= {id(holder.sharded) for unit in units for holder in unit.params.holders}
     for parameter in model.parameters():
         if id(parameter) not in managed:
             yield parameter
@@ -265,14 +266,16 @@ def _shared_nbytes(units: Sequence[Unit], comms: Sequence[Comm]) -> int:
     shards = (
         tensor.nbytes
         for unit in units
-        if unit.buffers is not None and unit.buffers.mapped_nbytes
-        for tensor in unit.buffers.shard_memory
+        if unit.params.buffers is not None and unit.params.buffers.mapped_nbytes
+        for tensor in unit.params.buffers.shard_memory
     )
     return sum(shards) + sum(comm.held_nbytes for comm in comms if comm.mapped_nbytes)
 
 
 def _mapped_nbytes(units: Sequence[Unit], comms: Sequence[Comm]) -> int:
-    shards = sum(unit.buffers.mapped_nbytes for unit in units if unit.buffers is not None)
+    shards = sum(
+        unit.params.buffers.mapped_nbytes for unit in units if unit.params.buffers is not None
+    )
     return shards + sum(comm.mapped_nbytes for comm in comms)
 
 

@@ -111,7 +111,9 @@ class Tracer:
         self._transfers: list[tuple[Kind, int, tuple[Moment, Moment], Moment]] = []
         self._steps: list[tuple[Moment, Moment]] = []
         self._optimizer_ends: list[Moment] = []
-        self._gradient_nbytes = [unit.gradients.layout().unsharded_nbytes for unit in self._units]
+        self._gradient_nbytes = [
+            unit.gradients.buckets.layout().unsharded_nbytes for unit in self._units
+        ]
         self._moments = _Moments(runtime)
         self._step_start = self._turn()
 
@@ -251,7 +253,7 @@ class Tracer:
 
     def _nbytes(self, kind: Kind, unit: int) -> int:
         if kind is Kind.ALL_GATHER:
-            return self._units[unit].layout.unsharded_nbytes
+            return self._units[unit].plan_layout().unsharded_nbytes
         return self._gradient_nbytes[unit]
 
 
@@ -338,7 +340,7 @@ def _iteration_of(model: nn.Module) -> Iteration:
 
 
 def _describe(unit: Unit) -> TracedUnit:
-    layout = unit.layout
+    layout = unit.plan_layout()
     return TracedUnit(unit.name, layout.unsharded_nbytes, layout.shard_nbytes, unit.comm.name)
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.unit import Unit, comms_of
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_setup import comms_of
 from fullshard.watch.memory import MemoryCategory
 
 CATEGORIES = (
@@ -92,14 +93,14 @@ class MemoryMeter:
         )
         self._known: dict[tuple[int, Unit], int] = {}  # by category and unit
         self._totals = [0] * (len(CATEGORIES) - 1)
-        self._totals[_SHARDS] = sum(unit.layout.shard_nbytes for unit in units)
+        self._totals[_SHARDS] = sum(unit.plan_layout().shard_nbytes for unit in units)
         self.count_all()
         self.count_optimizer()
 
     def count_unsharded(self, unit: Unit) -> None:
         """Count a unit's unsharded parameters again."""
-        memory = [] if unit.buffers is None else unit.buffers.unsharded_memory
-        tensors = (*memory, *unit.extended_memory)
+        memory = [] if unit.params.buffers is None else unit.params.buffers.unsharded_memory
+        tensors = (*memory, *unit.params.extended_memory)
         nbytes = sum(_local(tensor).untyped_storage().nbytes() for tensor in tensors)
         self._put(_UNSHARDED, unit, nbytes)
 
@@ -107,8 +108,8 @@ class MemoryMeter:
         """Count again what autograd has left, what waits for a reduction, and memory for that."""
         forms = [param.unsharded for param in unit.params]
         grads = [form.grad for form in forms if form is not None and form.grad is not None]
-        kept = (*unit.spare_memory, *unit.gradients.partial_sums)
-        tensors = (*grads, *unit.unreduced, *kept)
+        kept = (*unit.gradients.unreduced.spare_memory, *unit.gradients.partial_sums)
+        tensors = (*grads, *unit.gradients.unreduced.memory, *kept)
         sizes: dict[int, int] = {}
         for tensor in map(_local, tensors):  # one may be a view of another
             address = tensor.untyped_storage().data_ptr()

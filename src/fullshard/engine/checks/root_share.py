@@ -46,4 +46,4 @@ def warn_of_large_root(root: nn.Module, units: Sequence[Unit], own: Sequence[Uni
 
 
 def _nbytes(unit: Unit) -> int:
-    return unit.layout.unsharded_nbytes
+    return unit.plan_layout().unsharded_nbytes

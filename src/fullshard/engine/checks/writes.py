@@ -34,8 +34,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import no_grad, outside_transforms
 from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
 
 # Passes of a kind that are watched, from 0: the first ones, and again ever more rarely.
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
@@ -54,7 +56,7 @@ class _Watched:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.is_written = False
-        self._shards = _fingerprints(unit.shard_memory)
+        self._shards = _fingerprints(unit.params.shard_memory)
         self._unsharded: _Fingerprints | None = None  # while it is in use
         self._versions: list[int] = []
 
@@ -62,8 +64,8 @@ class _Watched:
         """The unit's parameters are about to be used."""
         self.compare_shards()
         if self._unsharded is None:
-            self._unsharded = _fingerprints(self.unit.unsharded_locals)
-            self._versions = [tensor._version for tensor in self.unit.unsharded_locals]
+            self._unsharded = _fingerprints(self.unit.params.unsharded_locals)
+            self._versions = [tensor._version for tensor in self.unit.params.unsharded_locals]
 
     def close(self) -> None:
         """They were used, or their backward was passed over."""
@@ -71,11 +73,11 @@ class _Watched:
         before, self._unsharded = self._unsharded, None
         if before is None or not self.unit.is_unsharded:
             return
-        tensors = self.unit.unsharded_locals
+        tensors = self.unit.params.unsharded_locals
         written = [
             param.name
             for param, old, new, version, tensor in zip(
-                self.unit.plain,
+                self.unit.params.plain,
                 before,
                 _fingerprints(tensors),
                 self._versions,
@@ -90,7 +92,7 @@ class _Watched:
 
     def compare_shards(self) -> bool:
         """Return whether the shards are others than when they were last compared."""
-        before, self._shards = self._shards, _fingerprints(self.unit.shard_memory)
+        before, self._shards = self._shards, _fingerprints(self.unit.params.shard_memory)
         has_changed = not all(map(torch.equal, before, self._shards))
         self.is_written |= has_changed
         return has_changed
@@ -100,9 +102,9 @@ class _Sample:
     """Some elements of a unit's shards, as they were at some moment."""
 
     def __init__(self, unit: Unit) -> None:
-        self.buffers = unit.buffers
+        self.buffers = unit.params.buffers
         with torch.inference_mode(False):  # written to in passes of every kind
-            words = [_words(tensor) for tensor in unit.shard_memory if tensor.numel()]
+            words = [_words(tensor) for tensor in unit.params.shard_memory if tensor.numel()]
             self.views = [_sampled(each) for each in words]
             self.before = [torch.empty_like(view) for view in self.views]
 
@@ -110,6 +112,45 @@ class _Sample:
     def has_changed(self) -> bool:
         """Whether they are others now."""
         return not all(map(torch.equal, self.before, self.views))
+
+
+def refuse_write(unit: Unit) -> None:
+    """Raise StateError: somebody wrote to what ranks have been reading in place."""
+    raise StateError(
+        f"{unit.label}: its parameters were written to while the model ran, between the begin "
+        "of forward and the end of backward. The first passes did not do that, so the ranks of "
+        "this host read each other's parameters in place, and some may have read what was half "
+        "written. Write between steps, or from the first step on, or call "
+        "set_default_comm('process_group') before sharding."
+    )
+
+
+def _may_be_ordered(unit: Unit) -> bool:
+    """Whether all ranks gather the unit alike, and it is at rest."""
+    runs_everywhere = not unit.config.reduce_scatter_unused_params
+    shards = unit.params.shard_memory
+    is_real = all(type(tensor) is torch.Tensor for tensor in shards)  # has contents
+    return runs_everywhere and is_real and unit.is_sharded and bool(unit.params.plain)
+
+
+def _set_ordered(unit: Unit, *, ordered: bool) -> None:
+    """Order gathers with all ranks' writes, or read in place and gather early again."""
+    if unit.comm.reads_in_place and unit.may_be_in_place:
+        if ordered and unit.is_in_place:
+            with naming_lack(f"{unit.path}: private memory", "Values are as they were."):
+                unit.params.read_privately()
+        elif not ordered and unit.is_sharded:
+            unit.params.read_in_place()
+            unit.writes.begin()
+    unit.is_ordered = ordered
+
+
+def _is_in_use(unit: Unit) -> bool:
+    """Whether graphs, or somebody, refer to unsharded parameters in private memory."""
+    buffers = unit.params.buffers
+    if buffers is None or not unit.comm.reads_in_place:
+        return False
+    return not unit.is_sharded or buffers.is_in_use
 
 
 class WriteWatch:
@@ -137,9 +178,9 @@ class WriteWatch:
             return
         self.is_watching = True
         for unit in self._units:
-            if unit.is_written or unit in self._watched or not unit.may_be_ordered:
+            if unit.is_written or unit in self._watched or not _may_be_ordered(unit):
                 continue
-            unit.set_ordered(True)
+            _set_ordered(unit, ordered=True)
             with no_grad():
                 self._watched[unit] = _Watched(unit)
 
@@ -196,10 +237,10 @@ class WriteWatch:
         views: list[torch.Tensor] = []
         before: list[torch.Tensor] = []
         for unit in units:
-            if not unit.may_be_looked_at:
-                continue
+            if unit.runtime.has_streams:
+                continue  # comparing contents would wait for the device
             sample = self._samples.get(unit)
-            if sample is None or sample.buffers is not unit.buffers:
+            if sample is None or sample.buffers is not unit.params.buffers:
                 sample = self._samples[unit] = _Sample(unit)
             views += sample.views
             before += sample.before
@@ -221,7 +262,9 @@ class WriteWatch:
             bits = 0
             for number, unit in enumerate(units):
                 if (watched := self._watched.get(unit)) is not None:
-                    bits |= (watched.is_written << 2 * number) | (unit.is_in_use << 2 * number + 1)
+                    bits |= (watched.is_written << 2 * number) | (
+                        _is_in_use(unit) << 2 * number + 1
+                    )
             bits = units[0].comm.agree(bits, 2 * len(units))
             for number, unit in enumerate(units):
                 if unit not in self._watched:
@@ -230,7 +273,7 @@ class WriteWatch:
                     unit.is_written = True
                     del self._watched[unit]
                 elif not bits >> 2 * number + 1 & 1:
-                    unit.set_ordered(False)
+                    _set_ordered(unit, ordered=False)
                     del self._watched[unit]
 
 

@@ -1,17 +1,18 @@
-"""Whole gradients that wait for a later reduction.
+"""Full gradients that wait for a later reduction.
 
-Those of a flat unit lie in one buffer a bucket, and users see them as ``.grad``: dropping or zeroing
-those (``optimizer.zero_grad()``) drops what is accumulated, as it would in training on one process.
-Reduced gradients of earlier backwards are put aside meanwhile, and the sum is added to them. Those
-of other units stay out of sight.
+Flat units keep one buffer per bucket and show it as ``.grad``: dropping or zeroing that
+(``optimizer.zero_grad()``) drops what is accumulated, as it would in training on one process.
+Reduced gradients of earlier backwards are put aside meanwhile, and the sum is added to them. Other
+units keep their sums out of sight.
 
 During backward the sums are lent to the unsharded parameters, so that autograd adds to them in
 place while what it adds is in cache.
 """
 
+import enum
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -68,12 +69,106 @@ def _references_to_own() -> int:
     return python_uses(own)
 
 
-class Accumulation(Protocol):
-    """The unreduced gradients of one unit."""
+class Phase(enum.Enum):
+    """What `Unreduced` has, and may do next.
+
+    EMPTY    no memory                                    add -> HOLDING
+    HOLDING  sums                                         add; take -> TAKEN; replace -> OUTDATED
+    OUTDATED sums, in memory that no longer fits          add; take -> EMPTY
+    TAKEN    memory, whose sums were reduced              add -> HOLDING; begin -> SPARE
+    SPARE    memory, whose sums an earlier step reduced   add -> HOLDING; let go -> EMPTY
+
+    Memory that holds nothing goes where it no longer fits (replace), too.
+    """
+
+    EMPTY = enum.auto()
+    HOLDING = enum.auto()
+    OUTDATED = enum.auto()
+    TAKEN = enum.auto()
+    SPARE = enum.auto()
+
+
+class Unreduced:
+    """The gradients of one unit that wait for a later reduction, and memory for the next ones.
+
+    Every rank of a unit is in the same phase: it follows from what programs call, not from which
+    gradients exist.
+    """
+
+    def __init__(self) -> None:
+        self._phase = Phase.EMPTY
+        self._accumulation: Accumulation | None = None  # None in EMPTY alone
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether there are sums."""
+        return self._phase is Phase.HOLDING or self._phase is Phase.OUTDATED
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The sums, but for those that are lent."""
+        """The sums, except for those that are lent."""
+        if self._accumulation is None or not self.is_holding:
+            return []
+        return self._accumulation.memory
+
+    @property
+    def spare_memory(self) -> list[torch.Tensor]:
+        """What is kept for the sums of the next step, as bytes."""
+        return [] if self._accumulation is None else self._accumulation.spare.tensors
+
+    def add(self, grads: Sequence[torch.Tensor | None], make: Callable[[], "Accumulation"]) -> None:
+        """Add full gradients, one per parameter. ``make`` says where they go if there is no memory."""
+        if self._accumulation is None:
+            self._accumulation = make()
+        if self._phase is not Phase.OUTDATED:
+            self._phase = Phase.HOLDING
+        self._accumulation.add(grads)
+
+    def lend(self) -> None:
+        """Before backward: let autograd add to the sums, in place."""
+        if self.is_holding:
+            assert self._accumulation is not None
+            self._accumulation.lend()
+
+    def take(self, *, keep_memory: bool) -> list[torch.Tensor | None]:
+        """Return the sums, one per parameter, and forget them. Empty if there are none."""
+        if not self.is_holding:
+            return []
+        accumulation = self._accumulation
+        assert accumulation is not None
+        if self._phase is Phase.OUTDATED or not keep_memory:
+            self._let_go()
+        else:
+            self._phase = Phase.TAKEN
+        return accumulation.take()
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        if self._phase is Phase.TAKEN:
+            self._phase = Phase.SPARE
+
+    def note_reduced(self) -> None:
+        """A step reduces at once: what earlier steps added up in is not needed any more."""
+        if self._phase is Phase.SPARE:
+            self._let_go()
+
+    def replace(self) -> None:
+        """Use other memory, and add in another way: parameters, layout or dtype may have changed."""
+        if self.is_holding:
+            self._phase = Phase.OUTDATED  # until these sums are reduced
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._accumulation, self._phase = None, Phase.EMPTY
+
+
+class Accumulation(Protocol):
+    """Where and how the unreduced gradients of one unit are added up."""
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The sums, except for those that are lent."""
         ...
 
     @property
@@ -82,7 +177,7 @@ class Accumulation(Protocol):
         ...
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add whole gradients, one a parameter."""
+        """Add full gradients, one per parameter."""
         ...
 
     def lend(self) -> None:
@@ -90,12 +185,12 @@ class Accumulation(Protocol):
         ...
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return the sums, one a parameter, and forget them."""
+        """Return the sums, one per parameter, and forget them."""
         ...
 
 
 class RowsAccumulation:
-    """Of parameters that are sharded one by one."""
+    """Adds up the gradients of parameters that are sharded one by one, hidden from users."""
 
     def __init__(self, params: Sequence[ManagedParameter], dtype: torch.dtype | None) -> None:
         """dtype: as what gradients are accumulated; None is their own."""
@@ -150,7 +245,7 @@ class RowsAccumulation:
 
 
 class FlatAccumulation:
-    """Of parameters in flat buffers, shown as what they are."""
+    """Adds up the gradients of flat buffers, visible as ``.grad``."""
 
     def __init__(
         self,
@@ -172,12 +267,12 @@ class FlatAccumulation:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The buffers of whole gradients, one a bucket, lent or not."""
+        """The buffers of full gradients, one per bucket, lent or not."""
         return list({id(flat): flat for flat in self._flats.values()}.values())
 
     @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add whole gradients, one a parameter, and show the sums."""
+        """Add full gradients, one per parameter, and show the sums."""
         self._forget_dropped()
         for number, bucket in enumerate(self._layout.buckets):
             has_gradient = [grads[param.index] is not None for param in bucket.params]
@@ -223,7 +318,7 @@ class FlatAccumulation:
                 param.unsharded.grad = self._lent[index] = view
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return the sums, one a parameter, and show what was put aside again."""
+        """Return the sums, one per parameter, and show what was put aside again."""
         self._forget_dropped()
         for holder, grad in self._aside.items():
             show_gradient(holder.sharded, grad)

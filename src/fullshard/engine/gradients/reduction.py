@@ -10,21 +10,28 @@ keeps ``grad=None``.
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
-import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from fullshard.comm.hooked import reduce_by_hook
 from fullshard.comm.interface import Comm, Reduction
+from fullshard.engine.gradients.accumulation import (
+    Accumulation,
+    FlatAccumulation,
+    RowsAccumulation,
+    Unreduced,
+)
+from fullshard.engine.gradients.buckets import GradientBuckets
 from fullshard.engine.gradients.deposits import BucketGradients, PartialSum, run_gradient_hooks
-from fullshard.engine.gradients.recipe import Recipe, make_recipe, wire_dtype
+from fullshard.engine.gradients.recipe import Recipe
 from fullshard.engine.gradients.shards import GradientShards
-from fullshard.engine.params.managed import ManagedParameter, ShardHolder
-from fullshard.engine.runtime import Lane, Runtime, no_grad
-from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout, rows_layout
+from fullshard.engine.params.managed import ShardHolder
+from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 
@@ -86,6 +93,16 @@ class InFlight:
                 item.reduction.wait()
 
 
+class CompleteGradients(NamedTuple):
+    """Full gradients, one per parameter, None where there is none.
+
+    is_wide: they are sums of several backwards, in the reduce dtype.
+    """
+
+    grads: list[torch.Tensor | None]
+    is_wide: bool
+
+
 class UnitGradients:
     """Reduces one unit's gradients and keeps their memory."""
 
@@ -97,58 +114,74 @@ class UnitGradients:
         runtime: Runtime,
     ) -> None:
         self.label = ""
-        self._mesh = mesh
-        self._shard_comm = shard_comm
-        self._replicate_comm = replicate_comm
         self.runtime = runtime
-        self._params: list[ManagedParameter] = []
-        self._owed: set[int] = set()  # of whom unreduced gradients are kept
-        self._specs: list[ParamSpec] = []
-        self._flat_layout: UnitLayout | None = None
-        self._by_trainable: dict[tuple[bool, ...], list[BucketGradients]] = {}
-        self._alive: weakref.WeakSet[GradientShards] = weakref.WeakSet()
+        self.buckets = GradientBuckets(mesh, shard_comm, replicate_comm, runtime)
+        self.unreduced = Unreduced()
+        self._mesh = mesh
 
-    def use_comm(self, shard_comm: Comm) -> None:
-        """Reduce like this over the shard axis; layouts stay as they are."""
-        self._shard_comm = shard_comm
-        for bucket in self._known:
-            bucket.recipe = None
+    def accumulate(self, grads: Sequence[torch.Tensor | None], config: UnitConfig) -> None:
+        """Keep full gradients, one per parameter, for a later reduction.
 
-    def use_replicate_comm(self, replicate_comm: Comm) -> None:
-        """Sum like this over the replicate axis; layouts stay as they are."""
-        self._replicate_comm = replicate_comm
-        for bucket in self._known:
-            bucket.recipe = None
-
-    def bind(
-        self,
-        params: Sequence[ManagedParameter],
-        specs: Sequence[ParamSpec],
-        flat_layout: UnitLayout | None = None,
-    ) -> None:
-        """Say whose gradients these are. Forgets what was kept for others.
-
-        flat_layout: of the parameters, which is that of their gradients then.
+        Those of flat units stay as autograd made them, since users see them; others are kept in the
+        reduce dtype.
         """
-        self._params, self._specs = list(params), list(specs)
-        self._flat_layout = flat_layout
-        self._by_trainable.clear()
+        self.buckets.owe_trainable()
+        self.unreduced.add(grads, functools.partial(self._new_accumulation, config))
 
-    def layout(self) -> UnitLayout:
-        """Return the layout of the gradients of the parameters that are trainable now."""
-        return UnitLayout(self._mesh.shard_size, tuple(each.bucket for each in self._buckets()))
+    def _new_accumulation(self, config: UnitConfig) -> Accumulation:
+        params, flat_layout = self.buckets.params, self.buckets.flat_layout
+        if flat_layout is None:
+            return RowsAccumulation(params, config.mp_policy.reduce_dtype)
+        return FlatAccumulation(flat_layout, params, self.runtime.device)
 
-    def needs(self, config: UnitConfig) -> dict[Comm, list[int]]:
-        """Return how many bytes each communication will stage at once, for `Comm.prepare`."""
-        needs: dict[Comm, list[int]] = {self._shard_comm: [], self._replicate_comm: []}
-        for bucket in (each.bucket for each in self._buckets()):
-            wire = wire_dtype(bucket, config, accumulated=False)
-            needs[self._shard_comm].append(self._shard_comm.staged_nbytes(bucket, wire))
-            needs[self._replicate_comm].append(self._replicate_comm.summed_nbytes(bucket, wire))
-        return needs
+    def set_label(self, label: str) -> None:
+        """Be called this in messages and by profilers."""
+        self.label = label
+        self.buckets.forget_recipes()  # which have it in them
 
-    def hand_over(self, grads: Sequence[torch.Tensor | None], config: UnitConfig) -> bool:
-        """Make full gradients the sharded parameters' own, where one rank has all of everything.
+    def lend_unreduced(self) -> None:
+        """Before backward: let autograd add to what `accumulate` keeps, in place."""
+        if self.unreduced.is_holding:
+            outside_transforms(self.unreduced.lend)()
+
+    def drop_unreduced(self) -> None:
+        """Forget what earlier backwards left to be reduced later."""
+        self.drop_partial()
+        self.take_unreduced()
+
+    def take_unreduced(self) -> list[torch.Tensor | None]:
+        """Return what `accumulate` kept, one sum per parameter, and forget it."""
+        return self.unreduced.take(keep_memory=not self.frees_unused)
+
+    def complete(
+        self, grads: list[torch.Tensor | None], config: UnitConfig
+    ) -> CompleteGradients | None:
+        """Return what is to be reduced: these gradients and what was accumulated before.
+
+        None if there is nothing, on all ranks alike, or if one rank has all of everything and the
+        gradients have become the sharded parameters' own.
+        """
+        is_wide = False
+        if self.unreduced.is_holding:  # the same on every rank
+            self.accumulate(grads, config)
+            grads = self.take_unreduced()
+            is_wide = self.buckets.flat_layout is None
+        else:
+            self.unreduced.note_reduced()
+        if not _has_any(grads) and not self._must_reduce(config):
+            return None
+        if self._mesh.data_parallel_size == 1 and self._hand_over_all(grads, config):
+            return None
+        return CompleteGradients(grads, is_wide)
+
+    def _must_reduce(self, config: UnitConfig) -> bool:
+        """Whether there is something to reduce without any gradients, on all ranks alike."""
+        if config.reduce_scatter_unused_params:
+            return True
+        return config.all_reduce_grads and self.has_partial
+
+    def _hand_over_all(self, grads: Sequence[torch.Tensor | None], config: UnitConfig) -> bool:
+        """With one data-parallel rank, assign full gradients as ``.grad`` without copying.
 
         Returns False, and does nothing, if they have to be summed, scaled, cast or moved first.
         """
@@ -156,18 +189,20 @@ class UnitGradients:
             return False
         if config.comm_hook or config.all_reduce_hook or config.reduce_scatter_unused_params:
             return False
-        buckets = self._buckets()
+        buckets = self.buckets.current()
         for each in buckets:
-            recipe = self._recipe(each, config, accumulated=False)
+            recipe = self.buckets.recipe(each, config, accumulated=False, label=self.label)
             if not recipe.is_final or recipe.reduce_dtype != each.bucket.dtype or each.is_whole:
                 return False
         with no_grad():
             for each in buckets:
                 for index, holder in zip(each.indices, each.holders, strict=True):
                     grad = grads[index]
-                    if grad is not None and (holder.sharded.requires_grad or index in self._owed):
+                    if grad is not None and (
+                        holder.sharded.requires_grad or index in self.buckets.owed
+                    ):
                         self._hand_over(grad, holder)
-            self._owed.clear()
+            self.buckets.owed.clear()
         return True
 
     def _hand_over(self, grad: torch.Tensor, holder: ShardHolder) -> None:
@@ -182,40 +217,42 @@ class UnitGradients:
         for hook in holder.post_accumulate_hooks:
             hook(holder.sharded)
 
-    def start(
-        self, grads: Sequence[torch.Tensor | None], config: UnitConfig, *, accumulated: bool
-    ) -> InFlight:
-        """Start reducing full gradients, one a parameter; None where there is none.
-
-        accumulated: whether they hold the sum of several backwards, in the reduce dtype.
-        """
+    def start(self, complete: CompleteGradients, config: UnitConfig) -> InFlight:
+        """Start reducing what `complete` returned."""
+        grads, accumulated = complete
         if not self.runtime.has_streams:
             with no_grad():
                 buckets = self._start_buckets(grads, config, accumulated=accumulated)
-            self._owed.clear()
+            self.buckets.owed.clear()
             return InFlight(self, buckets, [])
         with self.runtime.following(Lane.REDUCE), no_grad():
             buckets = self._start_buckets(grads, config, accumulated=accumulated)
-        self._owed.clear()
+        self.buckets.owed.clear()
         return InFlight(self, buckets, list(grads))
 
     def _start_buckets(
         self, grads: Sequence[torch.Tensor | None], config: UnitConfig, *, accumulated: bool
     ) -> list[_BucketInFlight]:
         in_flight = []
-        buckets = self._buckets()
+        buckets = self.buckets.current()
         if self._mesh.replicate_size > 1:
             self._carry_partial(buckets)
         for each in buckets:
-            recipe = self._recipe(each, config, accumulated=accumulated)
+            recipe = self.buckets.recipe(each, config, accumulated=accumulated, label=self.label)
             bucket = each.bucket
             shards, total = each.destination(recipe)
             full = [grads[index] for index in each.indices]
             if config.comm_hook is not None:
                 reduction = reduce_by_hook(config.comm_hook, bucket, full, total)
             else:
-                reduction = self._shard_comm.reduce_scatter(bucket, full, total, recipe.over_shards)
-            owed = [self._params[index] for index in self._owed] if bucket.is_flat else ()
+                reduction = self.buckets.shard_comm.reduce_scatter(
+                    bucket, full, total, recipe.over_shards
+                )
+            owed = (
+                [self.buckets.params[index] for index in self.buckets.owed]
+                if bucket.is_flat
+                else ()
+            )
             takers = each.takers(owed) if bucket.is_flat else None
             in_flight.append(_BucketInFlight(each, recipe, reduction, total, shards, takers))
         return in_flight
@@ -254,16 +291,16 @@ class UnitGradients:
 
     def flat_gradients(self) -> list[torch.Tensor | None]:
         """Return the memory of flat gradients, a bucket at a time; None where they lie elsewhere."""
-        return [each.in_use for each in self._buckets()]
+        return [each.in_use for each in self.buckets.current()]
 
     @property
     def partial_sums(self) -> list[torch.Tensor]:
         """Sums over the shard axis that wait for their all-reduce."""
-        return [each.partial.total for each in self._known if each.partial is not None]
+        return [each.partial.total for each in self.buckets.known if each.partial is not None]
 
     def _carry_partial(self, buckets: Sequence[BucketGradients]) -> None:
         """Let the parameters that are trainable now have what waits for its all-reduce."""
-        for each in self._known:
+        for each in self.buckets.known:
             if each.partial is not None and each not in buckets:
                 for bucket in buckets:
                     bucket.add_partial(each)
@@ -273,21 +310,21 @@ class UnitGradients:
     @property
     def pooled(self) -> list[GradientShards]:
         """The memory of gradients that were reduced, in use or kept for the next step."""
-        return [shards for each in self._known for shards in each.pool]
+        return [shards for each in self.buckets.known for shards in each.pool]
 
     @property
     def shard_nbytes(self) -> int:
         """Bytes of gradient shards: in use, being made, or kept for the next step."""
-        return sum(shards.flat.nbytes for shards in self._alive)
+        return sum(shards.flat.nbytes for shards in self.buckets.alive)
 
     @property
     def overlaps(self) -> bool:
-        return self._shard_comm.overlaps
+        return self.buckets.shard_comm.overlaps
 
     @property
     def are_on_host(self) -> bool:
         """Whether gradients are offloaded."""
-        return bool(self._params) and self._params[0].local.is_cpu
+        return bool(self.buckets.params) and self.buckets.params[0].local.is_cpu
 
     @property
     def frees_unused(self) -> bool:
@@ -297,11 +334,11 @@ class UnitGradients:
         from the allocator. Elsewhere memory is kept for the next backward, since new memory costs
         page faults, and on devices views of small parameters cost more than their memory.
         """
-        return self._shard_comm.overlaps and not self.runtime.has_streams
+        return self.buckets.shard_comm.overlaps and not self.runtime.has_streams
 
     def free_unused(self) -> None:
         """Free large gradient memory that nobody uses."""
-        for each in self._known:
+        for each in self.buckets.known:
             each.free_unused()
 
     @property
@@ -311,80 +348,9 @@ class UnitGradients:
 
     def drop_partial(self) -> None:
         """Forget sums that were not all-reduced yet, and who has any."""
-        self._owed.clear()
-        for each in self._known:
+        self.buckets.owed.clear()
+        for each in self.buckets.known:
             each.partial = None
-
-    @property
-    def _known(self) -> list[BucketGradients]:
-        """The buckets of every choice of trainable parameters so far."""
-        return list(itertools.chain.from_iterable(self._by_trainable.values()))
-
-    def note_accumulated(self) -> None:
-        """Unreduced gradients were added up: who is trainable now gets one, frozen later or not."""
-        self._owed.update(
-            index for index, param in enumerate(self._params) if param.sharded.requires_grad
-        )
-
-    def _buckets(self) -> list[BucketGradients]:
-        """Return the buckets of the parameters that are trainable now, or were."""
-        mask = tuple([param.sharded.requires_grad for param in self._params])
-        if self._owed:
-            mask = tuple([trained or index in self._owed for index, trained in enumerate(mask)])
-        buckets = self._by_trainable.get(mask)
-        if buckets is None:
-            buckets = self._by_trainable[mask] = [
-                BucketGradients(
-                    bucket,
-                    indices,
-                    list(dict.fromkeys(self._params[index].holder for index in indices)),
-                    shard_rank=self._mesh.shard_rank,
-                    runtime=self.runtime,
-                    alive=self._alive,
-                )
-                for bucket, indices in self._divide(
-                    list(itertools.compress(itertools.count(), mask))
-                )
-            ]
-        return buckets
-
-    def _divide(self, trainable: Sequence[int]) -> list[tuple[BucketLayout, list[int]]]:
-        """Return the buckets of the trainable parameters, and whose each bucket's gradients are.
-
-        A flat buffer is reduced whole if anything in it is trainable, so that pieces stay where
-        they are.
-        """
-        if self._flat_layout is not None:
-            flat = [
-                (each, [param.index for param in each.params]) for each in self._flat_layout.buckets
-            ]
-            return [
-                (each, indices) for each, indices in flat if not set(indices).isdisjoint(trainable)
-            ]
-        layout = rows_layout(
-            [self._specs[index] for index in trainable],
-            shard_size=self._mesh.shard_size,
-            rule=self._shard_comm.rule,
-        )
-        return [
-            (each, [trainable[param.index] for param in each.params]) for each in layout.buckets
-        ]
-
-    def _recipe(self, bucket: BucketGradients, config: UnitConfig, *, accumulated: bool) -> Recipe:
-        known = bucket.recipe
-        is_same = known is not None and (known.config is config or known.config == config)
-        if known is not None and is_same and known.accumulated == accumulated:
-            return known
-        bucket.recipe = make_recipe(
-            bucket.bucket,
-            config,
-            self._mesh,
-            sum_dtype=self._shard_comm.accumulate_dtype,
-            accumulated=accumulated,
-            is_offloaded=bucket.device != self.runtime.device,
-            label=self.label,
-        )
-        return bucket.recipe
 
     def _reduce_replicas(
         self, item: _BucketInFlight, present: tuple[bool, ...]
@@ -406,11 +372,13 @@ class UnitGradients:
             # The same on all replicas, whoever had a gradient: the size of the next sum follows.
             owed = present if item.takers is not None else (True,) * len(present)
             owners = set(itertools.compress(bucket.holders, owed))
-            self._owed.update(i for i in bucket.indices if self._params[i].holder in owners)
+            self.buckets.owed.update(
+                i for i in bucket.indices if self.buckets.params[i].holder in owners
+            )
             return None
         is_agreed = item.takers is not None or recipe.config.reduce_scatter_unused_params
         flags = () if is_agreed else present
-        reduction = self._replicate_comm.all_reduce(total, flags, recipe.over_replicas)
+        reduction = self.buckets.replicate_comm.all_reduce(total, flags, recipe.over_replicas)
         present = reduction.wait() or present
         if recipe.divisor != 1.0:
             total.div_(recipe.divisor)
@@ -430,6 +398,13 @@ class UnitGradients:
             config.all_reduce_hook(total)
             after = self.runtime.record()
         self.runtime.wait(after)
+
+
+def _has_any(grads: Sequence[torch.Tensor | None]) -> bool:
+    for grad in grads:  # noqa: SIM110  (a third of the cost of `any`)
+        if grad is not None:
+            return True
+    return False
 
 
 def _round(total: torch.Tensor, dtype: torch.dtype) -> None:

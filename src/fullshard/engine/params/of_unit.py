@@ -1,4 +1,4 @@
-"""A unit's parameters, the memory of their shards, and which form of them the modules see.
+"""A unit's parameters and the memory of both their forms.
 
 Parameters may be replaced, moved or cast by others between steps: ``to_empty``,
 ``load_state_dict(assign=True)``, ``model.half()``. This knows how to notice that and how to bring
@@ -6,18 +6,15 @@ them home; when it does is up to `unit`.
 """
 
 import operator
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 import torch
 
 from fullshard.comm.interface import Comm
-from fullshard.engine.nodes import is_captured
 from fullshard.engine.params.buffers import UnitBuffers
 from fullshard.engine.params.extended import ExtendedParameters
 from fullshard.engine.params.flat import FlatHolder
-from fullshard.engine.params.kept import KeptParameters
-from fullshard.engine.params.kept_views import KeptViews
 from fullshard.engine.params.managed import (
     DTensorParameter,
     ManagedParameter,
@@ -25,8 +22,7 @@ from fullshard.engine.params.managed import (
     mark_owner,
     owner_of,
 )
-from fullshard.engine.params.stand_ins import StandIns, own_gradient
-from fullshard.engine.params.switch import Switch
+from fullshard.engine.params.shown import ShownForm
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError
@@ -36,8 +32,8 @@ from fullshard.policies import MixedPrecisionPolicy, UnitConfig
 _version = operator.attrgetter("_version")
 
 
-class UnitParams:
-    """The parameters of one unit.
+class UnitParams(Sequence[ManagedParameter]):
+    """The parameters of one unit, in the order of their indices.
 
     plain: those whose shards lie in ``buffers``. The others, ``extended``, say themselves what is
         gathered of them, and their shards stay where they are.
@@ -60,28 +56,42 @@ class UnitParams:
         self.flat = next((each for each in holders if isinstance(each, FlatHolder)), None)
         self._mesh = mesh
         self._device = device
-        self._switch: Switch | None = None
+        self.shown = ShownForm()
         self._counted: list[torch.Tensor] | None = None  # whose versions tell of writes
         self._addresses: int | None = None  # of the pieces of a flat buffer, summed
-        self._has_shadows = False
-        self._stand_ins: StandIns | None = None  # while whole parameters show gradients
         # The unsharded plain parameters, this rank's part of those that are DTensors.
         self.unsharded_locals: list[torch.Tensor] = []
         self.num_created = 0  # how often they were made, or given other memory
-        self._kept: KeptParameters | None = None
-        self._kept_views: KeptViews | None = None
-        self._num_switched = 0  # references of the switch to what `_kept` looks after
         self.take(params)
 
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def __iter__(self) -> Iterator[ManagedParameter]:
+        return iter(self.all)
+
+    @overload
+    def __getitem__(self, index: int) -> ManagedParameter: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ManagedParameter]: ...
+
+    def __getitem__(self, index: int | slice) -> ManagedParameter | list[ManagedParameter]:
+        return self.all[index]
+
     def take(self, params: Sequence[ManagedParameter]) -> None:
-        """Be these parameters from now on. Their memory is to be allocated."""
+        """Replace the parameters. The caller has to call `allocate` next."""
         self.all = list(params)
-        self._drop_switch()
         self._counted = None
         for param in self.all:
             param.shard_group = self._mesh.shard_group
-            param.show_sharded()
+        self.shown.take(self.all)
         self.buffers = None
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether shards are pieces of a flat buffer."""
+        return self.flat_layout is not None
 
     @property
     def on_meta(self) -> list[str]:
@@ -93,23 +103,57 @@ class UnitParams:
         """What an optimizer updates: each parameter, or one for all of them."""
         return list(dict.fromkeys(param.holder for param in self.all))
 
+    @property
+    def has_post_hooks(self) -> bool:
+        """Whether something follows a parameter's reduction: an optimizer in backward, say."""
+        return any(holder.post_accumulate_hooks for holder in self.holders)
+
+    @property
+    def has_sharded_gradients(self) -> bool:
+        """Whether anything that an optimizer updates has a gradient."""
+        return any(holder.sharded.grad is not None for holder in self.holders)
+
+    @property
+    def shard_memory(self) -> list[torch.Tensor]:
+        """The memory of this rank's plain shards."""
+        return [] if self.buffers is None else self.buffers.shard_memory
+
+    @property
+    def extended_memory(self) -> list[torch.Tensor]:
+        """What extended parameters are made of while they are unsharded."""
+        return [] if self.extended is None else self.extended.memory
+
     def layout(
         self,
         comm: Comm,
         policy: MixedPrecisionPolicy,
         plain: Sequence[ManagedParameter] | None = None,
     ) -> UnitLayout:
-        """Return where the plain parameters lie, as they are now, or where these would."""
+        """Plan where the plain parameters lie, as they are now, or where these would."""
         specs = [param.spec(policy) for param in (self.plain if plain is None else plain)]
         if self.flat_layout is not None:
             return retype(self.flat_layout, specs)
         return rows_layout(specs, shard_size=self._mesh.plan.shard_size, rule=comm.rule)
 
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Forget the gradients of what is trained, whether or not it is registered now."""
+        for holder in self.holders:
+            parameter = holder.sharded
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
     # Following what others do
+
+    def follow_trained(self) -> None:
+        """Let unsharded parameters that stayed be trainable as the sharded ones are now."""
+        for param in self.all:
+            param.current_unsharded()
 
     def follow_replacements(self) -> None:
         """Take over what somebody registered in place of sharded parameters."""
-        self._drop_switch()
+        self.shown.drop_switch()
         self._counted = None
         for param in self.all:
             param.follow_replacement()
@@ -133,7 +177,7 @@ class UnitParams:
             if id(param) in changed:
                 param.unsharded = None  # made of other memory, and in another way
         self.plain = plain
-        self._kept_views = None
+        self.shown.forget_views()
         self.extended = None
         extended = [p for p in self.all if p.is_extended and isinstance(p, DTensorParameter)]
         if extended:
@@ -141,6 +185,7 @@ class UnitParams:
             self.extended = ExtendedParameters(
                 extended, mesh.shard_mesh, mesh.shard_group, self._device
             )
+        self.shown.may_switch = self.extended is None and self._mesh.post_forward is None
 
     def allocate(
         self, layout: UnitLayout, comm: Comm, runtime: Runtime, config: UnitConfig
@@ -184,33 +229,15 @@ class UnitParams:
         self._create_unsharded(self.buffers)
 
     def _create_unsharded(self, buffers: UnitBuffers) -> None:
-        self._drop_switch()
         self._counted = None
-        self.hide_gradients()
-        if self._kept is not None:
-            self._kept.restore()
-        if self._kept_views is not None:
-            self._kept_views.release()
+        self.shown.release()
         for index, param in enumerate(self.plain):
             param.create_unsharded(buffers.unsharded(index))
         # One reference more to each, whenever `kept` counts them.
         self.unsharded_locals = [*map(_local_of, self.plain)]
         self.num_created += 1
-        # Parameters that only moved may be kept by somebody now: their references were counted.
-        if self._kept is None or not self._kept.looks_after(self.plain):
-            self._kept = KeptParameters(self.plain)
-        self._kept_views = KeptViews(self.plain, buffers, self._kept_views)
-        self.retire()
+        self.shown.look_after(self.plain, buffers)
         buffers.note_uses()
-
-    def retire(self, *, after_forward: bool = False) -> None:
-        """After a reshard: make the use of unsharded parameters that somebody keeps an error."""
-        if self._kept is not None and self._kept_views is not None:
-            self._kept.retire(self._num_switched)
-            self._kept_views.retire(after_forward=after_forward)
-
-    def _drop_switch(self) -> None:
-        self._switch, self._num_switched = None, 0
 
     @property
     def have_moved(self) -> bool:
@@ -270,110 +297,6 @@ class UnitParams:
                     f"{param.name}: FSDP does not support changing the parameters between forward "
                     "and backward. Change them after backward."
                 )
-
-    # What the modules see
-
-    def follow_switch(self) -> None:
-        """Notice parameters that were frozen, made trainable or registered in one more place."""
-        if self._switch is not None and not self._switch.is_current:
-            self._drop_switch()
-
-    def show_between(self) -> None:
-        """Register the sharded parameters, and let attributes be the unsharded ones.
-
-        Between forward and backward: who asks for parameters gets those that are trained, and who
-        computes with ``module.weight`` gets the whole one.
-        """
-        self.show_sharded()
-        self._has_shadows = True
-        for param in self.all:
-            unsharded = param.current_unsharded()
-            for slot in param.slots:
-                slot.shadow(unsharded)
-
-    def show_gradients(self) -> None:
-        """Let whole parameters that stay in sight show the gradients of the sharded ones."""
-        if self._stand_ins is None:
-            self._stand_ins = StandIns()
-            self._stand_ins.show(self.all)
-
-    def hide_gradients(self) -> None:
-        """Let whole parameters have gradients of their own again."""
-        if self._stand_ins is not None:
-            self._stand_ins.hide()
-            self._stand_ins = None
-
-    def _drop_shadows(self) -> None:
-        self._has_shadows = False
-        for param in self.all:
-            for slot in param.slots:
-                slot.drop_shadow()
-
-    def show_sharded(self) -> None:
-        self.hide_gradients()
-        if self._has_shadows:
-            self._drop_shadows()
-        for each in (self._switch,) if self._switch is not None else self._shown():
-            each.show_sharded()
-
-    def show_unsharded(self) -> None:
-        if self._kept is not None and self._kept_views is not None:
-            self._kept.restore()
-            self._kept_views.restore()
-        self.hide_gradients()
-        if self._has_shadows:
-            self._drop_shadows()
-            self.follow_switch()  # what is trained was in sight, and may have been frozen
-        for each in (self._switch,) if self._switch is not None else self._shown():
-            each.show_unsharded()
-
-    def take_gradients(self) -> list[torch.Tensor | None]:
-        """Take what autograd has accumulated, one full gradient a parameter."""
-        self.hide_gradients()
-        if self._switch is not None and self._switch.is_plain:
-            return self._switch.take_gradients()
-        return [param.take_gradient() for param in self.all]
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether autograd has accumulated something that nobody took."""
-        if self._switch is not None:
-            return self._switch.has_gradients
-        tensors = [param.unsharded for param in self.all if param.unsharded is not None]
-        return any(own_gradient(tensor) is not None for tensor in tensors)
-
-    def warn_of_captured(self, label: str) -> None:
-        """Warn of parameters whose gradient `torch.autograd.grad` returns."""
-        names = [
-            param.name
-            for param in self.all
-            if param.unsharded is not None and param.requires_grad and is_captured(param.unsharded)
-        ]
-        if names:
-            warnings.warn(
-                f"torch.autograd.grad returns the gradient of {', '.join(names)} in {label} as "
-                "this rank has it: nothing reduces it. Average it over the data-parallel ranks, or "
-                "call backward() and read the parameter's .grad.",
-                UserWarning,
-                stacklevel=2,
-            )
-
-    def drop_gradients(self) -> None:
-        """Forget what autograd has accumulated."""
-        self.hide_gradients()
-        for param in self.all:
-            if param.unsharded is not None:
-                param.unsharded.grad = None
-
-    def _shown(self) -> Sequence[Switch | ManagedParameter]:
-        """Return what shows the parameters in one form or the other; make a switch if it may."""
-        is_simple = self.extended is None and self._mesh.post_forward is None
-        if not is_simple or not all(param.is_only_registered for param in self.all):
-            return self.all
-        self._switch = Switch(self.all)
-        if self._kept is not None:
-            self._num_switched = sum(len(param.slots) for param in self._kept.params)
-        return (self._switch,)
 
 
 def _local_of(param: ManagedParameter) -> torch.Tensor:
