@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.engine.hooks import state_of
+from fullshard.engine.module_state import state_of
 from fullshard.engine.params import kept_views
 from tests.api import Api
 from tests.harness import on_ranks

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fullshard.comm.scratch import Scratch
-from fullshard.engine.hooks import state_of
+from fullshard.engine.module_state import state_of
 from fullshard.engine.whole import gather_whole
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.engine.hooks import state_of
+from fullshard.engine.module_state import state_of
 from tests.api import Api
 from tests.counting import calls_of
 from tests.harness import on_ranks, rank, world_size

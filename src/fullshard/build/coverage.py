@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.hooks import state_of
+from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import ManagedParameter, Slot, has_extension, owner_of
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 

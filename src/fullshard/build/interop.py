@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 
-from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.hooks import Hooks, hooks_of
+from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
@@ -63,7 +64,7 @@ class FSDPParamGroup(_View):
 
     _shown: Unit
 
-    def __init__(self, unit: Unit, state: ModuleState) -> None:
+    def __init__(self, unit: Unit, state: Hooks) -> None:
         super().__init__(unit)
         self._state = state
 
@@ -109,7 +110,7 @@ class FSDPParamGroup(_View):
 class FSDPStateContext(_View):
     """What all states of a model share."""
 
-    _shown: ModuleState
+    _shown: Hooks
 
     @property
     def all_states(self) -> list["FSDPState"]:
@@ -135,7 +136,7 @@ class FSDPStateContext(_View):
 class FSDPState(_View):
     """A sharded module's state."""
 
-    _shown: ModuleState
+    _shown: Hooks
 
     @property
     def _is_root(self) -> bool | None:
@@ -224,14 +225,14 @@ def wrapped_state(module: nn.Module) -> nn.Module | None:
     return module if wraps else None
 
 
-def view_of(state: ModuleState) -> FSDPState:
+def view_of(state: Hooks) -> FSDPState:
     """Show a state under PyTorch's names."""
     return FSDPState(state)
 
 
 def state_view(module: nn.Module) -> FSDPState | None:
     """``fully_shard.state``: the state of a sharded module, None for any other."""
-    state = state_of(module)
+    state = hooks_of(module)
     return None if state is None else view_of(state)
 
 

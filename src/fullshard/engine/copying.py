@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.params.managed import Slot, owner_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
@@ -30,7 +30,7 @@ def copy_sharded(
             f"{type(module).__name__} was sharded together with modules outside it, so it cannot "
             "be deep-copied alone. Copy a module that contains them all."
         )
-    states = {state: None for each in modules if (state := state_of(each)) is not None}
+    states = {state: None for each in modules if (state := hooks_of(each)) is not None}
     _check(module, modules, states)
     classes: dict[nn.Module, Any] = {each: type(each) for state in states for each in state.modules}
     for state in states:
@@ -45,10 +45,10 @@ def copy_sharded(
             state.attach()
         for each, sharded in classes.items():
             each.__class__ = sharded
-    new: dict[ModuleState, ModuleState] = {}
+    new: dict[Hooks, Hooks] = {}
     for state in states:
         copies = [memo[id(each)] for each in state.modules]
-        new[state] = ModuleState(copies, [_copy_unit(unit, memo) for unit in state.all_units])
+        new[state] = Hooks(copies, [_copy_unit(unit, memo) for unit in state.all_units])
         for each, one in zip(state.modules, copies, strict=True):
             one.__class__ = classes[each]
         state.copy_methods(new[state], memo)
@@ -70,14 +70,12 @@ def _sharded_together(module: nn.Module) -> dict[nn.Module, None]:
         for each in todo.pop().modules():
             if each not in found:
                 found[each] = None
-                state = state_of(each)
+                state = hooks_of(each)
                 todo.extend(state.modules if state is not None else [])
     return found
 
 
-def _check(
-    module: nn.Module, modules: dict[nn.Module, None], states: dict[ModuleState, None]
-) -> None:
+def _check(module: nn.Module, modules: dict[nn.Module, None], states: dict[Hooks, None]) -> None:
     name = type(module).__name__
     for state in states:
         iteration = state.known_iteration

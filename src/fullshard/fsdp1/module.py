@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.build.coverage import covered_modules, ignored_names
 from fullshard.build.interop import FlatHandle, mark_managed
 from fullshard.comm.select import default_comm
-from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.hooks import Hooks
+from fullshard.engine.module_state import state_of
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.precision import differentiable_tensors
 from fullshard.engine.restoring import restoring
@@ -199,7 +200,7 @@ class FullyShardedDataParallel(WithStateDicts):
             unit = flat_unit(
                 self.module, covered, self._placement.mesh, device, config, ignored.params, comms
             )
-        self._state = ModuleState([self], [unit], hooks=False)
+        self._state = Hooks([self], [unit], is_wrapper=True)
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._state.ignored.update(ignored.modules)
         self._state.ignored_names.update(ignored_names(covered, ignored.params))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.hooks import state_of
+from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import owner_of
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError

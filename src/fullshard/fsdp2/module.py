@@ -25,7 +25,8 @@ from fullshard.comm.collectives import (
 )
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.copying import copy_sharded
-from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.hooks import Hooks, hooks_of
+from fullshard.engine.module_state import state_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
 
@@ -387,7 +388,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     For models that are called through ``generate`` or ``encode``. No effect on a module that is
     not sharded. Raises ShardingError if there is no such method.
     """
-    state = state_of(module)
+    state = hooks_of(module)
     if state is None:
         return
     method: Any = getattr(module, method_name, None)
@@ -437,8 +438,8 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
     return copy_sharded(module, lambda plain: copy.deepcopy(plain, memo), memo)
 
 
-def _state(module: Any) -> ModuleState:
-    state = state_of(module) if isinstance(module, nn.Module) else None
+def _state(module: Any) -> Hooks:
+    state = hooks_of(module) if isinstance(module, nn.Module) else None
     if state is None:
         raise StateError(
             f"No FSDP state found on {type(module).__name__}: call fully_shard on it first."
@@ -446,7 +447,7 @@ def _state(module: Any) -> ModuleState:
     return state
 
 
-def _states(modules: Iterable[Any]) -> list[ModuleState]:
+def _states(modules: Iterable[Any]) -> list[Hooks]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ShardingError(

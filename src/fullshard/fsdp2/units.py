@@ -27,7 +27,7 @@ from fullshard.build.meshes import (
     unit_mesh,
 )
 from fullshard.comm.select import default_comm
-from fullshard.engine.hooks import ModuleState
+from fullshard.engine.hooks import Hooks
 from fullshard.engine.params.managed import DTensorParameter, ParamForm
 from fullshard.engine.restoring import restoring
 from fullshard.engine.unit import Unit
@@ -103,7 +103,7 @@ def make_units(
         made = [Unit(*arguments, comms=own) for arguments, own in zip(units, comms, strict=True)]
     # From here on nothing is allocated.
     parameters.connect_ties()
-    state = ModuleState(roots, made)
+    state = Hooks(roots, made)
     state.ignored.update(m for r in roots for m in r.modules() if not is_composable(m))
     state.ignored_names.update(ignored_names(covered, ignored_params or set()))
     for root in roots:

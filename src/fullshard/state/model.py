@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.hooks import ModuleState, state_of
+from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.params.flat import FLAT_PARAM, HiddenParameter
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import gather_whole

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.hooks import state_of
+from fullshard.engine.module_state import state_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError
 from fullshard.plan.units import clean_name

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fullshard.engine.hooks import (
+from fullshard.engine.module_state import (
     ModuleState,
     moves_of_ties,
     named_states,

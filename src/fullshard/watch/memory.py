@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.interface import Comm
-from fullshard.engine.hooks import ModuleState, state_of
 from fullshard.engine.iteration import Iteration
+from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.params.stand_ins import own_gradient
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Unit

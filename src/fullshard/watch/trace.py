@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fullshard.engine.hooks import state_of
 from fullshard.engine.iteration import Iteration
+from fullshard.engine.module_state import state_of
 from fullshard.engine.observer import ProfilerLabels
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.engine.unit import Unit

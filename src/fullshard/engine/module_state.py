@@ -1,0 +1,354 @@
+"""What a sharded module carries: its units, its place in the model, and what it is doing.
+
+The module that runs forward first becomes the root: names, ties and memory are settled then, and one
+`Iteration` serves the whole model.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.engine.checks.root_share import warn_of_large_root
+from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
+from fullshard.engine.iteration import Iteration
+from fullshard.engine.params.managed import ManagedParameter
+from fullshard.engine.restoring import naming_lack
+from fullshard.engine.runtime import passing_through
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_setup import move_parameters
+from fullshard.errors import StateError
+from fullshard.plan.units import clean_name, lowest_common_unit
+from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
+
+_STATE = "_fullshard_state"
+
+
+class ModuleState:
+    """The state of a sharded module, or of several that were sharded together.
+
+    all_units: one for each mesh that the module's parameters are sharded over, at least one. It may
+        own no parameters: nested units may have taken them all.
+    training_state: what the module is doing.
+    to_run: of a group, the ids of the modules that have yet to run forward.
+    iteration: returns the iteration of the model this belongs to, None before its first use.
+    is_wrapper: whether the module is a wrapper, which may be wrapped again with its model.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], units: Sequence[Unit], *, is_wrapper: bool = False
+    ) -> None:
+        self.all_units = list(units)
+        self.training_state = TrainingState.IDLE
+        self.to_run: set[int] = set()
+        self.iteration: Callable[[], Iteration | None] = _no_iteration
+        self.is_wrapper = is_wrapper
+        self.ignored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # below the modules, not ours
+        # Names of parameters that are left as they are, of modules that are ours.
+        self.ignored_names: weakref.WeakKeyDictionary[nn.Module, set[str]]
+        self.ignored_names = weakref.WeakKeyDictionary()
+        self.buffer_dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]]
+        self.buffer_dtypes = weakref.WeakKeyDictionary()  # of buffers that were cast
+        self._modules = [weakref.ref(module) for module in modules]
+        self._units: list[Unit] | None = None  # those with parameters, once ties are resolved
+        self._own_iteration: Iteration | None = None  # of a root
+        self._root: weakref.ref[ModuleState] | None = None
+        self._states: list[ModuleState] = [self]  # of a root: all below it
+        self._said: dict[str, Any] = {}  # about iterations, before the root was known
+        self._reduced: UnitConfig | None = None  # what applies again after full precision
+        self._num_registrations = -1  # in the process, when strays were looked for
+        self._strays: set[str] = set()  # those found then
+        watch()
+
+    def attach(self) -> None:
+        """Put the state on the modules."""
+        for module in self.modules:
+            module.__dict__[_STATE] = self
+
+    def detach(self) -> None:
+        """Take the state off the modules."""
+        for module in self.modules:
+            del module.__dict__[_STATE]
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units that own parameters."""
+        if self._units is not None:
+            return self._units
+        return [unit for unit in self.all_units if unit.params]
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        return self.all_units[0].config.mp_policy
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    @property
+    def is_root(self) -> bool:
+        return self._own_iteration is not None
+
+    @property
+    @passing_through
+    def known_iteration(self) -> Iteration | None:
+        """The iteration of the model this belongs to; None before the model's first use."""
+        return self.iteration()
+
+    def iteration_or_initialise(self) -> Iteration:
+        """Return the same; before the model's first use, make this its root.
+
+        For what runs the model. Whoever only asks, or changes a setting, uses `known_iteration`: a
+        module that became a root because of a question would be in the way of the real one.
+        """
+        return self.iteration() or self.initialise()
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether the next backward is the last of its iteration."""
+        iteration = self.iteration()
+        value: bool = (
+            self._said.get("is_last_backward", True)
+            if iteration is None
+            else iteration.is_last_backward
+        )
+        return value
+
+    @property
+    def post_optim_event(self) -> torch.Event | None:
+        """What the next forward of the root waits for."""
+        iteration = self.iteration()
+        return (
+            self._said.get("post_optim_event") if iteration is None else iteration.post_optim_event
+        )
+
+    def say(self, **facts: Any) -> None:
+        """Set ``is_last_backward`` or ``post_optim_event``, once the root is known or at once."""
+        iteration = self.iteration()
+        if iteration is None:
+            self._said.update(facts)
+            return
+        for name, value in facts.items():
+            setattr(iteration, name, value)
+
+    def initialise(self) -> Iteration:
+        """Make this the root: resolve names and ties, materialise the units, connect them."""
+        if len(self._modules) > 1:
+            names = ", ".join(type(module).__name__ for module in self.modules)
+            raise StateError(
+                f"FSDP requires a single root module but got {names}, which were sharded together "
+                "and run first. Apply fully_shard to the module that contains them."
+            )
+        (root,) = self.modules
+        named = named_states(root)
+        for name, state in named.items():
+            # What was below another wrapper before may move; a sharded module's place is for good.
+            is_taken = state.is_root or (not state.is_wrapper and state.known_iteration is not None)
+            if state is not self and is_taken:
+                raise StateError(
+                    f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
+                    "running forward through the root module first: it ran before the module that "
+                    "contains it, and so became a root of its own."
+                )
+        self._states = list(dict.fromkeys(named.values()))
+        for state in self._states:
+            state._units = None
+        for unit, name in names_of_units(named).items():
+            unit.set_name(name)
+        for param, paths in names_of_parameters(root, self._states).items():
+            param.names = paths
+        move_parameters(moves_of_ties(root, named))
+        units = [unit for state in self._states for unit in state.units]
+        for unit in units:
+            with naming_lack(f"{unit.path}: first use", "Values are as they were."):
+                unit.adopt()
+        for unit in self.all_units:
+            unit.become_root()
+        for state in self._states:
+            state._units = state.units
+            state._cast_buffers()
+        warn_of_large_root(root, units, self.units)
+        self._own_iteration = Iteration(units)
+        for state in self._states:
+            state.iteration = weakref.ref(self._own_iteration)
+            state._root = weakref.ref(self)
+        for state in reversed(self._states):  # the root's own words come last, and count
+            state.say(**state._said)
+            state._said.clear()
+        return self._own_iteration
+
+    def _cast_buffers(self) -> None:
+        """Cast the modules' floating-point buffers, if the policy asks for it."""
+        dtype = self.all_units[0].config.buffer_dtype
+        if dtype is None:
+            return
+        for module in self.own_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                    self.buffer_dtypes.setdefault(module, {})[name] = buffer.dtype
+                    module._buffers[name] = buffer.to(dtype)
+
+    def use_precision(self, *, full: bool) -> None:
+        """Compute in the dtypes of the shards for now, or as the policy says. Between iterations."""
+        (unit,) = self.all_units
+        if full == (self._reduced is not None):
+            return
+        self.iteration_or_initialise()
+        if self._reduced is not None:
+            config, self._reduced = self._reduced, None
+            unit.configure(mp_policy=config.mp_policy, buffer_dtype=config.buffer_dtype)
+        else:
+            self._reduced = unit.config
+            unit.configure(mp_policy=MixedPrecisionPolicy(), buffer_dtype=None)
+            for module, dtypes in self.buffer_dtypes.items():
+                for name, dtype in dtypes.items():
+                    module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
+        self._cast_buffers()
+        if unit.params:
+            unit.adopt()
+
+    def own_modules(self) -> list[nn.Module]:
+        """Return the modules, and those below them that have no state of their own."""
+        found: dict[nn.Module, None] = {}
+
+        def visit(module: nn.Module) -> None:
+            if module not in found and module not in self.ignored:
+                found[module] = None
+                for child in module.children():
+                    if state_of(child) is None:
+                        visit(child)
+
+        for module in self.modules:
+            visit(module)
+        return list(found)
+
+    def look_for_strays(self) -> None:
+        """Warn of parameters that were added since the modules were sharded."""
+        if self._num_registrations == registrations.value:
+            return  # nothing was registered anywhere since
+        self._num_registrations = registrations.value
+        paths = {module: path for path, module in self.modules[0].named_modules()}
+        strays = {
+            f"{clean_name(paths[module])}.{name}".lstrip(".")
+            for state in self._states
+            for module in state.own_modules()
+            for name, parameter in module._parameters.items()
+            if is_stray(parameter) and name not in state.ignored_names.get(module, ())
+        }
+        warn_of_strays(sorted(strays - self._strays))
+        self._strays = strays
+
+    def forget_stale_backward(self, iteration: Iteration) -> None:
+        if iteration.has_stale_backward:
+            self.forget(keeps_gradients=False)
+
+    def forget(self, *, keeps_gradients: bool) -> None:
+        """Forget what an exception left behind, in the whole model."""
+        root = self._root() if self._root is not None else None
+        assert root is not None
+        root.reset(keeps_gradients=keeps_gradients)
+
+    def reset(self, *, keeps_gradients: bool = False) -> None:
+        """Forget an iteration that did not end, and the gradients of earlier ones unless told."""
+        if self._own_iteration is None:
+            return
+        self._own_iteration.reset(keeps_gradients=keeps_gradients)
+        for state in self._states:
+            state.training_state = TrainingState.IDLE
+            state.to_run.clear()
+
+    @property
+    def everyone(self) -> list["ModuleState"]:
+        """Return the states of the whole model."""
+        root = self._root() if self._root is not None else None
+        return root._states if root is not None else [self]
+
+    def follow_changes(self) -> None:
+        """Adopt shards that were replaced at once, so that optimizers may keep their addresses."""
+        for unit in self.units:
+            if not any(param.local.is_meta for param in unit.params):
+                unit.follow_changes()
+
+
+@passing_through
+def _no_iteration() -> None:
+    return None
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """Return the state of a sharded module, None for any other."""
+    state = module.__dict__.get(_STATE)
+    return state if isinstance(state, ModuleState) else None
+
+
+def named_states(root: nn.Module) -> dict[str, ModuleState]:
+    """Return the states in a model by the paths of their modules."""
+    return {
+        name: state
+        for name, module in root.named_modules()
+        if (state := state_of(module)) is not None
+    }
+
+
+def names_of_units(named: Mapping[str, ModuleState]) -> dict[Unit, str]:
+    """Return what the units of these states are called: by the paths of their modules."""
+    paths: dict[ModuleState, list[str]] = {}
+    for path, state in named.items():
+        paths.setdefault(state, []).append(clean_name(path))
+    return {unit: ", ".join(names) for state, names in paths.items() for unit in state.all_units}
+
+
+def names_of_parameters(
+    root: nn.Module, states: Iterable[ModuleState]
+) -> dict[ManagedParameter, list[str]]:
+    """Return the paths of the states' parameters below a module."""
+    paths: dict[int, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(clean_name(path))
+    return {
+        param: [
+            f"{path}.{slot.name}" if path else slot.name
+            for slot in param.slots
+            for path in paths.get(id(slot.module()), ())
+        ]
+        for state in states
+        for unit in state.all_units
+        for param in unit.params
+    }
+
+
+def moves_of_ties(
+    root: nn.Module, named: Mapping[str, ModuleState]
+) -> list[tuple[ManagedParameter, Unit, Unit]]:
+    """Find what has to move: each parameter that several units use, from its unit to another.
+
+    That is the innermost unit that contains them all.
+    """
+    name_of = {id(module): name for name, module in root.named_modules()}
+    single = {name: state for name, state in named.items() if len(state._modules) == 1}
+    moves: list[tuple[ManagedParameter, Unit, Unit]] = []
+    for state in dict.fromkeys(named.values()):
+        for unit, param in [(own, param) for own in state.units for param in own.params]:
+            if len(param.slots) == 1:
+                continue
+            users = [name_of.get(id(slot.module()), "") for slot in param.slots]
+            nearest = [lowest_common_unit([user], named) for user in users]
+            if all(name is not None and named[name] is state for name in nearest):
+                continue
+            common = lowest_common_unit(users, single)
+            if common is not None:  # else they are below several roots, none of them this model
+                moves.append((param, unit, _on_mesh_of(unit, single[common], param)))
+    return moves
+
+
+def _on_mesh_of(unit: Unit, state: ModuleState, param: ManagedParameter) -> Unit:
+    """Return the state's unit that is sharded as ``unit`` is."""
+    for other in state.all_units:
+        if other.mesh.mesh == unit.mesh.mesh:
+            return other
+    raise StateError(
+        f"{' and '.join(param.names)} are one tied parameter, but the modules that use it are "
+        "sharded over different meshes. Untie it, or shard them over one mesh."
+    )
