@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.module_state import state_of
-from fullshard.engine.params.managed import ManagedParameter, Slot, has_extension, owner_of
+from fullshard.engine.params.form import Slot
+from fullshard.engine.params.managed import ManagedParameter, has_extension, owner_of
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 
 

@@ -18,10 +18,9 @@ does to sharded parameters between iterations. Between forward and backward of o
 may write, as ever with autograd.
 """
 
-import collections
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +29,9 @@ from torch.autograd import profiler
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.checks.order import ForwardOrder
+from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.writes import WriteWatch, refuse_write
-from fullshard.engine.gradients.reduction import InFlight
+from fullshard.engine.gradients.queue import ReductionQueue
 from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Phase, Unit
@@ -52,8 +52,7 @@ class Iteration:
         self._order = ForwardOrder(self.units)
         self._checks_order = False
         self._recorder = Recorder()
-        self._in_flight: collections.deque[InFlight] = collections.deque()  # not released
-        self._unfinished: collections.deque[InFlight] = collections.deque()  # the last of them
+        self.reductions = ReductionQueue()
         self._forward_root: weakref.ref[Any] | None = None
         self._caller: types.FrameType | None = None  # runs as long as the forward
         self._after: dict[int, Unit] = {}  # what to gather once a unit's backward is over
@@ -61,12 +60,11 @@ class Iteration:
         self._backward_end: weakref.ref[Any] | None = None
         self._expects_backward = False
         self._fenced_since_backward = True
-        self._stayed: list[Unit] = []  # unsharded, from the last pass on
+        self._stayed = StayedUnits(self.units)
         self.post_optim_event: torch.Event | None = None
         self.observer: Observer | None = None
         self._watch = WriteWatch(self.units)
         self._gathers = True  # whether this pass uses anything that is sharded
-        self._for_host: torch.Event | None = None  # when gradients are in host memory
         self.connect()
 
     def connect(self) -> None:
@@ -79,7 +77,7 @@ class Iteration:
         self._fenced = [comm for comm in sharing if type(comm).fence is not Comm.fence]
         self._comms = comms
         buffers = (unit.config.reduce_scatter_max_input_buffers for unit in self.units)
-        self._max_in_flight = max(buffers, default=1)
+        self.reductions.max_held = max(buffers, default=1)
         needs: dict[Any, list[int]] = {}
         for unit in self.units:
             for comm, nbytes in unit.gradients.buckets.needs(unit.config).items():
@@ -95,7 +93,7 @@ class Iteration:
 
     def observe(self, observer: Observer | None) -> None:
         """Tell this observer what happens from now on, or nobody."""
-        self.observer = observer
+        self.observer = self.reductions.observer = observer
         for unit in self.units:
             unit.observer = observer
 
@@ -135,13 +133,13 @@ class Iteration:
             if unit.phase is Phase.POST_FORWARD:
                 unit.reshard()  # kept for a backward that did not come, or comes with new weights
             unit.follow_moves()
-        self._drop_outdated()
+        self._stayed.drop_outdated(is_for_all=self._expects_backward)
         for unit in self.units:
             unit.writes.begin()
             if unit.is_unsharded:
                 unit.params.follow_trained()
         # An evaluation may be one rank's alone where all stayed whole.
-        self._gathers = not all(_is_whole(unit) for unit in self.units)
+        self._gathers = not all(is_whole(unit) for unit in self.units)
         if self._gathers:
             self._watch.begin_pass(is_training=is_training)
         if self.units and self.units[0].runtime.has_streams:
@@ -151,24 +149,6 @@ class Iteration:
         if self._gathers:
             self.fence("before forward")
             self._fenced_since_backward = True
-
-    def _drop_outdated(self) -> None:
-        """Free what stayed unsharded where shards were written to since.
-
-        A rank sees that of its own rows, and may have none of a unit. Ranks agree if this forward
-        cannot be one rank's alone. Else one outdated unit stands for all, so that they are likely
-        to do the same.
-        """
-        outdated = {unit for unit in self.units if unit.is_outdated}
-        if self._expects_backward and self._stayed:
-            # By a load, say, or an exception in an evaluation of this rank alone.
-            gone = {unit for unit in self._stayed if not unit.is_unsharded}
-            outdated = _combine(outdated | gone, self._stayed)
-            self._stayed = []
-        elif outdated:
-            outdated |= {unit for unit in self._stayed if not unit.is_held}
-        for unit in outdated:
-            unit.reshard()
 
     def is_forward_root(self, state: Any) -> bool:
         return self._forward_root is not None and self._forward_root() is state
@@ -267,7 +247,7 @@ class Iteration:
         if not self._expects_backward:
             for unit in self.units:
                 unit.keep_privately()
-            self._note_stayed()
+            self._stayed.note()
         for unit in self._original:  # optimizers and `zero_grad` must find what is trained
             if self._expects_backward:
                 unit.hide_between()
@@ -343,9 +323,10 @@ class Iteration:
             unit.accumulate(grads)
             return
         if unit.comm.overlaps:
-            self._finish_reductions(keep=0)  # over by now: this one takes their memory
+            self.reductions.finish()  # over by now: this one takes their memory
         if (in_flight := unit.reduce(grads)) is not None:
-            self._finish_reductions(keep=0 if unit.runtime.has_streams else 1, then=in_flight)
+            # Without streams the last one goes on beside the next unit's backward.
+            self.reductions.add(in_flight, keep=0 if unit.runtime.has_streams else 1)
 
     @outside_transforms
     def end_backward(self, finished: Sequence[Unit]) -> None:
@@ -363,11 +344,11 @@ class Iteration:
         self._refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
         self._backward_end = None
         self._fenced_since_backward = False
-        self._finish_reductions(keep=0)
-        self._release_events()
+        self.reductions.finish()
+        self.reductions.release()
         for unit in self.units:
             unit.note_kept()
-        self._note_stayed()
+        self._stayed.note()
         if self.is_last_backward:
             self._recorder.end_iteration()
             self._order.end_iteration()
@@ -377,10 +358,6 @@ class Iteration:
                     unit.finish_reading()
         self.fence("after backward")
 
-    def _note_stayed(self) -> None:
-        """A pass of all ranks is over."""
-        self._stayed = [unit for unit in self.units if unit.is_unsharded and not unit.is_in_place]
-
     def _reduce_late_gradients(self) -> None:
         """Reduce what autograd has accumulated after a unit's backward.
 
@@ -389,17 +366,12 @@ class Iteration:
         """
         late = [unit for unit in reversed(self.units) if unit.params.shown.has_gradients]
         if late:
-            self._finish_reductions(keep=0)
+            self.reductions.finish()
         for unit in late:
             self._reduce(unit, unit.take_gradients())
             unit.hide_unsharded()
 
     # Any time
-
-    @property
-    def in_flight(self) -> Sequence[InFlight]:
-        """Reductions that hold memory."""
-        return self._in_flight
 
     def fence(self, label: str) -> None:
         """See [Note: Fences]."""
@@ -414,12 +386,9 @@ class Iteration:
         """Forget an iteration that an exception ended, and what backwards before it accumulated."""
         if self.observer is not None:
             self.observer.forget()
-        for in_flight in self._in_flight:
-            in_flight.discard()
+        self.reductions.discard()
         for comm in self._comms:
             comm.abandon()
-        self._in_flight.clear()
-        self._unfinished.clear()
         self._recorder.forget()
         self._order.forget()
         self._after.clear()
@@ -429,59 +398,6 @@ class Iteration:
             self._fenced_since_backward = False
         for unit in self.units:
             unit.reset(keeps_gradients=keeps_gradients)
-
-    def _finish_reductions(self, *, keep: int, then: InFlight | None = None) -> None:
-        """Finish all but the last ``keep`` reductions, in the order they were started."""
-        in_flight, unfinished = self._in_flight, self._unfinished
-        if then is not None:
-            in_flight.append(then)
-            unfinished.append(then)
-        while len(unfinished) > keep:
-            self._wait_for(unfinished[0], unfinished[0].finish)
-            unfinished.popleft()
-        # A finished one still holds tensors that its lane reads; compute waits before they go.
-        while len(in_flight) > self._max_in_flight and in_flight[0].is_finished:
-            self._release_first()
-
-    def _release_events(self) -> None:
-        while self._in_flight:
-            self._release_first()
-        if self._for_host is not None:
-            self.units[0].runtime.finish(self._for_host)
-            self._for_host = None
-
-    def _release_first(self) -> None:
-        in_flight = self._in_flight.popleft()
-        self._wait_for(in_flight, in_flight.release)
-        if in_flight.is_for_host:
-            self._for_host = in_flight.event  # the lane's last one covers those before it
-
-    def _wait_for(self, in_flight: InFlight, wait: Callable[[], None]) -> None:
-        if self.observer is not None:
-            self.observer.begin(Kind.WAIT_REDUCE_SCATTER, in_flight.gradients)
-        wait()
-        if self.observer is not None:
-            self.observer.end()
-
-
-def _is_whole(unit: Unit) -> bool:
-    """Whether a forward needs nobody else for this unit."""
-    if unit.is_unsharded and not unit.is_in_place:
-        return True
-    return unit.mesh.plan.shard_size == 1 or not unit.params
-
-
-def _combine(chosen: Set[Unit], among: Sequence[Unit]) -> set[Unit]:
-    """Return the units that any rank has chosen. Every rank has to call it, among the same ones."""
-    by_group = collections.defaultdict[object, list[Unit]](list)
-    for unit in among:
-        by_group[unit.mesh.shard_group].append(unit)
-    combined = set(chosen)
-    for units in by_group.values():
-        bits = sum((unit in chosen) << number for number, unit in enumerate(units))
-        bits = units[0].comm.combine(bits, len(units))
-        combined.update(unit for number, unit in enumerate(units) if bits >> number & 1)
-    return combined
 
 
 def _is_running(frame: types.FrameType) -> bool:

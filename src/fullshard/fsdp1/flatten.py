@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.build.coverage import CoveredParameters, qualified_names
 from fullshard.build.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
 from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
-from fullshard.engine.params.managed import ParamForm, Slot
+from fullshard.engine.params.form import ParamForm, Slot
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import UnitComms

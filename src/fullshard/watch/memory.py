@@ -210,7 +210,7 @@ def _in_flight(iteration: Iteration | None) -> Iterator[tuple[Unit, MemoryCatego
     """Yield what reductions under way hold, and whose they are."""
     if iteration is None:
         return
-    for reduction in iteration.in_flight:
+    for reduction in iteration.reductions.held:
         (unit,) = (u for u in iteration.units if u.gradients is reduction.gradients)
         for tensor in reduction.results:
             yield unit, MemoryCategory.GRADIENT_SHARDS, tensor

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fullshard.engine.params.form import ParamForm, Slot, with_dtype
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.layout import ParamSpec
 from fullshard.plan.mesh import MeshPlan
@@ -42,81 +43,6 @@ class Count:
 
 
 marks = Count()  # calls of `mark_owner`: until one more, sharded forms are what they were
-
-
-class Slot:
-    """A place where a parameter is registered: ``module.name``.
-
-    Keeps the module's dictionary of parameters, not the module, so that there is no cycle and
-    deleting a model frees its memory at once.
-    """
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.name = name
-        self.module = weakref.ref(module)
-        self.registry = module._parameters
-        # Such as nn.LSTM, which keeps lists of its weights up to date.
-        self.by_setattr = type(module).__setattr__ is not nn.Module.__setattr__
-
-    @property
-    def current(self) -> nn.Parameter | None:
-        return self.registry.get(self.name)
-
-    def register(self, parameter: nn.Parameter) -> None:
-        module = self.module() if self.by_setattr else None
-        if module is None:
-            self.registry[self.name] = parameter
-        else:
-            setattr(module, self.name, parameter)
-
-    def remove(self) -> None:
-        """Register nothing."""
-        self.registry.pop(self.name, None)
-
-    def put_aside(self, tensor: torch.Tensor) -> None:
-        """Make a tensor the module's attribute without registering it as a parameter."""
-        module = self.module()
-        if module is None:
-            return
-        self.registry.pop(self.name, None)
-        if self.by_setattr:
-            setattr(module, self.name, tensor)
-            self.registry.pop(self.name, None)
-        module.__dict__[self.name] = tensor
-
-    def shadow(self, tensor: torch.Tensor) -> None:
-        """Let ``module.name`` be a tensor, whatever is registered under that name."""
-        module = self.module()
-        if module is not None:
-            module.__dict__[self.name] = tensor  # which Python looks at before `__getattr__`
-
-    def take_back(self, parameter: nn.Parameter) -> None:
-        """Register a parameter where a tensor was put aside."""
-        self.drop_shadow()
-        self.register(parameter)
-
-    def drop_shadow(self) -> None:
-        """Let ``module.name`` be what is registered."""
-        module = self.module()
-        if module is not None:
-            module.__dict__.pop(self.name, None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ParamForm:
-    """What a parameter becomes.
-
-    spec: the sharded parameter as a DTensor; None if it is a piece of a flat buffer.
-    shard_dim: the dim along which this rank's tensor is cut over the shard axis.
-    unsharded: the DTensor that it is while unsharded; None for a plain tensor.
-    reduced_axes: axes of ``unsharded``'s mesh that are data parallel: gradients may be partial sums
-        over them, which the unit's own reduction completes.
-    """
-
-    spec: DTensorSpec | None = None
-    shard_dim: int = 0
-    unsharded: DTensorSpec | None = None
-    reduced_axes: frozenset[int] = frozenset()
 
 
 class ManagedParameter(abc.ABC):
@@ -252,7 +178,7 @@ class ManagedParameter(abc.ABC):
             if self.unsharded is None or self.unsharded.dtype != tensor.dtype:
                 whole = tensor
                 if self.form.unsharded is not None:
-                    spec = _with_dtype(self.form.unsharded, tensor.dtype)
+                    spec = with_dtype(self.form.unsharded, tensor.dtype)
                     whole = DTensor(tensor, spec, requires_grad=False)
                 self.unsharded = nn.Parameter(whole, requires_grad=self.requires_grad)
                 setattr(self.unsharded, _STANDS_FOR, Reference(self))
@@ -392,7 +318,7 @@ class DTensorParameter(ManagedParameter):
     def wrap_shard(self, local: torch.Tensor) -> DTensor:
         spec = self._spec
         if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
-            spec = self._spec = _with_dtype(spec, local.dtype)
+            spec = self._spec = with_dtype(spec, local.dtype)
         return DTensor(local, spec, requires_grad=False)
 
     def show_sharded(self) -> None:
@@ -512,14 +438,6 @@ def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
 
 def _deref(reference: Any) -> ManagedParameter | None:
     return reference() if reference is not None else None
-
-
-def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Return the same description of a tensor of another dtype."""
-    if spec.tensor_meta is not None and spec.tensor_meta.dtype == dtype:
-        return spec
-    meta = TensorMeta(spec.shape, spec.stride, dtype)
-    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
 
 
 def _chunk(full: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:

@@ -1,0 +1,61 @@
+"""Units that stay unsharded from one pass to the next, and when what they hold is outdated.
+
+They are memory of this rank alone, so a forward need not gather them. But somebody may have written
+to their shards since: an optimizer, a load, a program. All ranks have to agree what is gathered
+anew, or one would wait for the others in vain.
+"""
+
+import collections
+from collections.abc import Sequence, Set
+
+from fullshard.engine.unit import Unit
+
+
+class StayedUnits:
+    """The units of one model that stayed unsharded after its last pass."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._stayed: list[Unit] = []
+
+    def note(self) -> None:
+        """A pass of all ranks is over."""
+        self._stayed = [u for u in self._units if u.is_unsharded and not u.is_in_place]
+
+    def drop_outdated(self, *, is_for_all: bool) -> None:
+        """Free what stayed unsharded where shards were written to since.
+
+        A rank sees that of its own rows, and may have none of a unit. Ranks agree if this forward
+        cannot be one rank's alone. Else one outdated unit stands for all, so that they are likely
+        to do the same.
+        """
+        outdated = {unit for unit in self._units if unit.is_outdated}
+        if is_for_all and self._stayed:
+            # By a load, say, or an exception in an evaluation of this rank alone.
+            gone = {unit for unit in self._stayed if not unit.is_unsharded}
+            outdated = _combine(outdated | gone, self._stayed)
+            self._stayed = []
+        elif outdated:
+            outdated |= {unit for unit in self._stayed if not unit.is_held}
+        for unit in outdated:
+            unit.reshard()
+
+
+def is_whole(unit: Unit) -> bool:
+    """Whether a forward needs nobody else for this unit."""
+    if unit.is_unsharded and not unit.is_in_place:
+        return True
+    return unit.mesh.plan.shard_size == 1 or not unit.params
+
+
+def _combine(chosen: Set[Unit], among: Sequence[Unit]) -> set[Unit]:
+    """Return the units that any rank has chosen. Every rank has to call it, among the same ones."""
+    by_group = collections.defaultdict[object, list[Unit]](list)
+    for unit in among:
+        by_group[unit.mesh.shard_group].append(unit)
+    combined = set(chosen)
+    for units in by_group.values():
+        bits = sum((unit in chosen) << number for number, unit in enumerate(units))
+        bits = units[0].comm.combine(bits, len(units))
+        combined.update(unit for number, unit in enumerate(units) if bits >> number & 1)
+    return combined
