@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from fullshard.comm.interface import Comm, Sum
 from fullshard.comm.select import select_comm
-from fullshard.plan.layout import BucketLayout, ParamSpec, rows_layout
+from fullshard.plan.builders import rows_layout
+from fullshard.plan.layout import BucketLayout, ParamSpec
 from fullshard.policies import CommChoice
 
 from .ranks import Rank, RankGroup

@@ -7,7 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fullshard.comm.packing import Landing, Region, copy_in_gradients
-from fullshard.plan.layout import BucketLayout, DirectRule, ParamSpec, regroup, rows_layout
+from fullshard.plan.builders import regroup, rows_layout
+from fullshard.plan.layout import BucketLayout, DirectRule, ParamSpec
 
 
 @st.composite

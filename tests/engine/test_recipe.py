@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.engine.gradients.recipe import Recipe, make_recipe
-from fullshard.plan.layout import BucketLayout, ParamSpec, rows_layout
+from fullshard.plan.builders import rows_layout
+from fullshard.plan.layout import BucketLayout, ParamSpec
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 from fullshard.errors import LayoutError
+from fullshard.plan.builders import flat_layout, regroup, rows_layout
 from fullshard.plan.layout import (
     ALIGNMENT_NBYTES,
     BucketLayout,
@@ -19,9 +20,6 @@ from fullshard.plan.layout import (
     ParamSpec,
     Route,
     UnitLayout,
-    flat_layout,
-    regroup,
-    rows_layout,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 from fullshard.errors import LayoutError
-from fullshard.plan.layout import ParamSpec, Piece, Shape, flat_layout, rows_layout
+from fullshard.plan.builders import flat_layout, rows_layout
+from fullshard.plan.layout import ParamSpec, Piece, Shape
 from fullshard.plan.regrid import (
     Division,
     Transfer,

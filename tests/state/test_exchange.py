@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.errors import LayoutError
-from fullshard.plan.layout import ParamSpec, Piece, flat_layout
+from fullshard.plan.builders import flat_layout
+from fullshard.plan.layout import ParamSpec, Piece
 from fullshard.plan.regrid import (
     Division,
     box_pieces,

@@ -15,7 +15,8 @@ from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import UnitComms
 from fullshard.errors import ShardingError
-from fullshard.plan.layout import ParamSpec, UnitLayout, flat_layout
+from fullshard.plan.builders import flat_layout
+from fullshard.plan.layout import ParamSpec, UnitLayout
 from fullshard.plan.units import clean_name
 from fullshard.policies import ParamStyle, UnitConfig
 

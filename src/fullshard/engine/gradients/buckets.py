@@ -14,7 +14,8 @@ from fullshard.engine.gradients.recipe import Recipe, make_recipe, wire_dtype
 from fullshard.engine.gradients.shards import GradientShards
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.runtime import Runtime
-from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout, rows_layout
+from fullshard.plan.builders import rows_layout
+from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 

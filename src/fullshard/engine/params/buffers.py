@@ -24,7 +24,8 @@ from fullshard.comm.interface import Comm, ShardBuffer, Work, tensor_over
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.references import storage_uses
 from fullshard.engine.runtime import Lane, Runtime
-from fullshard.plan.layout import BucketLayout, UnitLayout, regroup
+from fullshard.plan.builders import regroup
+from fullshard.plan.layout import BucketLayout, UnitLayout
 
 KEPT_NBYTES = 1 << 20  # a host buffer this small costs more to free than to keep
 

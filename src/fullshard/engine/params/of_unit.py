@@ -26,7 +26,8 @@ from fullshard.engine.params.shown import ShownForm
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError
-from fullshard.plan.layout import UnitLayout, retype, rows_layout
+from fullshard.plan.builders import retype, rows_layout
+from fullshard.plan.layout import UnitLayout
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
 
 _version = operator.attrgetter("_version")

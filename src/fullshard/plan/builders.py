@@ -1,0 +1,208 @@
+"""Builders of layouts: which rank owns which elements, and where they lie.
+
+`rows_layout` shards a dimension of each parameter as ``torch.chunk`` does, and `flat_layout` cuts
+the concatenation of all parameters into equal parts; both make the same frozen type, a
+`layout.UnitLayout`. `retype` and `regroup` make a layout out of another one. A new way to lay out a
+unit is a new function here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.errors import LayoutError
+from fullshard.plan.layout import (
+    ALIGNMENT_NBYTES,
+    BucketLayout,
+    DirectRule,
+    ParamLayout,
+    ParamSpec,
+    Route,
+    UnitLayout,
+)
+
+
+def rows_layout(
+    specs: Sequence[ParamSpec], *, shard_size: int, rule: DirectRule = DirectRule()
+) -> UnitLayout:
+    """Shard each parameter along its own dimension, chunked as ``torch.chunk`` and DTensor do.
+
+    Any size along the dimension works: ranks beyond it own nothing. Raises LayoutError on a shard
+    dimension the parameter does not have, as no 0-dim parameter has any.
+    """
+    _check_shard_size(shard_size)
+    for spec in specs:
+        if not 0 <= spec.shard_dim < len(spec.shape):
+            raise LayoutError(
+                f"{spec.name}: cannot shard dim {spec.shard_dim} of a parameter of shape "
+                f"{spec.shape}. Choose one of its {len(spec.shape)} dims."
+            )
+    return UnitLayout(
+        shard_size,
+        tuple(
+            _rows_bucket(members, specs, shard_size, rule) for members in _by_dtypes(specs).values()
+        ),
+    )
+
+
+def flat_layout(
+    specs: Sequence[ParamSpec], *, shard_size: int, is_aligned: bool = True
+) -> UnitLayout:
+    """Concatenate the parameters and cut the result into equal 1-D shards.
+
+    Frozen ones are apart from trainable ones, so that there is no gradient memory for them.
+    is_aligned: False puts them end to end with the least padding, as PyTorch's ``FlatParameter``
+    has them, at the price of pieces that do not begin on 16 bytes.
+
+    w (6, 4) and b (6,) in float32 on 4 ranks need 30 elements, padded to 32:
+        shard 0 [ 0,  8): w rows 0-1     shard 2 [16, 24): w rows 4-5
+        shard 1 [ 8, 16): w rows 2-3     shard 3 [24, 32): b, 2 padding
+    """
+    _check_shard_size(shard_size)
+    buckets = []
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+    for index, spec in enumerate(specs):
+        groups.setdefault((spec.dtype, spec.compute_dtype, spec.trainable), []).append(index)
+    for members in groups.values():
+        first = specs[members[0]]
+        align = _alignment(first.dtype, first.compute_dtype) if is_aligned else 1
+        params, offset = [], 0
+        for index in members:
+            params.append(ParamLayout(index, specs[index], Route.FLAT, shard_size, 0, offset))
+            offset += _round_up(specs[index].numel, align)
+        shard_numel = _round_up(-(-offset // shard_size), align)
+        buckets.append(
+            BucketLayout(
+                dtype=first.dtype,
+                compute_dtype=first.compute_dtype,
+                shard_size=shard_size,
+                params=tuple(params),
+                shard_numel=shard_numel,
+                packed_offset=shard_numel,
+                unsharded_numel=shard_numel * shard_size,
+                direct_numel=shard_numel * shard_size,
+            )
+        )
+    return UnitLayout(shard_size, tuple(buckets))
+
+
+def retype(layout: UnitLayout, specs: Sequence[ParamSpec]) -> UnitLayout:
+    """Return the same layout for other dtypes: every element stays where it is.
+
+    What a flat layout needs after ``model.half()``, since its shards are not moved between ranks.
+    """
+    buckets = []
+    for bucket in layout.buckets:
+        first = specs[bucket.params[0].index]
+        params = [dataclasses.replace(param, spec=specs[param.index]) for param in bucket.params]
+        if len({(param.spec.dtype, param.spec.compute_dtype) for param in params}) > 1:
+            raise LayoutError(
+                f"{', '.join(param.spec.name for param in params)} lie in one flat buffer, but are "
+                "of different dtypes now. Change the dtype of all of them."
+            )
+        buckets.append(
+            dataclasses.replace(
+                bucket,
+                dtype=first.dtype,
+                compute_dtype=first.compute_dtype,
+                params=tuple(params),
+            )
+        )
+    return UnitLayout(layout.shard_size, tuple(buckets))
+
+
+def regroup(bucket: BucketLayout, *, shard_size: int) -> BucketLayout:
+    """Shard the same unsharded buffer over another number of ranks, every parameter packed.
+
+    What ranks keep between forward and backward with ``reshard_after_forward=N``: the unsharded
+    buffer stays as it is, only its parts go elsewhere. Stored in the compute dtype.
+    """
+    align = _alignment(bucket.compute_dtype)
+    params: list[ParamLayout] = []
+    offset = 0
+    for param in bucket.params:
+        moved = dataclasses.replace(
+            param, route=Route.PACKED, shard_size=shard_size, shard_offset=offset
+        )
+        params.append(moved)
+        offset += _round_up(params[-1].chunk_numel, align)
+    return dataclasses.replace(
+        bucket,
+        dtype=bucket.compute_dtype,
+        shard_size=shard_size,
+        params=tuple(params),
+        shard_numel=offset,
+        packed_offset=0,
+        direct_numel=0,
+    )
+
+
+def _rows_bucket(
+    members: Sequence[int], specs: Sequence[ParamSpec], shard_size: int, rule: DirectRule
+) -> BucketLayout:
+    routes = {index: _route(specs[index], shard_size, rule) for index in members}
+    drafts = (
+        ParamLayout(index, specs[index], routes[index], shard_size, 0, 0) for index in members
+    )
+    # Direct ones first, packed ones so that those that lie alike are neighbours.
+    ordered = sorted(drafts, key=lambda p: () if p.route is Route.DIRECT else p.form)
+    first = specs[members[0]]
+    align = _alignment(first.dtype, first.compute_dtype)
+    params: list[ParamLayout] = []
+    shard_offset = unsharded_offset = packed_offset = direct_numel = 0
+    for draft in ordered:
+        param = dataclasses.replace(
+            draft, shard_offset=shard_offset, unsharded_offset=unsharded_offset
+        )
+        params.append(param)
+        shard_offset += _round_up(param.chunk_numel, align)
+        unsharded_offset += _round_up(param.spec.numel, align)
+        if param.route is Route.DIRECT:
+            packed_offset, direct_numel = shard_offset, unsharded_offset
+    return BucketLayout(
+        dtype=first.dtype,
+        compute_dtype=first.compute_dtype,
+        shard_size=shard_size,
+        params=tuple(params),
+        shard_numel=shard_offset,
+        packed_offset=packed_offset,
+        unsharded_numel=unsharded_offset,
+        direct_numel=direct_numel,
+    )
+
+
+def _route(spec: ParamSpec, shard_size: int, rule: DirectRule) -> Route:
+    num_rows = spec.shape[spec.shard_dim]
+    rows_per_shard = -(-num_rows // shard_size)
+    chunk_numel = rows_per_shard * math.prod(spec.shape[1:])
+    aligned = all(
+        chunk_numel * dtype.itemsize % ALIGNMENT_NBYTES == 0
+        for dtype in (spec.dtype, spec.compute_dtype)
+    )
+    even = num_rows % shard_size == 0 or not rule.even
+    big = chunk_numel * spec.dtype.itemsize >= rule.min_nbytes
+    direct = spec.shard_dim == 0 and spec.numel > 0 and aligned and even and big
+    return Route.DIRECT if direct else Route.PACKED
+
+
+def _by_dtypes(specs: Sequence[ParamSpec]) -> dict[tuple[torch.dtype, torch.dtype], list[int]]:
+    groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for index, spec in enumerate(specs):
+        groups.setdefault((spec.dtype, spec.compute_dtype), []).append(index)
+    return groups
+
+
+def _alignment(*dtypes: torch.dtype) -> int:
+    """Elements after which a piece of any of the dtypes is aligned again."""
+    return max(max(1, ALIGNMENT_NBYTES // dtype.itemsize) for dtype in dtypes)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _check_shard_size(shard_size: int) -> None:
+    if shard_size < 1:
+        raise LayoutError(f"shard_size={shard_size}: at least one rank has to own the parameters.")
