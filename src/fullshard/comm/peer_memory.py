@@ -34,9 +34,10 @@ from fullshard.comm.interface import (
     tensor_over,
 )
 from fullshard.comm.packing import Region, copy_in_gradients
-from fullshard.comm.ring import LINE, Ring, Stretch, round_up
+from fullshard.comm.ring import LINE, Ring, Stretch
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.plan.layout import BucketLayout, DirectRule, Route
+from fullshard.plan.sizes import round_up
 
 
 class PeerMemoryComm(Comm):

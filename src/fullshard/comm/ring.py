@@ -18,6 +18,7 @@ import torch
 
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
+from fullshard.plan.sizes import round_up
 
 LINE = 64  # stretches and what is in them begin on cache lines
 
@@ -166,7 +167,3 @@ class PendingSum:
     def wait(self) -> tuple[bool, ...]:
         self.ring.finish_through(self.sequence)
         return self.result
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -22,6 +22,7 @@ from fullshard.plan.layout import (
     Route,
     UnitLayout,
 )
+from fullshard.plan.sizes import round_up, rows_per_rank
 
 
 def rows_layout(
@@ -71,8 +72,8 @@ def flat_layout(
         params, offset = [], 0
         for index in members:
             params.append(ParamLayout(index, specs[index], Route.FLAT, shard_size, 0, offset))
-            offset += _round_up(specs[index].numel, align)
-        shard_numel = _round_up(-(-offset // shard_size), align)
+            offset += round_up(specs[index].numel, align)
+        shard_numel = round_up(-(-offset // shard_size), align)
         buckets.append(
             BucketLayout(
                 dtype=first.dtype,
@@ -127,7 +128,7 @@ def regroup(bucket: BucketLayout, *, shard_size: int) -> BucketLayout:
             param, route=Route.PACKED, shard_size=shard_size, shard_offset=offset
         )
         params.append(moved)
-        offset += _round_up(params[-1].chunk_numel, align)
+        offset += round_up(params[-1].chunk_numel, align)
     return dataclasses.replace(
         bucket,
         dtype=bucket.compute_dtype,
@@ -157,8 +158,8 @@ def _rows_bucket(
             draft, shard_offset=shard_offset, unsharded_offset=unsharded_offset
         )
         params.append(param)
-        shard_offset += _round_up(param.chunk_numel, align)
-        unsharded_offset += _round_up(param.spec.numel, align)
+        shard_offset += round_up(param.chunk_numel, align)
+        unsharded_offset += round_up(param.spec.numel, align)
         if param.route is Route.DIRECT:
             packed_offset, direct_numel = shard_offset, unsharded_offset
     return BucketLayout(
@@ -175,8 +176,7 @@ def _rows_bucket(
 
 def _route(spec: ParamSpec, shard_size: int, rule: DirectRule) -> Route:
     num_rows = spec.shape[spec.shard_dim]
-    rows_per_shard = -(-num_rows // shard_size)
-    chunk_numel = rows_per_shard * math.prod(spec.shape[1:])
+    chunk_numel = rows_per_rank(num_rows, shard_size) * math.prod(spec.shape[1:])
     aligned = all(
         chunk_numel * dtype.itemsize % ALIGNMENT_NBYTES == 0
         for dtype in (spec.dtype, spec.compute_dtype)
@@ -197,10 +197,6 @@ def _by_dtypes(specs: Sequence[ParamSpec]) -> dict[tuple[torch.dtype, torch.dtyp
 def _alignment(*dtypes: torch.dtype) -> int:
     """Elements after which a piece of any of the dtypes is aligned again."""
     return max(max(1, ALIGNMENT_NBYTES // dtype.itemsize) for dtype in dtypes)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _check_shard_size(shard_size: int) -> None:

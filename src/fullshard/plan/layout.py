@@ -31,6 +31,8 @@ from typing import NamedTuple
 
 import torch
 
+from fullshard.plan.sizes import rows_per_rank
+
 ALIGNMENT_NBYTES = 16
 Shape = tuple[int, ...]
 
@@ -109,7 +111,7 @@ class ParamLayout:
     @functools.cached_property
     def rows_per_shard(self) -> int:
         """Rows of every shard but the last ones, which may be shorter or empty."""
-        return -(-self.spec.shape[self.spec.shard_dim] // self.shard_size)
+        return rows_per_rank(self.spec.shape[self.spec.shard_dim], self.shard_size)
 
     @functools.cached_property
     def outer_numel(self) -> int:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from fullshard.errors import LayoutError
 from fullshard.plan.layout import BucketLayout, ParamLayout, Piece, Shape
+from fullshard.plan.sizes import rows_per_rank
 
 Division = Sequence[Sequence[Piece]]
 
@@ -100,10 +101,10 @@ def row_division(shape: Shape, *, dim: int, num_ranks: int) -> tuple[tuple[Piece
             f"cannot divide dim {dim} of a parameter of shape {shape}. "
             f"Choose one of its {len(shape)} dims."
         )
-    rows_per_rank = -(-shape[dim] // num_ranks)
+    chunk = rows_per_rank(shape[dim], num_ranks)
     division = []
     for rank in range(num_ranks):
-        first, end = (min(n * rows_per_rank, shape[dim]) for n in (rank, rank + 1))
+        first, end = (min(n * chunk, shape[dim]) for n in (rank, rank + 1))
         start, size = [0] * len(shape), list(shape)
         start[dim], size[dim] = first, end - first
         division.append(box_pieces(shape, start, size))
