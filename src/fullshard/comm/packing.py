@@ -213,6 +213,39 @@ def copy_in_gradients(
         torch._foreach_zero_(missing)
 
 
+def pack_gradients(
+    bucket: BucketLayout,
+    grads: Sequence[torch.Tensor | None],
+    regions: Regions,
+    dtype: torch.dtype,
+    *,
+    divisor: float,
+    num_extra: int = 0,
+) -> Region:
+    """Return the packed parameters' gradients rank by rank, each with ``num_extra`` elements.
+
+    Of a flat bucket, all gradients.
+    """
+    numel = bucket.shard_numel if bucket.is_flat else bucket.packed_numel
+    region = regions.take(bucket.shard_size * (numel + num_extra), dtype)
+    copy_in_gradients(bucket, grads, region, packed_only=True, divisor=divisor)
+    return region
+
+
+def wire_gradient(
+    param: ParamLayout,
+    grad: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    divisor: float,
+) -> torch.Tensor:
+    if grad is None:
+        return torch.zeros(param.spec.numel, dtype=dtype, device=device)
+    wire = grad.contiguous().view(-1).to(dtype)
+    return wire if divisor == 1.0 else wire / divisor
+
+
 def _copy_in_at_once(
     bucket: BucketLayout, grads: Sequence[torch.Tensor | None], region: Region, start: int
 ) -> bool:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from fullshard.comm.backends import backend_name, let_go_at_exit
 from fullshard.comm.calls import GroupCalls, all_gather, reduce_scatter
+from fullshard.comm.gloo_sum import ExchangeMemory, exchange_flat, exchange_rows
 from fullshard.comm.interface import (
     Comm,
     Done,
@@ -32,17 +33,22 @@ from fullshard.comm.interface import (
     ShardBuffer,
     Sum,
     Work,
-    add_in_order,
     shard_views,
 )
 from fullshard.comm.ledger import Ledger
 from fullshard.comm.liveness import announce, name_lost_ranks, naming_lost_ranks
-from fullshard.comm.packing import Landing, Region, Regions, copy_in_gradients, sent_parts
+from fullshard.comm.packing import (
+    Landing,
+    Region,
+    Regions,
+    pack_gradients,
+    sent_parts,
+    wire_gradient,
+)
 from fullshard.comm.scratch import Scratch
 from fullshard.comm.shared_memory import known_ledger, ledger_of
-from fullshard.plan.layout import BucketLayout, DirectRule, ParamLayout, Route
+from fullshard.plan.layout import BucketLayout, DirectRule
 
-_FEW_RANKS = 8
 _COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 
 
@@ -303,13 +309,13 @@ class ProcessGroupComm(Comm):
     ) -> Reduction:
         scaling = how.scaling
         sources = [
-            _wire_gradient(param, grad, out.dtype, out.device, scaling.before)
+            wire_gradient(param, grad, out.dtype, out.device, divisor=scaling.before)
             for param, grad in zip(bucket.direct, grads, strict=False)
         ]
         targets = sent_parts(bucket, out) if sources else []
         region = None
         if bucket.packed_numel or bucket.is_flat:
-            region = self._pack(bucket, grads, out.dtype, scaling.before)
+            region = pack_gradients(bucket, grads, self.packed, out.dtype, divisor=scaling.before)
             sources.append(region.memory)
             targets = targets or [out]
         averages = self._averages and how.may_average and scaling.after == self.size
@@ -325,87 +331,13 @@ class ProcessGroupComm(Comm):
         out: torch.Tensor,
         how: Sum,
     ) -> Reduction:
-        works: list[Any] = []
-        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-        flags_seen: list[bool] = []
-        sent: list[torch.Tensor] = []
-        lent: list[torch.Tensor] = []
-
-        def exchange(source: torch.Tensor) -> torch.Tensor:
-            """Return what the ranks will have sent to this one, a row from each."""
-            received = self._scratch.take(source.numel(), source.dtype)
-            works.append(dist.all_to_all_single(received, source, group=self.group, async_op=True))
-            sent.append(source)
-            lent.append(received)
-            return received.view(self.size, -1)
-
-        if bucket.is_flat:
-            return self._reduce_scatter_flat(bucket, grads, out, how)
-        for param, grad in zip(bucket.params, grads, strict=True):
-            if param.route is Route.DIRECT:
-                source = _wire_gradient(param, grad, how.wire_dtype, out.device, how.scaling.before)
-                target = out.narrow(0, param.shard_offset, param.chunk_numel)
-                sums.append((exchange(source), target))
-        # One more element a parameter tells every rank whether anybody had a gradient for it.
-        present = [grad is not None for grad in grads]
-        region = self._pack(bucket, grads, how.wire_dtype, how.scaling.before, len(grads))
-        flags = torch.tensor(present, dtype=how.wire_dtype, device=out.device)
-        region.memory.view(self.size, -1)[:, bucket.packed_numel :] = flags
-        target = out.narrow(0, bucket.packed_offset, bucket.packed_numel)
-        received = exchange(region.memory)
-        sums.append((received[:, : bucket.packed_numel], target))
-
-        def finish() -> None:
-            for terms, total in sums:
-                _sum_rows(terms, total, divisor=how.scaling.after)
-            flags_seen.extend((received[:, bucket.packed_numel :] != 0).any(0).tolist())
-            for memory in lent:
-                self._scratch.give(memory)
-            self.packed.give(region)
-
-        return PendingReduction(
-            Pending(works, finish, (*sent, *lent), self, how.label),
-            lambda: tuple(flags_seen),
+        start = exchange_flat if bucket.is_flat else exchange_rows
+        terms = start(
+            bucket, grads, out, how, ExchangeMemory(self.packed, self._scratch), self.group
         )
-
-    def _reduce_scatter_flat(
-        self,
-        bucket: BucketLayout,
-        grads: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
-        how: Sum,
-    ) -> Reduction:
-        region = self._scratch.take(bucket.unsharded_numel, how.wire_dtype)
-        received = self._scratch.take(bucket.unsharded_numel, how.wire_dtype)
-        copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
-        work = dist.all_to_all_single(received, region, group=self.group, async_op=True)
-
-        def finish() -> None:
-            _sum_rows(received.view(self.size, -1), out, divisor=how.scaling.after)
-            self._scratch.give(region)
-            self._scratch.give(received)
-
         return PendingReduction(
-            Pending([work], finish, (region, received), self, how.label),
-            lambda: tuple(grad is not None for grad in grads),
+            Pending(terms.works, terms.finish, terms.tensors, self, how.label), terms.present
         )
-
-    def _pack(
-        self,
-        bucket: BucketLayout,
-        grads: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        divisor: float,
-        num_extra: int = 0,
-    ) -> Region:
-        """Return the packed parameters' gradients rank by rank, each with ``num_extra`` elements.
-
-        Of a flat bucket, all gradients.
-        """
-        numel = bucket.shard_numel if bucket.is_flat else bucket.packed_numel
-        region = self.packed.take(self.size * (numel + num_extra), dtype)
-        copy_in_gradients(bucket, grads, region, packed_only=True, divisor=divisor)
-        return region
 
     def _all_gather(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -454,28 +386,6 @@ def _wait_comparing(work: Any, ledger: Ledger) -> None:
                 work.wait()
                 return
         ledger.compare()
-
-
-def _sum_rows(terms: torch.Tensor, out: torch.Tensor, *, divisor: float) -> None:
-    """Set ``out`` to the sum over ranks of a matrix with a row from each."""
-    if terms.size(0) <= _FEW_RANKS:
-        add_in_order(terms.unbind(), out, divisor=divisor)
-        return
-    torch.sum(terms, 0, dtype=out.dtype, out=out)  # one call; its order is fixed as well
-    out.div_(divisor)
-
-
-def _wire_gradient(
-    param: ParamLayout,
-    grad: torch.Tensor | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    divisor: float,
-) -> torch.Tensor:
-    if grad is None:
-        return torch.zeros(param.spec.numel, dtype=dtype, device=device)
-    wire = grad.contiguous().view(-1).to(dtype)
-    return wire if divisor == 1.0 else wire / divisor
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
