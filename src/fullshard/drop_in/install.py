@@ -25,7 +25,8 @@ from fullshard.fsdp1 import auto_wrap, wrap_policies
 from fullshard.fsdp1 import options as fsdp1_options
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.recognition import recognise_again
-from fullshard.fsdp2 import module as fsdp_module
+from fullshard.fsdp2 import module as fsdp2_module
+from fullshard.fsdp2.classes import constructing_as_is, sharded_classes
 from fullshard.fsdp2.fully_shard import fully_shard
 from fullshard.fsdp2.module import FSDPModule, ReplicateModule
 from fullshard.fsdp2.replicate import replicate
@@ -40,13 +41,13 @@ _FSDP1 = "torch.distributed.fsdp"
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
     """Return the sharded class of every class that has one."""
-    return fsdp_module.sharded_classes[FSDPModule]
+    return sharded_classes[FSDPModule]
 
 
 @contextlib.contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
     """Let sharded classes be constructed as they are, for ``torch.compile`` unpickling guards."""
-    with fsdp_module.constructing_as_is():
+    with constructing_as_is():
         yield
 
 
@@ -55,9 +56,9 @@ _REPLACED: dict[str, dict[str, Any]] = {
     f"{_ENGINE}._fully_shard": {
         "fully_shard": fully_shard,
         "FSDPModule": FSDPModule,
-        "UnshardHandle": fsdp_module.UnshardHandle,
-        "register_fsdp_forward_method": fsdp_module.register_fsdp_forward_method,
-        "share_comm_ctx": fsdp_module.share_comm_ctx,
+        "UnshardHandle": fsdp2_module.UnshardHandle,
+        "register_fsdp_forward_method": fsdp2_module.register_fsdp_forward_method,
+        "share_comm_ctx": fsdp2_module.share_comm_ctx,
         "get_cls_to_fsdp_cls": get_cls_to_fsdp_cls,
         "disable_fsdp_module_new_init": disable_fsdp_module_new_init,
     },
@@ -142,7 +143,7 @@ _REPLACED: dict[str, dict[str, Any]] = {
         "replicate": replicate,
         "ReplicateModule": ReplicateModule,
         "_get_module_replicate_state": interop.state_view,
-        "cls_to_replicate_cls": fsdp_module.sharded_classes[ReplicateModule],
+        "cls_to_replicate_cls": sharded_classes[ReplicateModule],
     },
 }
 

@@ -1,34 +1,27 @@
 """`FSDPModule`: what can be done with a module that `fully_shard` was applied to."""
 
-import contextlib
-import contextvars
-import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from typing_extensions import deprecated
 
 from fullshard.build.interop import FSDPState, view_of
-from fullshard.comm.backends import backend_name, backend_of
-from fullshard.comm.collectives import (
-    AllGather,
-    CollectivesComm,
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
-    ReduceScatter,
-    SymmMemAllGather,
-    SymmMemReduceScatter,
-)
-from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.engine.copying import copy_sharded
+from fullshard.comm.collectives import AllGather, ReduceScatter
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.module_state import state_of
 from fullshard.engine.unit import Unit
-from fullshard.errors import MisuseError, ShardingError, StateError
+from fullshard.errors import ShardingError, StateError
+from fullshard.fsdp2.classes import is_constructing_as_is
+from fullshard.fsdp2.communication import (
+    refuse_symmetric_memory,
+    use_collectives,
+    use_process_group_memory,
+    use_separate_reduce_groups,
+    use_symmetric_memory,
+)
 
 
 class FSDPModule:
@@ -40,7 +33,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the original class: slicing a sharded container makes a plain one."""
-        if _as_is.get():
+        if is_constructing_as_is():
             return super().__new__(cls)
         original = cls.__mro__[cls._orig_cls_mro_index]
         self = original.__new__(original, *args, **kwargs)
@@ -81,13 +74,13 @@ class FSDPModule:
             raise ShardingError(
                 f"reshard_after_forward should be a bool, got {reshard_after_forward!r}."
             )
-        self._configure(recurse, reshard_after_forward=reshard_after_forward)
+        self._configure(recurse=recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Free parameters after backward, or keep them for the next micro-batch."""
-        self._configure(recurse, reshard_after_backward=reshard_after_backward)
+        self._configure(recurse=recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Skip gathering in backward where the parameters are not needed (an embedding)."""
@@ -150,12 +143,14 @@ class FSDPModule:
     ) -> None:
         """Reduce gradients in backward, or keep them unreduced for a later one."""
         self._configure(
-            recurse, reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync
+            recurse=recurse,
+            reduce_grads=requires_gradient_sync,
+            all_reduce_grads=requires_gradient_sync,
         )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sum over the replicate axis in backward, or keep sums over the shard axis (HSDP)."""
-        self._configure(recurse, all_reduce_grads=requires_all_reduce)
+        self._configure(recurse=recurse, all_reduce_grads=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by this instead of the number of data-parallel ranks."""
@@ -175,7 +170,7 @@ class FSDPModule:
 
         NCCL forms means by itself, which saves a kernel. Other backends are only asked for sums.
         """
-        self._configure(False, force_sum_reduction=enable)
+        self._configure(recurse=False, force_sum_reduction=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -185,7 +180,7 @@ class FSDPModule:
         For models in which only some ranks run a module: all of them have to take part in its
         reduction. The gradients are then set, to zeros where no rank had any.
         """
-        self._configure(recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
+        self._configure(recurse=recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -204,13 +199,9 @@ class FSDPModule:
                 f"max_input_buffers must be a positive int, got {max_input_buffers}."
             )
         if max_input_buffers > 1:
-            for unit in self._units(recurse):
-                if isinstance(_collectives(unit), SymmMemReduceScatter):
-                    raise ShardingError(
-                        f"{unit.label}: max_input_buffers={max_input_buffers} is not supported "
-                        "with symmetric memory, of which each buffer would take its own segment."
-                    )
-        self._configure(recurse, reduce_scatter_max_input_buffers=max_input_buffers)
+            for unit in self._units(recurse=recurse):
+                refuse_symmetric_memory(unit, max_input_buffers)
+        self._configure(recurse=recurse, reduce_scatter_max_input_buffers=max_input_buffers)
 
     def set_all_reduce_hook(
         self,
@@ -227,19 +218,19 @@ class FSDPModule:
         unit = self._only_unit("set_all_reduce_hook")
         if stream is not None and unit.mesh.replicate_group is not None:
             raise ShardingError("stream cannot be set when using native HSDP.")
-        self._configure(False, all_reduce_hook=hook, all_reduce_hook_stream=stream)
+        self._configure(recurse=False, all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     # Communication
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this module's parameters through this object: one call a dtype."""
-        unit = self._only_unit("set_custom_all_gather")
-        self._use_collectives(unit, gather=comm)
+        """Gather this module's parameters through this object: one call per dtype."""
+        use_collectives(self._only_unit("set_custom_all_gather"), gather=comm)
+        self._reconnect()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this module's gradients through this object: one call a dtype."""
-        unit = self._only_unit("set_custom_reduce_scatter")
-        self._use_collectives(unit, reduce=comm)
+        """Reduce this module's gradients through this object: one call per dtype."""
+        use_collectives(self._only_unit("set_custom_reduce_scatter"), reduce=comm)
+        self._reconnect()
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -249,18 +240,7 @@ class FSDPModule:
         One new group for each different set of ranks. Every rank has to call it. No effect where
         ranks read each other's memory.
         """
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for unit in self._units(recurse):
-            group = unit.mesh.shard_group
-            if not enable:
-                unit.reduce_over(None)
-            elif isinstance(unit.comm, ProcessGroupComm) and group is not None:
-                ranks = tuple(dist.get_process_group_ranks(group))
-                own = unit.reduce_group or groups.get(ranks)
-                groups[ranks] = own or dist.new_group(
-                    list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
-                )
-                unit.reduce_over(groups[ranks])
+        use_separate_reduce_groups(self._units(recurse=recurse), enable=enable)
         self._reconnect()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -269,24 +249,10 @@ class FSDPModule:
         Raises StateError where the group has none.
         """
         for unit in self._units(recurse=False):
-            group = unit.mesh.shard_group
-            if group is None:
-                continue
-            _refuse_custom(unit, "set_allocate_memory_from_process_group_for_comm")
-            backend = backend_of(group, unit.device)
-            if enable and not backend.supports_tensor_alloc(unit.device):
-                raise StateError(
-                    f"{unit.label}: backend {backend.name()!r} on {unit.device} has no allocator "
-                    "of its own. It takes NCCL on CUDA devices that support registered memory."
-                )
-            if enable:
-                self._use_collectives(
-                    unit,
-                    gather=ProcessGroupAllocAllGather(group),
-                    reduce=ProcessGroupAllocReduceScatter(group),
-                )
-            elif isinstance(unit.comm, CollectivesComm):
-                self._use_comm(unit, ProcessGroupComm(group, unit.device))
+            use_process_group_memory(
+                unit, "set_allocate_memory_from_process_group_for_comm", enable=enable
+            )
+            self._reconnect()
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Stage communication in symmetric memory, for which NCCL has faster kernels.
@@ -294,21 +260,8 @@ class FSDPModule:
         Raises StateError where the group is not NCCL's.
         """
         for unit in self._units(recurse=False):
-            group = unit.mesh.shard_group
-            if group is None:
-                continue
-            _refuse_custom(unit, "set_symm_mem_for_comm")
-            found = backend_name(group, unit.device)
-            if unit.device.type != "cuda" or found != "nccl":
-                raise StateError(
-                    f"{unit.label}: symmetric memory takes CUDA devices and NCCL, this is "
-                    f"{unit.device} and {found}."
-                )
-            self._use_collectives(
-                unit,
-                gather=SymmMemAllGather(group, backend),
-                reduce=SymmMemReduceScatter(group, backend),
-            )
+            use_symmetric_memory(unit, "set_symm_mem_for_comm", backend)
+            self._reconnect()
 
     # Inside
 
@@ -322,7 +275,7 @@ class FSDPModule:
         _state(self).follow_changes()
         return result
 
-    def _units(self, recurse: bool) -> list[Unit]:
+    def _units(self, *, recurse: bool) -> list[Unit]:
         module = cast(nn.Module, self)
         states = (state_of(each) for each in (module.modules() if recurse else [module]))
         return [unit for state in dict.fromkeys(states) if state for unit in state.all_units]
@@ -336,23 +289,11 @@ class FSDPModule:
             )
         return units[0]
 
-    def _configure(self, recurse: bool, **changes: Any) -> None:
-        for unit in self._units(recurse):
+    def _configure(self, *, recurse: bool, **changes: Any) -> None:
+        for unit in self._units(recurse=recurse):
             unit.configure(**changes)
         if "reduce_scatter_max_input_buffers" in changes:
             self._reconnect()
-
-    def _use_collectives(self, unit: Unit, **custom: Any) -> None:
-        group = unit.mesh.shard_group
-        if group is None or group.size() == 1:
-            return  # nothing is communicated
-        if isinstance(unit.comm, CollectivesComm):
-            custom = {"gather": unit.comm.gather, "reduce": unit.comm.reduce, **custom}
-        self._use_comm(unit, CollectivesComm(group, unit.device, **custom))
-
-    def _use_comm(self, unit: Unit, comm: ProcessGroupComm) -> None:
-        unit.use_comm(comm)
-        self._reconnect()
 
     def _reconnect(self) -> None:
         iteration = _state(self).known_iteration
@@ -410,34 +351,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     _states(modules)
 
 
-def sharded_class(original: type, kind: type[FSDPModule]) -> type:
-    """Return the subclass of ``kind`` and ``original``, the same one every time."""
-    classes = sharded_classes[kind]
-    if original not in classes:
-        namespace = {"__deepcopy__": _deepcopy, "__module__": original.__module__}
-        classes[original] = type(f"{kind._prefix}{original.__name__}", (kind, original), namespace)
-    return classes[original]
-
-
-sharded_classes: dict[type[FSDPModule], dict[type, type]] = {FSDPModule: {}, ReplicateModule: {}}
-_as_is = contextvars.ContextVar("_as_is", default=False)
-
-
-@contextlib.contextmanager
-def constructing_as_is() -> Iterator[None]:
-    """Let ``__new__`` of sharded classes make instances of them."""
-    token = _as_is.set(True)
-    try:
-        yield
-    finally:
-        _as_is.reset(token)
-
-
-def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Copy a sharded module that has not run yet. Every rank has to."""
-    return copy_sharded(module, lambda plain: copy.deepcopy(plain, memo), memo)
-
-
 def _state(module: Any) -> Hooks:
     state = hooks_of(module) if isinstance(module, nn.Module) else None
     if state is None:
@@ -455,15 +368,3 @@ def _states(modules: Iterable[Any]) -> list[Hooks]:
                 "fully_shard was applied to."
             )
     return [_state(module) for module in modules]
-
-
-def _collectives(unit: Unit) -> ReduceScatter | None:
-    return unit.comm.reduce if isinstance(unit.comm, CollectivesComm) else None
-
-
-def _refuse_custom(unit: Unit, method: str) -> None:
-    if isinstance(unit.comm, CollectivesComm) and not unit.comm.is_stock:
-        raise MisuseError(
-            f"cannot call {method} when the communication is custom: "
-            f"{type(unit.comm.gather).__name__} and {type(unit.comm.reduce).__name__}."
-        )

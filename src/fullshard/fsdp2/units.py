@@ -35,7 +35,8 @@ from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import choose_comms
 from fullshard.errors import ShardingError, UnsupportedError
-from fullshard.fsdp2.module import FSDPModule, sharded_class
+from fullshard.fsdp2.classes import sharded_class
+from fullshard.fsdp2.module import FSDPModule
 from fullshard.plan.mesh import check_reshard_after_forward
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy, UnitConfig
 
