@@ -40,7 +40,7 @@ clean_tensor_name = clean_name
 
 FSDP = fullshard.FullyShardedDataParallel
 FSDP._state_dict_type = property(lambda self: self._state_dict_settings.state_dict_type)
-FSDP._inter_node_pg = property(lambda self: self._placement.replicate_group)
+FSDP._inter_node_pg = property(lambda self: self._ranks.replicate_group)
 FSDP._wait_unshard_streams_on_current_stream = lambda self: None  # no streams on a CPU
 _params = FSDP.params
 

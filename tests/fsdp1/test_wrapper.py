@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import fullshard
 from tests.api import Api
 from tests.fsdp1.models import (
     CPU,
@@ -318,6 +319,63 @@ def test_single_rank_shards_nothing_and_says_so(api: Api) -> None:
     run_step(model)
     grads = [p.grad.reshape(-1) for p in alone.parameters()]
     assert torch.equal(torch.cat([p.grad for p in model.parameters()]), torch.cat(grads))
+
+
+class Hooked(nn.Linear):
+    """A layer whose weight has a hook after accumulation."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+class OnMeta(nn.Module):
+    """A module with a parameter on the meta device, and no way to give it values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(4, device="meta"))
+
+
+def _with_frozen_weights() -> Net:
+    model = net()
+    for block in model.blocks:
+        block.wide.weight.requires_grad_(False)
+    return model
+
+
+WARNED_OF: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "containers that do not implement": lambda: (nn.ModuleList([nn.Linear(4, 4)]), {}),
+    "switching to use `NO_SHARD`": lambda: (net(), {}),
+    "Trying to ignore the top-level": lambda: ((model := net()), {"ignored_modules": [model]}),
+    "Unable to call `reset_parameters": lambda: (OnMeta(), {}),
+    "hooks after accumulation": lambda: (Hooked(), {}),
+    "Both mixed precision and an auto_wrap_policy": lambda: (
+        net(),
+        {
+            "auto_wrap_policy": ModuleWrapPolicy({Block}),
+            "mixed_precision": fullshard.MixedPrecision(torch.bfloat16),
+        },
+    ),
+    "has both parameters with requires_grad": lambda: (
+        _with_frozen_weights(),
+        {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True},
+    ),
+}
+
+
+@on_default_comm
+@pytest.mark.ours("PyTorch's warnings name lines of its own")
+@pytest.mark.parametrize("message", WARNED_OF)
+@on_ranks(1)
+def test_constructor_s_warnings_name_the_user_s_line(api: Api, message: str) -> None:
+    model, options = WARNED_OF[message]()
+    raises = pytest.raises(RuntimeError) if isinstance(model, OnMeta) else contextlib.nullcontext()
+    with warnings.catch_warnings(record=True) as caught, raises:
+        warnings.simplefilter("always")
+        api.FullyShardedDataParallel(model, device_id=CPU, **options)
+    (first, *_) = [each for each in caught if message in str(each.message)]
+    assert first.filename == __file__
 
 
 @on_default_comm

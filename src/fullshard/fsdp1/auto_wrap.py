@@ -124,7 +124,7 @@ def _compute_in_float32(root: nn.Module, classes: tuple[type[nn.Module], ...]) -
             f"contains {', '.join(names)}. These modules will be wrapped as separate FSDP units "
             "without mixed precision. Set MixedPrecision(_module_classes_to_ignore=[]) to treat "
             "them as all others.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -195,7 +195,7 @@ def _validate_frozen_params(
         )
         if not use_orig_params:
             raise ShardingError(message)
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=5)
 
 
 def _own_parameters(

@@ -136,7 +136,7 @@ def _warn_of_hooks(names: dict[nn.Parameter, str], config: UnitConfig) -> None:
             "are not called with use_orig_params=False, which keeps the gradient of no single "
             "parameter. Pass use_orig_params=True, or register them on the flat parameter.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -31,7 +31,7 @@ class Ignored(NamedTuple):
     params: set[nn.Parameter]
 
 
-class Placement(NamedTuple):
+class ShardingRanks(NamedTuple):
     """Over which ranks a module is sharded and replicated, and the strategy that results."""
 
     mesh: UnitMesh
@@ -52,6 +52,28 @@ def find_ignored(
 
     Raises ShardingError for a mixture of parameters and modules, TypeError for what is no iterable.
     """
+    given_modules, given_params = _given_to_ignore(ignored_modules, ignored_states)
+    if root in given_modules:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            f"result in all parameters being ignored: {root}",
+            stacklevel=3,
+        )
+    modules = {child for module in given_modules for child in module.modules()}
+    params = {p for m in modules for p in m.parameters(recurse=False)} | set(given_params)
+    for nested in root.modules():
+        inner = getattr(nested, "_ignored", None)
+        if state_of(nested) is not None and isinstance(inner, Ignored):
+            modules |= inner.modules
+            params |= inner.params
+    return Ignored(modules, {p for p in params if owner_of(p) is None})
+
+
+def _given_to_ignore(
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """Return the modules and the parameters that the arguments name, of which one list is empty."""
     if ignored_modules is not None and ignored_states is not None:
         raise ShardingError(
             "Cannot pass both ignored_modules and ignored_states at the same time: "
@@ -78,20 +100,7 @@ def find_ignored(
                 f"`ignored_modules` should not include FSDP modules, but {type(module).__name__} "
                 "is one. Ignore the module before it is wrapped."
             )
-    if root in given_modules:
-        warnings.warn(
-            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
-            f"result in all parameters being ignored: {root}",
-            stacklevel=4,
-        )
-    modules = {child for module in given_modules for child in module.modules()}
-    params = {p for m in modules for p in m.parameters(recurse=False)} | set(given_params)
-    for nested in root.modules():
-        inner = getattr(nested, "_ignored", None)
-        if state_of(nested) is not None and isinstance(inner, Ignored):
-            modules |= inner.modules
-            params |= inner.params
-    return Ignored(modules, {p for p in params if owner_of(p) is None})
+    return given_modules, given_params
 
 
 def _listed(values: Iterable[Any] | None, name: str) -> list[Any]:
@@ -106,13 +115,13 @@ def _listed(values: Iterable[Any] | None, name: str) -> list[Any]:
 # Ranks
 
 
-def place(
+def choose_ranks(
     process_group: ProcessGroups,
     strategy: ShardingStrategy | None,
     mesh: DeviceMesh | None,
     *,
     wraps_children: bool,
-) -> Placement:
+) -> ShardingRanks:
     """Decide over which ranks to shard, from process groups or from a mesh.
 
     Raises ShardingError for groups that do not fit the strategy.
@@ -139,18 +148,18 @@ def place(
     plan = MeshPlan(
         shard_group.size(), shard_group.rank(), replicate_group.size(), replicate_group.rank()
     )
-    return Placement(
+    return ShardingRanks(
         UnitMesh(mesh, plan, shard_group, replicate_group), strategy, shard_group, replicate_group
     )
 
 
 def _over_one_group(
     group: dist.ProcessGroup, strategy: ShardingStrategy, mesh: DeviceMesh | None
-) -> Placement:
+) -> ShardingRanks:
     if group.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
-            stacklevel=5,
+            stacklevel=4,
         )
         strategy = ShardingStrategy.NO_SHARD
     elif strategy is ShardingStrategy.NO_SHARD:
@@ -158,13 +167,13 @@ def _over_one_group(
             "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use "
             "`DistributedDataParallel` or `replicate` instead.",
             FutureWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
     if strategy is ShardingStrategy.NO_SHARD:
         plan = MeshPlan(1, 0, group.size(), group.rank())
-        return Placement(UnitMesh(mesh, plan, None, group), strategy, group, None)
+        return ShardingRanks(UnitMesh(mesh, plan, None, group), strategy, group, None)
     plan = MeshPlan(group.size(), group.rank())
-    return Placement(UnitMesh(mesh, plan, group, None), strategy, group, None)
+    return ShardingRanks(UnitMesh(mesh, plan, group, None), strategy, group, None)
 
 
 def _hybrid_groups(
@@ -269,7 +278,7 @@ def compute_device(
         warnings.warn(
             f"FSDP got the argument `device_id` {device_id}, which does not have an explicit index. "
             f"FSDP will use the current device {device}.",
-            stacklevel=4,
+            stacklevel=3,
         )
     return device
 

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import MisuseError, StateError
+from fullshard.fsdp1.wrapper import Wrapper
 from fullshard.state import optim as optim_state
 from fullshard.state.model import after_loading, after_saving, before_loading, before_saving
 from fullshard.state.optim_keys import OptimInput, rekey
 from fullshard.state.options import (
     OptimStateDictConfig,
     OptimStateKeyType,
+    ShardedStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
@@ -44,10 +45,9 @@ def _replaced_by(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return decorate
 
 
-class WithStateDicts(nn.Module):
+class WithStateDicts(Wrapper):
     """A wrapper whose state dicts hold what its settings say, by the names before wrapping."""
 
-    _device_mesh: DeviceMesh | None
     _state_dict_settings: StateDictSettings
 
     @staticmethod
@@ -293,6 +293,28 @@ class WithStateDicts(nn.Module):
 
 def _instances(module: nn.Module) -> list[WithStateDicts]:
     return [each for each in module.modules() if isinstance(each, WithStateDicts)]
+
+
+@contextlib.contextmanager
+def saving_sharded(model: nn.Module) -> Iterator[None]:
+    """Let wrappers save DTensors inside the block, or whole tensors where nothing is sharded.
+
+    Whatever their settings say: these are put aside, and back when the block ends.
+    """
+    instances = _instances(model)
+    before = [instance._state_dict_settings for instance in instances]
+    for instance in instances:
+        if instance._ranks.mesh.shard_group is None:
+            settings = default_settings(StateDictType.FULL_STATE_DICT)
+        else:
+            config = ShardedStateDictConfig(_use_dtensor=True)
+            settings = default_settings(StateDictType.SHARDED_STATE_DICT, config)
+        instance._state_dict_settings = settings
+    try:
+        yield
+    finally:
+        for instance, settings in zip(instances, before, strict=True):
+            instance._state_dict_settings = settings
 
 
 def _before_saving(instance: Any, *_: Any) -> None:

@@ -107,7 +107,7 @@ def _ranks(instance: Instance, call: Call) -> Translation:
     wrapper = instance.wrapper
     value = "ranks " + ", ".join(map(str, instance.ranks(wrapper.process_group)))
     if instance.is_hybrid:
-        replicas = instance.ranks(wrapper._placement.replicate_group)
+        replicas = instance.ranks(instance.kept.ranks.replicate_group)
         value = f"sharded over {value}, replicated over {', '.join(map(str, replicas))}"
     mesh = call.option("mesh")
     becomes = "mesh left out: all ranks" if mesh is None else f"mesh={mesh}"
@@ -149,7 +149,7 @@ def _precision(instance: Instance, call: Call) -> Iterator[Translation]:
             "dtype and let the optimizer keep a float32 copy",
             has_equivalent=False,
         )
-    if instance.wrapper._computes_fully_in_eval:
+    if instance.kept.computes_fully_in_eval:
         yield Translation(
             "FSDP_USE_FULL_PREC_IN_EVAL",
             "1",
@@ -159,8 +159,7 @@ def _precision(instance: Instance, call: Call) -> Iterator[Translation]:
 
 
 def _the_rest(instance: Instance, call: Call) -> Iterator[Translation]:
-    wrapper = instance.wrapper
-    offload = wrapper.cpu_offload.offload_params
+    offload = instance.wrapper.cpu_offload.offload_params
     yield Translation(
         "cpu_offload",
         str(offload),
@@ -172,6 +171,33 @@ def _the_rest(instance: Instance, call: Call) -> Iterator[Translation]:
         "None" if ignored is None else ", ".join(call.ignored),
         "ignored_params left out" if ignored is None else f"ignored_params={ignored}",
     )
+    yield from _prefetch(instance)
+    yield Translation(
+        "limit_all_gathers",
+        str(instance.wrapper.limit_all_gathers),
+        "nothing: memory is always bounded",
+    )
+    yield Translation(
+        "use_orig_params",
+        str(instance.kept.use_orig_params),
+        "nothing: parameters are always themselves, as DTensors. Build the optimizer afterwards",
+    )
+    yield Translation(
+        "device_id",
+        str(instance.wrapper.compute_device),
+        "nothing: modules move to the mesh's device",
+    )
+    if instance.kept.has_comm_hook:
+        yield Translation(
+            "register_comm_hook",
+            "registered",
+            "its arguments are other ones: set_custom_reduce_scatter or set_all_reduce_hook",
+            has_equivalent=False,
+        )
+
+
+def _prefetch(instance: Instance) -> Iterator[Translation]:
+    wrapper = instance.wrapper
     when = wrapper.backward_prefetch
     is_before = when is BackwardPrefetch.BACKWARD_PRE
     yield Translation(
@@ -190,21 +216,3 @@ def _the_rest(instance: Instance, call: Call) -> Iterator[Translation]:
         "nothing: the next unit is gathered during the current one's forward; "
         "set_modules_to_forward_prefetch([...]) chooses others",
     )
-    yield Translation(
-        "limit_all_gathers", str(wrapper.limit_all_gathers), "nothing: memory is always bounded"
-    )
-    yield Translation(
-        "use_orig_params",
-        str(wrapper._use_orig_params),
-        "nothing: parameters are always themselves, as DTensors. Build the optimizer afterwards",
-    )
-    yield Translation(
-        "device_id", str(wrapper.compute_device), "nothing: modules move to the mesh's device"
-    )
-    if wrapper._unit.config.comm_hook is not None:
-        yield Translation(
-            "register_comm_hook",
-            "registered",
-            "its arguments are other ones: set_custom_reduce_scatter or set_all_reduce_hook",
-            has_equivalent=False,
-        )

@@ -9,6 +9,7 @@ from torch import nn
 from fullshard.errors import StateError
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
+from fullshard.fsdp1.wrapper import KeptArguments, kept_arguments
 from fullshard.plan.units import clean_name
 
 
@@ -32,6 +33,11 @@ class Instance:
     height: int
     is_root: bool
     skipped: Skipped | None
+
+    @property
+    def kept(self) -> KeptArguments:
+        """Arguments of its constructor that are no public attributes."""
+        return kept_arguments(self.wrapper)
 
     @property
     def kind(self) -> type[nn.Module]:

@@ -42,7 +42,7 @@ def mesh_expression(instance: Instance) -> str | None:
     device, axes = instance.wrapper.compute_device.type, _axes(instance)
     everyone = list(range(dist.get_world_size()))
     grid = _grid(axes)
-    is_default = instance.wrapper._device_mesh is None and device == _default_device()
+    is_default = instance.kept.device_mesh is None and device == _default_device()
     if len(axes) == 1 and grid == everyone and is_default:
         return None
     if grid == everyone:
@@ -60,15 +60,15 @@ def mesh_expression(instance: Instance) -> str | None:
 
 def _axes(instance: Instance) -> list[_Axis]:
     """Return the axes of the mesh: (replicate, shard), or the only one."""
-    placement, mesh = instance.wrapper._placement, instance.wrapper._device_mesh
+    placed, mesh = instance.kept.ranks, instance.kept.device_mesh
     names: tuple[str, ...] = ("replicate", "shard") if instance.is_hybrid else ("shard",)
     if instance.strategy is ShardingStrategy.NO_SHARD and not instance.is_alone:
         names = ("replicate",)
     if mesh is not None and mesh.mesh_dim_names is not None:
         names = mesh.mesh_dim_names[: len(names)]
-    groups = [placement.shard_group]
-    if placement.replicate_group is not None:
-        groups.insert(0, placement.replicate_group)
+    groups = [placed.shard_group]
+    if placed.replicate_group is not None:
+        groups.insert(0, placed.replicate_group)
     return [
         _Axis(name, dist.get_process_group_ranks(group))
         for name, group in zip(names, groups, strict=True)

@@ -4,8 +4,6 @@ A model trained as `FullyShardedDataParallel` goes on under `fully_shard`, and t
 number of ranks: what moves is exchanged piece by piece, and no rank ever holds a whole copy.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,11 +12,10 @@ from torch import nn
 
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
-from fullshard.fsdp1.module import FullyShardedDataParallel
+from fullshard.fsdp1.state_dicts import saving_sharded
 from fullshard.state import optim as optim_state
 from fullshard.state.first_state import first_state, lacking_state, with_first_states
 from fullshard.state.optim_keys import all_names, trained_parameters
-from fullshard.state.options import ShardedStateDictConfig, StateDictType, default_settings
 from fullshard.state.parts import locals_of
 
 
@@ -34,7 +31,7 @@ def sharded_state(
     new process has something to load a checkpoint into. The optimizer itself stays as it is. Raises
     StateError for one that cannot say what it begins with.
     """
-    with _sharded_values(model):
+    with saving_sharded(model):
         state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["optimizer"] = optim_state.save(
@@ -133,22 +130,3 @@ def _check_shapes(unit: Unit, values: dict[str, Any], names: dict[int, str]) -> 
     ]
     if wrong:
         raise StateError(f"size mismatch for {'; '.join(wrong)}. Load the state of this model.")
-
-
-@contextlib.contextmanager
-def _sharded_values(model: nn.Module) -> Iterator[None]:
-    """Let wrappers save sharded values, or whole ones where nothing is sharded."""
-    wrappers = FullyShardedDataParallel.fsdp_modules(model)
-    before = [wrapper._state_dict_settings for wrapper in wrappers]
-    for wrapper in wrappers:
-        is_sharded = wrapper._placement.mesh.shard_group is not None
-        kind = StateDictType.SHARDED_STATE_DICT if is_sharded else StateDictType.FULL_STATE_DICT
-        wrapper._state_dict_settings = default_settings(kind)
-        if is_sharded:
-            config = ShardedStateDictConfig(_use_dtensor=True)
-            wrapper._state_dict_settings = default_settings(kind, config)
-    try:
-        yield
-    finally:
-        for wrapper, settings in zip(wrappers, before, strict=True):
-            wrapper._state_dict_settings = settings
