@@ -49,34 +49,50 @@ def auto_wrap(
     in_float32: tuple[type[nn.Module], ...] = ()
     if mixed_precision is not None:
         in_float32 = tuple(set(mixed_precision._module_classes_to_ignore))
+    wrap_chosen: Callable[[], object]
     # By method, not by class: PyTorch's own policies serve as well.
     if hasattr(policy, "_run_policy"):
-        chosen = policy._run_policy(root, ignored_modules, root_kwargs)
         chosen = _run_mixed_precision_override_policy(
-            root, in_float32, ignored_modules, root_kwargs, chosen
+            root,
+            in_float32,
+            ignored_modules,
+            root_kwargs,
+            policy._run_policy(root, ignored_modules, root_kwargs),
         )
         _validate_frozen_params(root, set(chosen), ignored_params, use_orig_params)
-        _compute_in_float32(root, in_float32)
-        _post_order_apply(root, _construct_wrap_fn(root, chosen, wrapper_cls))
-        return
+        wrap_target = _construct_wrap_fn(root, chosen, wrapper_cls)
+        wrap_chosen = functools.partial(_post_order_apply, root, wrap_target)
+    else:
+        wrap_chosen = functools.partial(
+            _recursive_wrap,
+            root,
+            _callable_policy(policy, None if mixed_precision is None else in_float32),
+            wrapper_cls,
+            ignored_modules,
+            ignored_params,
+            only_wrap_children=True,
+            **root_kwargs,
+        )
+    _compute_in_float32(root, in_float32)  # the first change
+    wrap_chosen()
+
+
+def _callable_policy(
+    policy: object, also: tuple[type[nn.Module], ...] | None
+) -> Callable[..., bool]:
+    """Return a callable policy that chooses modules of some classes as well, unless that is None.
+
+    Raises TypeError for what cannot be called.
+    """
     if not callable(policy):
         raise TypeError(
             f"auto_wrap_policy={policy!r}: expected ModuleWrapPolicy, CustomPolicy, or a callable "
             "such as functools.partial(size_based_auto_wrap_policy, min_num_params=10_000)."
         )
-    if mixed_precision is not None:
-        by_class = functools.partial(_wrap_module_cls_individually, module_classes=in_float32)
-        policy = functools.partial(_or_policy, policies=[policy, by_class])
-    _compute_in_float32(root, in_float32)
-    _recursive_wrap(
-        root,
-        policy,
-        wrapper_cls,
-        ignored_modules,
-        ignored_params,
-        only_wrap_children=True,
-        **root_kwargs,
-    )
+    if also is None:
+        return policy
+    by_class = functools.partial(_wrap_module_cls_individually, module_classes=also)
+    return functools.partial(_or_policy, policies=[policy, by_class])
 
 
 def _refuse_wrapped(root: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> None:
