@@ -18,7 +18,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 BASE = {"errors", "policies"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": BASE
-    | {"build", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
+    | {"faces", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
     | {"versions", "watch"},
     "__main__": {"tools"},
     "errors": set(),
@@ -27,14 +27,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"errors"},
     "comm": BASE | {"plan"},
     "engine": BASE | {"comm", "plan"},
-    "build": BASE | {"engine", "plan"},
-    "state": BASE | {"build", "comm", "engine", "plan"},
+    "faces": BASE | {"engine", "plan"},
+    "state": BASE | {"faces", "comm", "engine", "plan"},
     "optim": BASE | {"engine", "plan"},
     "watch": BASE | {"comm", "engine", "plan"},
-    "fsdp2": BASE | {"build", "comm", "engine", "plan"},
-    "fsdp1": BASE | {"build", "comm", "engine", "fsdp2", "optim", "plan", "state"},
+    "fsdp2": BASE | {"faces", "comm", "engine", "plan"},
+    "fsdp1": BASE | {"faces", "comm", "engine", "fsdp2", "optim", "plan", "state"},
     "migrate": BASE | {"engine", "fsdp1", "plan", "state"},
-    "drop_in": BASE | {"build", "comm", "engine", "fsdp1", "fsdp2", "optim", "state"},
+    "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state"},
     "run": BASE | {"comm", "drop_in"},
     "models": {"errors"},
     "tools": BASE | {"__init__", "models", "plan"},

@@ -2,13 +2,6 @@
 
 import torch
 
-from fullshard.build.meshes import (
-    DataParallelMeshDims,
-    DDPMeshInfo,
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    ShardPlacementResult,
-)
 from fullshard.comm.collectives import (
     AllGather,
     DefaultAllGather,
@@ -34,6 +27,13 @@ from fullshard.errors import (
     ShardingError,
     StateError,
     UnsupportedError,
+)
+from fullshard.faces.meshes import (
+    DataParallelMeshDims,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
 )
 from fullshard.fsdp1.auto_wrap import enable_wrap, wrap
 from fullshard.fsdp1.module import FullyShardedDataParallel

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import fullshard
-from fullshard.build.coverage import CoveredParameters, covered_modules
-from fullshard.build.interop import FlatHandle, is_composable, state_view
-from fullshard.build.meshes import default_mesh, mesh_info
 from fullshard.engine.nodes import AfterBackward as RegisterPostBackwardFunction  # noqa: F401
 from fullshard.engine.params.flat import FLAT_PARAM  # noqa: F401
+from fullshard.faces.coverage import CoveredParameters, covered_modules
+from fullshard.faces.interop import FlatHandle, is_composable, state_view
+from fullshard.faces.meshes import default_mesh, mesh_info
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.policies import CommHook
 from fullshard.state.values import sharded_tensor

@@ -53,7 +53,7 @@ def _kinds(api: Api) -> Any:
     return importlib.import_module(
         "torch.distributed.fsdp._fully_shard._fsdp_common"
         if api.is_torch
-        else "fullshard.build.meshes"
+        else "fullshard.faces.meshes"
     )
 
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from fullshard import policies
-from fullshard.build import interop, meshes
 from fullshard.comm import collectives
 from fullshard.comm.select import default_comm, set_default_comm
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.errors import StateError
+from fullshard.faces import interop, meshes
 from fullshard.fsdp1 import auto_wrap, wrap_policies
 from fullshard.fsdp1 import options as fsdp1_options
 from fullshard.fsdp1.module import FullyShardedDataParallel

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.build.coverage import CoveredParameters, qualified_names
-from fullshard.build.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
 from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params.form import ParamForm, Slot
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import UnitComms
 from fullshard.errors import ShardingError
+from fullshard.faces.coverage import CoveredParameters, qualified_names
+from fullshard.faces.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
 from fullshard.plan.builders import flat_layout
 from fullshard.plan.layout import ParamSpec, UnitLayout
 from fullshard.plan.units import clean_name

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.build.coverage import covered_modules, ignored_names
-from fullshard.build.interop import mark_managed
 from fullshard.comm.select import default_comm
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.module_state import state_of
@@ -25,6 +23,8 @@ from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_setup import choose_comms
 from fullshard.errors import MisuseError, StateError
+from fullshard.faces.coverage import covered_modules, ignored_names
+from fullshard.faces.interop import mark_managed
 from fullshard.fsdp1.auto_wrap import auto_wrap
 from fullshard.fsdp1.flatten import flat_unit
 from fullshard.fsdp1.gradients import WithGradients

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.build.interop import wrapped_state
 from fullshard.errors import StateError
+from fullshard.faces.interop import wrapped_state
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES
 from fullshard.fsdp1.state_dicts import WithStateDicts
 from fullshard.state import options

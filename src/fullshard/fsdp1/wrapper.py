@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.build.interop import FlatHandle
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Unit
+from fullshard.faces.interop import FlatHandle
 from fullshard.fsdp1.flatten import names_below
 from fullshard.fsdp1.options import ShardingStrategy
 from fullshard.fsdp1.setup import Ignored, ShardingRanks

@@ -8,8 +8,8 @@ from typing import Any, TypeVar, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.build.interop import state_view
-from fullshard.build.meshes import DataParallelMeshDims, default_mesh, mesh_info
+from fullshard.faces.interop import state_view
+from fullshard.faces.meshes import DataParallelMeshDims, default_mesh, mesh_info
 from fullshard.fsdp2.module import FSDPModule
 from fullshard.fsdp2.units import ShardPlacementFn, make_units, unit_config
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from typing_extensions import deprecated
 
-from fullshard.build.interop import FSDPState, view_of
 from fullshard.comm.collectives import AllGather, ReduceScatter
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.module_state import state_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
+from fullshard.faces.interop import FSDPState, view_of
 from fullshard.fsdp2.classes import is_constructing_as_is
 from fullshard.fsdp2.communication import (
     refuse_symmetric_memory,

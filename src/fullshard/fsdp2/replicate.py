@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.build.interop import state_view
-from fullshard.build.meshes import DataParallelMeshDims, default_mesh, replicate_mesh_info
+from fullshard.faces.interop import state_view
+from fullshard.faces.meshes import DataParallelMeshDims, default_mesh, replicate_mesh_info
 from fullshard.fsdp2.module import ReplicateModule
 from fullshard.fsdp2.units import make_units, unit_config
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy

@@ -8,24 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.build.coverage import (
-    CoveredParameters,
-    check_modules,
-    check_parameters,
-    covered_modules,
-    ignored_names,
-    qualified_names,
-    root_modules,
-)
-from fullshard.build.interop import is_composable, mark_managed, mark_sharded
-from fullshard.build.meshes import (
-    DataParallelMeshInfo,
-    ShardPlacementResult,
-    param_form,
-    smaller_mesh,
-    unit_device,
-    unit_mesh,
-)
 from fullshard.comm.select import default_comm
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.params.form import ParamForm
@@ -35,6 +17,24 @@ from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import choose_comms
 from fullshard.errors import ShardingError, UnsupportedError
+from fullshard.faces.coverage import (
+    CoveredParameters,
+    check_modules,
+    check_parameters,
+    covered_modules,
+    ignored_names,
+    qualified_names,
+    root_modules,
+)
+from fullshard.faces.interop import is_composable, mark_managed, mark_sharded
+from fullshard.faces.meshes import (
+    DataParallelMeshInfo,
+    ShardPlacementResult,
+    param_form,
+    smaller_mesh,
+    unit_device,
+    unit_mesh,
+)
 from fullshard.fsdp2.classes import sharded_class
 from fullshard.fsdp2.module import FSDPModule
 from fullshard.plan.mesh import check_reshard_after_forward

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fullshard.build.meshes import tensor_parallel_spec
 from fullshard.engine.unit import Unit
+from fullshard.faces.meshes import tensor_parallel_spec
 from fullshard.plan.layout import Piece
 from fullshard.plan.regrid import Division, bucket_division, row_division, whole_division
 from fullshard.state.exchange import exchange
