@@ -23,7 +23,7 @@ from fullshard.plan.trace import Kind
 from fullshard.policies import UnitConfig
 
 
-class Phase(enum.Enum):
+class Phase(enum.IntEnum):  # the hash of a plain Enum is a Python call, ten times per step
     """Where a unit's parameters are, and what modules see of them."""
 
     SHARDED = enum.auto()
