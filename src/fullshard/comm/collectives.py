@@ -25,7 +25,7 @@ from fullshard.comm.process_group import (
     Pending,
     PendingReduction,
     ProcessGroupComm,
-    nothing,
+    do_nothing,
 )
 from fullshard.plan.layout import BucketLayout, DirectRule
 
@@ -244,7 +244,7 @@ class CollectivesComm(ProcessGroupComm):
             work = self.gather(
                 output_tensor=unsharded, input_tensor=part, group=self.group, async_op=True
             )
-        return Pending([work] if work is not None else [], nothing, (), self, label)
+        return Pending([work] if work is not None else [], do_nothing, (), self, label)
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         return reduce_dtype  # summed as it travels

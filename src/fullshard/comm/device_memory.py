@@ -108,17 +108,17 @@ class _EventOrder(Order):
     def __init__(self, device: PeerDevice, own: _Events, peers: Sequence[_Events]) -> None:
         self._device, self._own, self._peers = device, own, peers
 
-    def posting(self, sequence: int) -> None:
+    def before_post(self, sequence: int) -> None:
         self._device.record(self._own.posted[sequence % _TURNS])
 
-    def posted(self, sequence: int) -> None:
+    def before_read(self, sequence: int) -> None:
         for peer in self._peers:
             self._device.wait(peer.posted[sequence % _TURNS])
 
-    def consuming(self, sequence: int) -> None:
+    def before_release(self, sequence: int) -> None:
         self._device.record(self._own.consumed[sequence % _TURNS])
 
-    def consumed(self, sequence: int) -> None:
+    def before_reuse(self, sequence: int) -> None:
         for peer in self._peers:
             self._device.wait(peer.consumed[sequence % _TURNS])
 

@@ -23,3 +23,10 @@ def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
     keys = [f"{prefix}/{rank}" for rank in range(group.size())]
     store.wait(keys)
     return [pickle.loads(data) for data in store.multi_get(keys)]
+
+
+def exchange_through_group(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's value, in rank order. Every rank of the group has to call it."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values

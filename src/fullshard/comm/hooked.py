@@ -1,24 +1,13 @@
 """Reduction by a user's function (a communication hook), in place of the unit's own."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 
-from fullshard.comm.interface import Reduction
+from fullshard.comm.interface import Reduced, Reduction
 from fullshard.comm.packing import copy_in_gradients
 from fullshard.plan.layout import BucketLayout
 from fullshard.policies import CommHook
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Reduced:
-    present: tuple[bool, ...]
-    tensors: ClassVar[tuple[torch.Tensor, ...]] = ()
-
-    def wait(self) -> tuple[bool, ...]:
-        return self.present
 
 
 def reduce_by_hook(
@@ -39,4 +28,4 @@ def reduce_by_hook(
         hook.function(hook.state, region, result)
     if result.data_ptr() != out.data_ptr():
         out.copy_(result)
-    return _Reduced(tuple(grad is not None for grad in grads))
+    return Reduced(tuple(grad is not None for grad in grads))

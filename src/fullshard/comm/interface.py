@@ -225,6 +225,18 @@ class Done:
         return None
 
 
+class Reduced:
+    """A reduction that was finished when it was started."""
+
+    tensors = ()
+
+    def __init__(self, present: tuple[bool, ...]) -> None:
+        self._present = present
+
+    def wait(self) -> tuple[bool, ...]:
+        return self._present
+
+
 def shard_views(bucket: BucketLayout, flat: torch.Tensor, rank: int) -> list[torch.Tensor]:
     """View a shard buffer as the rank's shard of each parameter, in its local shape.
 

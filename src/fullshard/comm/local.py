@@ -10,6 +10,7 @@ import torch
 from fullshard.comm.interface import (
     Comm,
     Done,
+    Reduced,
     Reduction,
     ShardBuffer,
     Sum,
@@ -18,16 +19,6 @@ from fullshard.comm.interface import (
 )
 from fullshard.comm.packing import copy_in_gradients
 from fullshard.plan.layout import BucketLayout, DirectRule
-
-
-class _Present:
-    tensors = ()
-
-    def __init__(self, present: tuple[bool, ...]) -> None:
-        self._present = present
-
-    def wait(self) -> tuple[bool, ...]:
-        return self._present
 
 
 class LocalComm(Comm):
@@ -71,7 +62,7 @@ class LocalComm(Comm):
     ) -> Reduction:
         divisor = how.scaling.before * how.scaling.after
         copy_in_gradients(bucket, grads, out, divisor=divisor)
-        return _Present(tuple(grad is not None for grad in grads))
+        return Reduced(tuple(grad is not None for grad in grads))
 
     def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
-        return _Present(present)
+        return Reduced(present)

@@ -14,7 +14,8 @@ from fullshard.plan.layout import BucketLayout, ParamLayout
 
 Views = list[torch.Tensor]
 
-_KEPT_NBYTES = 1 << 20  # beyond, copying costs more than making views, and keeping memory too much
+# Above it copying costs more than making views, and keeping memory costs too much.
+_POOLED_NBYTES = 1 << 20
 
 
 class Region:
@@ -23,7 +24,7 @@ class Region:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.kind = (memory.numel(), memory.dtype)
-        self.is_kept = memory.numel() * memory.itemsize <= _KEPT_NBYTES
+        self.is_pooled = memory.numel() * memory.itemsize <= _POOLED_NBYTES
         self._places: dict[tuple[object, bool], list[Views]] = {}
         self._sources: dict[object, Views] = {}
         self._matrices: dict[int, torch.Tensor] = {}
@@ -104,7 +105,7 @@ class Regions:
             return Region(torch.zeros(numel, dtype=dtype, device=self._device))
 
     def give(self, region: Region) -> None:
-        if region.is_kept:
+        if region.is_pooled:
             self._free.setdefault(region.kind, []).append(region)
 
 
@@ -187,7 +188,7 @@ def copy_in_gradients(
     start = len(bucket.direct) if packed_only else 0
     if start:
         grads = grads[start:]
-    if region.is_kept and bucket.is_gapless and _copy_in_at_once(bucket, grads, region, start):
+    if region.is_pooled and bucket.is_gapless and _copy_in_at_once(bucket, grads, region, start):
         if divisor != 1.0:
             region.memory.div_(divisor)
         return

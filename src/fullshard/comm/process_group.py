@@ -66,7 +66,7 @@ class Pending:
         self.comm.wait_all(self.works, self.label)
         self.works.clear()
         self.finish()
-        self.finish = nothing
+        self.finish = do_nothing
         self.tensors = ()
 
 
@@ -89,7 +89,7 @@ class _Gathering:
         self.comm.wait_all(self.works, self.label)
         if self.region is not None:
             self.landing.copy_out(self.region)
-            self.comm.gathered.give(self.region)
+            self.comm.gather_regions.give(self.region)
         self.sent, self.region = [], None
 
 
@@ -116,7 +116,7 @@ class _NativeSum:
     def wait(self) -> tuple[bool, ...]:
         self.comm.wait_all(self.works, self.label)
         if self.region is not None:
-            self.comm.packed.give(self.region)
+            self.comm.reduce_regions.give(self.region)
         if self.divisor != 1.0:
             self.out.div_(self.divisor)
         self.works, self.sources, self.region, self.divisor = [], [], None, 1.0
@@ -137,7 +137,7 @@ class PendingReduction:
         return self.present()
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     return None
 
 
@@ -164,8 +164,8 @@ class ProcessGroupComm(Comm):
         self._may_ask = not self.sums_natively
         # A mean saves a kernel. The fake backend takes what NCCL takes, and stands for it.
         self._averages = self.is_nccl or self.backend == "fake"
-        self.gathered = Regions.of(device, "gather")
-        self.packed = Regions.of(device, "reduce")
+        self.gather_regions = Regions.of(device, "gather")
+        self.reduce_regions = Regions.of(device, "reduce")
         self.name = f"process group ({self.backend})"
         self.rule = DirectRule(even=True, min_nbytes=1 << 16 if self.is_nccl else 1 << 18)
 
@@ -206,7 +206,7 @@ class ProcessGroupComm(Comm):
 
     @property
     def kept(self) -> Sequence[torch.Tensor]:
-        return [*self.gathered.free, *self.packed.free]
+        return [*self.gather_regions.free, *self.reduce_regions.free]
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
@@ -235,7 +235,7 @@ class ProcessGroupComm(Comm):
             sent = sent_parts(bucket, cast)
         targets, region = landing.direct, None
         if len(targets) < len(sent):
-            region = self.gathered.take(self.size * bucket.packed_numel, sent[-1].dtype)
+            region = self.gather_regions.take(self.size * bucket.packed_numel, sent[-1].dtype)
             targets = [*targets, region.memory]
         try:
             works = self._all_gather(targets, sent)
@@ -250,7 +250,7 @@ class ProcessGroupComm(Comm):
         self.enter(label, region.nbytes)
         with naming_lost_ranks(self.group, label):
             works = self._all_gather([region], [source])
-        return region, Pending(works, nothing, (source,), self, label)
+        return region, Pending(works, do_nothing, (source,), self, label)
 
     def reduce_scatter(
         self,
@@ -277,7 +277,7 @@ class ProcessGroupComm(Comm):
             works = [dist.all_reduce(wire, group=self.group, async_op=not self.is_nccl)]
             if flags.numel():
                 works.append(dist.all_reduce(flags, group=self.group, async_op=True))
-        finish = nothing if wire is total else lambda: _copy(total, wire)
+        finish = do_nothing if wire is total else lambda: _copy(total, wire)
         return PendingReduction(
             Pending(works, finish, (wire,), self, how.label),
             lambda: tuple((flags != 0).tolist()) or present,
@@ -315,7 +315,9 @@ class ProcessGroupComm(Comm):
         targets = sent_parts(bucket, out) if sources else []
         region = None
         if bucket.packed_numel or bucket.is_flat:
-            region = pack_gradients(bucket, grads, self.packed, out.dtype, divisor=scaling.before)
+            region = pack_gradients(
+                bucket, grads, self.reduce_regions, out.dtype, divisor=scaling.before
+            )
             sources.append(region.memory)
             targets = targets or [out]
         averages = self._averages and how.may_average and scaling.after == self.size
@@ -333,7 +335,7 @@ class ProcessGroupComm(Comm):
     ) -> Reduction:
         start = exchange_flat if bucket.is_flat else exchange_rows
         terms = start(
-            bucket, grads, out, how, ExchangeMemory(self.packed, self._scratch), self.group
+            bucket, grads, out, how, ExchangeMemory(self.reduce_regions, self._scratch), self.group
         )
         return PendingReduction(
             Pending(terms.works, terms.finish, terms.tensors, self, how.label), terms.present

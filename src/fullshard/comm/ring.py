@@ -35,16 +35,16 @@ class Stretch:
 class Order:
     """What has to be ordered besides counters: on the CPU, nothing."""
 
-    def posting(self, sequence: int) -> None:
+    def before_post(self, sequence: int) -> None:
         """This rank has staged a reduction, and is about to say so."""
 
-    def posted(self, sequence: int) -> None:
+    def before_read(self, sequence: int) -> None:
         """All ranks have posted it; this one is about to read."""
 
-    def consuming(self, sequence: int) -> None:
+    def before_release(self, sequence: int) -> None:
         """This rank has read it, and is about to say so."""
 
-    def consumed(self, sequence: int) -> None:
+    def before_reuse(self, sequence: int) -> None:
         """All ranks have consumed it; this one is about to write there."""
 
 
@@ -114,7 +114,7 @@ class Ring:
         self, stretch: Stretch, finish: Callable[[], tuple[bool, ...]], label: str
     ) -> "PendingSum":
         """Tell the others that this rank has staged its terms; ``finish`` forms its sum."""
-        self._order.posting(stretch.sequence)
+        self._order.before_post(stretch.sequence)
         self._memory.set(SharedMemory.POSTED, stretch.sequence)
         pending = PendingSum(self, stretch.sequence, finish, label)
         self._pending.append(pending)
@@ -125,15 +125,15 @@ class Ring:
         while self._pending and self._pending[0].sequence <= sequence:
             pending = self._pending.popleft()
             self._memory.wait_all(SharedMemory.POSTED, pending.sequence, pending.label)
-            self._order.posted(pending.sequence)
+            self._order.before_read(pending.sequence)
             pending.result = pending.finish()
-            self._order.consuming(pending.sequence)
+            self._order.before_release(pending.sequence)
             self._memory.set(SharedMemory.CONSUMED, pending.sequence)
 
     def abandon(self) -> None:
         """Forget what was posted and never summed."""
         self._pending.clear()
-        self._order.consuming(self._sequence)
+        self._order.before_release(self._sequence)
         self._memory.set(SharedMemory.CONSUMED, self._sequence)
 
     def _reserve(self, nbytes: int) -> None:
@@ -148,7 +148,7 @@ class Ring:
     def _wait_consumed(self, sequence: int, label: str) -> None:
         self.finish_through(sequence)
         self._memory.wait_all(SharedMemory.CONSUMED, sequence, label)
-        self._order.consumed(sequence)
+        self._order.before_reuse(sequence)
         while self._stretches and self._stretches[0].sequence <= sequence:
             self._stretches.popleft()
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from fullshard.comm import ledger
 from fullshard.comm.backends import timeout_s
+from fullshard.comm.exchange import exchange_through_group
 from fullshard.comm.ledger import Ledger
 from fullshard.errors import PeerLostError, PeerTimeoutError
 
@@ -373,10 +374,3 @@ def _open_peer_file(pid: int, fd: int, nbytes: int) -> mmap.mmap:
         return mmap.mmap(mapped, nbytes, flags=flags, **_MAPPING)
     finally:
         os.close(mapped)
-
-
-def exchange_through_group(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's value, in rank order. Every rank of the group has to call it."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values

@@ -148,7 +148,7 @@ def _rows_bucket(
         ParamLayout(index, specs[index], routes[index], shard_size, 0, 0) for index in members
     )
     # Direct ones first, packed ones so that those that lie alike are neighbours.
-    ordered = sorted(drafts, key=lambda p: () if p.route is Route.DIRECT else p.form)
+    ordered = sorted(drafts, key=lambda p: () if p.route is Route.DIRECT else p.run_key)
     first = specs[members[0]]
     align = _alignment(first.dtype, first.compute_dtype)
     params: list[ParamLayout] = []

@@ -141,7 +141,7 @@ class ParamLayout:
         return self.num_equal_shards == self.shard_size
 
     @functools.cached_property
-    def form(self) -> Shape:
+    def run_key(self) -> Shape:
         """Equal for parameters that lie alike: the number and size of equal shards, or extents."""
         if self.num_equal_shards:
             return self.num_equal_shards, self.chunk_numel
@@ -252,7 +252,7 @@ class BucketLayout:
     @functools.cached_property
     def packed_runs(self) -> tuple[tuple[ParamLayout, ...], ...]:
         """The packed parameters in order, neighbours that lie alike together."""
-        runs = itertools.groupby(self.packed, lambda param: param.form)
+        runs = itertools.groupby(self.packed, lambda param: param.run_key)
         return tuple(tuple(run) for _, run in runs)
 
     @functools.cached_property
