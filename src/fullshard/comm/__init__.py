@@ -1,1 +1,1 @@
-"""How ranks exchange bytes, behind one small interface."""
+"""Communication: ways in which ranks exchange bytes, behind one small interface."""

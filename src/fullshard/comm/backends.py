@@ -1,16 +1,16 @@
-"""Which backend a process group has for a device.
+"""The backend of a process group for a device, and what Gloo needs at the end of a program.
 
-What ``get_backend`` returns is what somebody typed, for all devices at once. Gloo on the CPU may be
-"gloo", "cpu:gloo", a part of "cpu:gloo,cuda:nccl", or "undefined" after a bare
-``init_process_group()``. So the group is asked instead: it has one object for each device.
+``get_backend`` returns what somebody typed, for all devices together. For Gloo on the CPU that may
+be "gloo", "cpu:gloo", a part of "cpu:gloo,cuda:nccl", or "undefined" after a bare
+``init_process_group()``. So the group itself is asked, which has one backend object per device.
 
-[Note: Leaving Gloo] PyTorch's Gloo runs collectives on threads of its own. When one is done, its
-thread lets go of the tensors, and takes the GIL for it. Once the interpreter has begun to end, who
-asks for the GIL is ended instead (before Python 3.14), here in the midst of C++ that cannot be left
-like that: "terminate called without an active exception", and exit code 134. So a program that ends
-within milliseconds of a collective may abort, with or without fullshard. Destroying the group is a
-remedy only if nothing refers to it any more, since that joins the threads; meshes and models do
-refer to it. What always is: to sleep for a moment before the end, in which threads get the GIL.
+[Note: Leaving Gloo] PyTorch's Gloo runs collectives on threads of its own. When a collective is
+done, its thread releases the tensors, for which it takes the GIL. Once the interpreter has begun to
+end, a thread that asks for the GIL is ended instead (before Python 3.14). Here that happens inside
+C++ code that cannot be left this way: "terminate called without an active exception", and exit code
+134. So a program that ends within milliseconds of a collective may abort, also without fullshard.
+Destroying the group joins the threads, but only if nothing refers to the group any more, and meshes
+and models do. A short sleep before the end always helps: the threads get the GIL meanwhile.
 """
 
 import atexit
@@ -24,11 +24,11 @@ import torch.distributed as dist
 from fullshard.errors import CommError
 
 _LET_GO_S = 0.02
-_NAMELESS = ("custom", "undefined")  # what C++ says of classes that it does not know
+_NAMELESS = ("custom", "undefined")  # names that C++ gives to classes that it does not know
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the object that moves a device's bytes, out of the wrapper that debugging puts on it.
+    """Return the backend object that moves a device's bytes, without any debugging wrapper.
 
     Raises CommError if the group has none for the device.
     """
@@ -42,14 +42,15 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
             f"{known or 'none'}). Name one for each device, such as "
             "init_process_group('cpu:gloo,cuda:nccl'), or take a mesh of the devices it has."
         ) from error
-    return getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend in one that compares collectives.
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return what the backend calls itself: gloo, nccl, fake, ...
+    """Return the backend's own name: gloo, nccl, fake, ...
 
-    Of a group that is its own backend, as classes in Python are, its name or its class's. Raises
-    CommError if a group of torch's has no backend for the device.
+    A group of a Python class is its own backend; for it, return its name or else that of its class.
+    Raises CommError if a group of torch's own class has no backend for the device.
     """
     kind: type = type(group)
     if kind is dist.ProcessGroup:
@@ -65,7 +66,10 @@ def backend_names(group: dist.ProcessGroup) -> set[str]:
 
 
 def any_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device whose tensors the group can move: the CPU if it can. None is all ranks."""
+    """Return a device whose tensors the group can move, the CPU if possible.
+
+    group: None means the default group, of all ranks.
+    """
     group = dist.group.WORLD if group is None else group
     types = [device.type for device in getattr(group, "_device_types", ())]
     if not types or "cpu" in types:
@@ -74,7 +78,7 @@ def any_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def timeout_s(group: dist.ProcessGroup) -> float:
-    """Return how long the group's collectives wait for a rank."""
+    """Return how many seconds the group's collectives wait for a rank."""
     for device in group._device_types:
         options = getattr(backend_of(group, device), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -85,7 +89,7 @@ def timeout_s(group: dist.ProcessGroup) -> float:
 
 @functools.cache
 def let_go_at_exit() -> None:
-    """Let Gloo's threads finish before the interpreter ends: see [Note: Leaving Gloo]."""
+    """Sleep a moment at the program's end, for Gloo's threads: see [Note: Leaving Gloo]."""
     atexit.register(time.sleep, _LET_GO_S)
 
 

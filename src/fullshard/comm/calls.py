@@ -1,10 +1,10 @@
-"""The two collectives of every step, called with as little around them as can be.
+"""All-gather and reduce-scatter, the collectives of every step, called with little overhead.
 
-``torch.distributed``'s functions look up, check and log around each call, which on a small model is
-a quarter of what the call costs the host. Nothing of that can fail here, so what they end in, the
-process group's own method, is called in their place, unless somebody watches the functions: if
-they were replaced (debug modes, tests), under a ``TorchFunctionMode``, or while a group's
-collectives are being coalesced. What watches the dispatcher sees either.
+``torch.distributed``'s functions look up, check and log around each call; on a small model that is
+a quarter of what a call costs the host. None of these checks can fail here. So the process group's
+own method, which the functions end in, is called directly, unless somebody watches the functions:
+if they were replaced (debug modes, tests), under a ``TorchFunctionMode``, or while collectives of a
+group are being coalesced. Tools that watch the dispatcher see the call in either case.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import c10d_logger, distributed_c10d
 
+# The functions were renamed; older versions have the names on the right.
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _HAS_NEW_NAMES else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if _HAS_NEW_NAMES else "reduce_scatter_tensor"
@@ -26,18 +27,21 @@ class GroupCalls:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: Any = group
-        # Others, in Python, may know the functions alone.
+        # A group of another class, written in Python, may implement only what the functions call.
         self._may_shorten = type(group) is dist.ProcessGroup
         self._gather_options = distributed_c10d.AllgatherOptions()
         self._gather_options.asyncOp = True
         self._scatter_options: dict[Any, Any] = {}
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Any:
+        """Start gathering ``source`` of every rank into ``output``; return the work."""
+        # Complex tensors: the functions view them as real ones, which the method does not.
         if not self._may_shorten or _is_watched(_ALL_GATHER) or source.is_complex():
             return all_gather(output, source, group=self._group, async_op=True)
         return getattr(self._group, _GATHER_METHOD)(output, source, self._gather_options)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: Any) -> Any:
+        """Start reducing ``source`` over the ranks by ``op`` into ``output``; return the work."""
         if not self._may_shorten or _is_watched(_REDUCE_SCATTER) or source.is_complex():
             return reduce_scatter(output, source, op=op, group=self._group, async_op=True)
         options = self._scatter_options.get(op)
@@ -48,16 +52,17 @@ class GroupCalls:
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
-    """Call ``torch.distributed``'s all-gather on 1-D tensors, whatever this version calls it."""
+    """Call ``torch.distributed``'s all-gather on 1-D tensors by its name in this torch version."""
     return getattr(dist, _ALL_GATHER)(output, source, **options)
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
-    """Call ``torch.distributed``'s reduce-scatter on 1-D tensors, whatever it is called here."""
+    """Call ``torch.distributed``'s reduce-scatter on 1-D tensors, by its name in this version."""
     return getattr(dist, _REDUCE_SCATTER)(output, source, **options)
 
 
 def _is_watched(function: str) -> bool:
+    """Return whether somebody would miss a call that bypasses this function of torch's."""
     return (
         getattr(dist, function) is not _ORIGINALS.get(function)
         or torch._C._is_torch_function_mode_enabled()
@@ -66,7 +71,7 @@ def _is_watched(function: str) -> bool:
 
 
 def _is_original(function: Any) -> bool:
-    """Whether a function is torch's own, as torch decorates it."""
+    """Return whether a function is torch's own, inside the decorator that torch puts on it."""
     inner = getattr(function, "__wrapped__", None)
     return (
         inner is not None
@@ -75,7 +80,7 @@ def _is_original(function: Any) -> bool:
     )
 
 
-# Not what was replaced before this was imported.
+# A function that was replaced before this import is not here, and so counts as watched.
 _ORIGINALS = {
     name: getattr(dist, name)
     for name in (_ALL_GATHER, _REDUCE_SCATTER)

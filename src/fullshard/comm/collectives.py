@@ -1,9 +1,9 @@
-"""Collectives that users may replace: one all-gather and one reduce-scatter a unit and dtype.
+"""Collectives that users may replace: one all-gather and one reduce-scatter per unit and dtype.
 
-``AllGather`` and ``ReduceScatter`` are PyTorch's interfaces: an object that allocates the memory a
-collective works on, and calls the collective. `CollectivesComm` moves a unit's buckets whole through
-such objects, so what they see is what PyTorch's FSDP would give them: two 1-D buffers and a group.
-Sums are plain sums in the dtype that travels; dividing is done apart from them.
+``AllGather`` and ``ReduceScatter`` are PyTorch's interfaces: objects that allocate the memory that
+a collective works on, and call the collective. `CollectivesComm` moves each bucket of a unit as a
+whole through such objects. They are called as PyTorch's FSDP would call them, with two 1-D buffers
+and a group. Sums are plain sums in the dtype that travels; dividing is done outside of them.
 """
 
 import abc
@@ -33,17 +33,17 @@ _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 class CommBuffer(abc.ABC):
-    """Where a collective's memory comes from."""
+    """An allocator of the memory that a collective works on."""
 
     @abc.abstractmethod
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return uninitialised memory of this size for one collective to work on."""
+        """Return uninitialised memory of this shape for one collective."""
 
 
 class AllGather(CommBuffer):
-    """An all-gather. ``input_tensor`` is this rank's part of ``output_tensor``, in place."""
+    """An all-gather. ``input_tensor`` is a view of this rank's part of ``output_tensor``."""
 
     @abc.abstractmethod
     def __call__(
@@ -53,7 +53,7 @@ class AllGather(CommBuffer):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather; return None if the current stream may use the result, else what to wait for."""
+        """Gather. Return the work to wait for, or None if the current stream may use the result."""
 
 
 class ReduceScatter(CommBuffer):
@@ -68,10 +68,12 @@ class ReduceScatter(CommBuffer):
         op: _ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce; return None if the current stream may use the result, else what to wait for."""
+        """Reduce. Return the work to wait for, or None if the current stream may use the result."""
 
 
 class _DefaultMemory(CommBuffer):
+    """Memory from PyTorch's default allocator of the device."""
+
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
@@ -97,21 +99,23 @@ class _ProcessGroupMemory(CommBuffer):
 
 
 class _SymmetricMemory(CommBuffer):
-    """Memory that NCCL maps on all ranks of the group."""
+    """Symmetric memory, which NCCL maps on all ranks of the group."""
 
     def __init__(self, group: dist.ProcessGroup, backend: Literal["NCCL"] = "NCCL") -> None:
         self._group = group
         symmetric_memory.set_backend(backend)
-        dist.barrier(group=group)  # the communicator has to exist before anything is mapped
+        # NCCL makes its communicator at the first collective, and mapping memory needs one.
+        dist.barrier(group=group)
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        # A pool, so that buffers are mapped once and used again.
+        # From a pool, so that memory is mapped once and used again.
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
             return torch.empty(*size, dtype=dtype, device=device)
 
     def map(self, *tensors: torch.Tensor) -> None:
+        """Make tensors reachable for NCCL on all ranks. Every rank must call it."""
         for tensor in tensors:
             symmetric_memory.rendezvous(tensor, group=self._group.group_name)
 
@@ -144,11 +148,11 @@ class DefaultAllGather(_DefaultMemory, _GatherCall):
 
 
 class ProcessGroupAllocAllGather(_ProcessGroupMemory, _GatherCall):
-    """The same on memory of the process group's allocator, where it has one."""
+    """``torch.distributed``'s all-gather on memory of the group's own allocator, if it has one."""
 
 
 class SymmMemAllGather(_SymmetricMemory, _GatherCall):
-    """The same on symmetric memory, for which NCCL has copy-engine and symmetric kernels."""
+    """All-gather on symmetric memory, for which NCCL has copy-engine and symmetric kernels."""
 
     def __call__(
         self,
@@ -166,11 +170,11 @@ class DefaultReduceScatter(_DefaultMemory, _ReduceCall):
 
 
 class ProcessGroupAllocReduceScatter(_ProcessGroupMemory, _ReduceCall):
-    """The same on memory of the process group's allocator, where it has one."""
+    """``torch.distributed``'s reduce-scatter on memory of the group's allocator, if it has one."""
 
 
 class SymmMemReduceScatter(_SymmetricMemory, _ReduceCall):
-    """The same on symmetric memory."""
+    """Reduce-scatter on symmetric memory."""
 
     def __call__(
         self,
@@ -185,7 +189,10 @@ class SymmMemReduceScatter(_SymmetricMemory, _ReduceCall):
 
 
 class CollectivesComm(ProcessGroupComm):
-    """Buckets moved whole, by objects that users may replace."""
+    """Communication that moves each bucket as a whole, by objects that users may replace.
+
+    gather, reduce: the objects; by default, those that call ``torch.distributed``.
+    """
 
     def __init__(
         self,
@@ -196,14 +203,14 @@ class CollectivesComm(ProcessGroupComm):
     ) -> None:
         super().__init__(group, device)
         self.name = f"collectives ({self.backend})"
-        self._may_ask = False  # PyTorch's engine does not
+        self._may_ask = False  # no collectives besides those that PyTorch's engine makes
         self.rule = DirectRule(min_nbytes=sys.maxsize)  # everything is packed
         self.gather = gather or DefaultAllGather()
         self.reduce = reduce or DefaultReduceScatter()
 
     @property
     def is_stock(self) -> bool:
-        """Whether both objects are of this module, not of a user."""
+        """Whether both objects are of classes of this module, not a user's."""
         return {type(self.gather).__module__, type(self.reduce).__module__} == {__name__}
 
     def over(self, group: dist.ProcessGroup) -> "CollectivesComm":
@@ -223,6 +230,8 @@ class CollectivesComm(ProcessGroupComm):
         region = self.gather.allocate(
             (self.size * bucket.packed_numel,), dtype=unsharded.dtype, device=unsharded.device
         )
+        # Everything is packed, so the packed region is all of the bucket. The input lies inside the
+        # output, as PyTorch's interface wants it.
         part = region.narrow(0, self.rank * bucket.packed_numel, bucket.packed_numel)
         part.copy_(flat, non_blocking=True)
         with naming_lost_ranks(self.group, label):
@@ -238,6 +247,7 @@ class CollectivesComm(ProcessGroupComm):
         )
 
     def _gather_flat(self, flat: torch.Tensor, unsharded: torch.Tensor, label: str) -> Work:
+        """Start gathering a flat bucket straight into its unsharded buffer."""
         part = unsharded.narrow(0, self.rank * flat.numel(), flat.numel())
         part.copy_(flat, non_blocking=True)
         with naming_lost_ranks(self.group, label):
@@ -259,7 +269,7 @@ class CollectivesComm(ProcessGroupComm):
         numel = bucket.shard_numel
         self.enter(how.label, self.size * numel * out.itemsize)
         region = self.reduce.allocate((self.size * numel,), dtype=out.dtype, device=out.device)
-        region.zero_()  # padding, and parameters without a gradient
+        region.zero_()  # users' memory is uninitialised, and padding is summed too
         copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
         total = self.reduce.allocate((numel,), dtype=out.dtype, device=out.device)
         with naming_lost_ranks(self.group, how.label):
@@ -271,6 +281,7 @@ class CollectivesComm(ProcessGroupComm):
                 async_op=True,
             )
 
+        # Always a copy: `total` is the user's memory, `out` the unit's.
         def finish() -> None:
             torch.div(total, how.scaling.after, out=out)
 

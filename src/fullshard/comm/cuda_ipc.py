@@ -1,8 +1,8 @@
 """CUDA memory and events that other processes of the host can open.
 
-Memory comes from PyTorch's caching allocator, which knows how to share a block and keeps what peers
-have open from being used again. GPUs are told apart by their UUID: each process counts those
-that it can see.
+Memory comes from PyTorch's caching allocator. It can share a block with other processes, and does
+not use it again while one of them has it open. Processes name a GPU by its UUID: the number of a
+GPU counts those that a process can see, so it may differ from process to process.
 """
 
 import functools
@@ -16,7 +16,7 @@ from fullshard.comm.shared_memory import host_identity
 
 
 class CudaIpc:
-    """One CUDA device, as `device_memory.PeerDevice` asks for."""
+    """One CUDA device that implements `device_memory.PeerDevice`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,7 +26,8 @@ class CudaIpc:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def export(self, memory: torch.Tensor) -> Any:
-        # The allocator counts who has it open, so each receiver needs an export of its own.
+        # Each receiver needs an export of its own: the allocator counts who has it open. The first
+        # element, this process's number of the device, means nothing elsewhere.
         storage: Any = memory.untyped_storage()
         return (self._uuid, storage._share_cuda_()[1:])
 
@@ -41,6 +42,7 @@ class CudaIpc:
         return torch.cuda.Event(interprocess=True)
 
     def export_event(self, event: torch.cuda.Event) -> Any:
+        # An event belongs to the device that is current when it is first used.
         with torch.cuda.device(self._device):
             return (self._uuid, event.ipc_handle())
 
@@ -63,7 +65,10 @@ class CudaIpc:
         torch.cuda.synchronize(self._device)
 
     def _visible(self, uuid: str) -> int:
-        """Return this process's number of a peer's GPU. Raises RuntimeError if it cannot reach it."""
+        """Return the number that a peer's GPU has in this process.
+
+        Raises RuntimeError if this process does not see the GPU or cannot access its memory.
+        """
         for index in range(torch.cuda.device_count()):
             if _uuid(index) != uuid:
                 continue
@@ -78,11 +83,9 @@ class CudaIpc:
 
 
 def ranks_share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether two ranks of the group compute on one GPU. Every rank has to call it.
-
-    Where there is a visible GPU for every rank, nobody is asked: then it would be a mistake, which
-    NCCL reports.
-    """
+    """Return whether two ranks of the group compute on one GPU. Every rank must call it."""
+    # With a visible GPU for every rank nobody is asked: sharing one would then be a mistake, which
+    # NCCL reports.
     if group.size() <= torch.cuda.device_count():
         return False
     places = exchange_through_store((host_identity(), _uuid(device.index)), group)
@@ -91,4 +94,5 @@ def ranks_share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 @functools.cache
 def _uuid(index: int) -> str:
+    """Return the UUID of one of the GPUs that this process sees."""
     return str(torch.cuda.get_device_properties(index).uuid)

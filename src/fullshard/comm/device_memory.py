@@ -1,18 +1,28 @@
 """Communication of ranks on one host that reach each other's device memory.
 
-Each rank keeps its shards on its own device, and every rank of the group can read them: several
-devices of one host, or several ranks on one device, which NCCL does not serve at all. An all-gather
-is copies from the peers' shards straight to where parameters belong; gradients are staged in a ring
-(see `ring`) of which each rank keeps its part, and summed in rank order.
+Each rank keeps its shards on its device, and every rank of the group can read them. Each rank may
+have a device of its own, or several may share one, which NCCL does not support. An all-gather
+copies peers' shards straight to where parameters belong. Gradients are staged in a ring (see
+`ring`), of which each rank keeps its own part on its device, and are summed in rank order.
 
-[Note: Two orders] The host runs ahead of its device. That a peer's device has done something is an
-*event* of the peer, which streams wait for; that the event has been recorded at all is a *counter*
-in host memory, which the host waits for first: a wait for an event means its latest record. So
-hosts wait for hosts and streams for streams, and no host for a device. Whatever a record depends
-on was in some stream before it, in real time; so there is no cycle of waits. Events are used in
-turns, so that a rank that is ahead has not recorded the one again that others still wait for.
+[Note: Two orders] The host runs ahead of its device, so there are two levels of waiting. A counter
+in host memory says that a peer has *recorded* an event; the event says that the peer's device has
+*finished* what came before it. Hosts wait for counters, streams wait for events, and no host waits
+for a device. The counter always comes first: a stream that waits for an event waits for its latest
+record, so a wait that is issued before the record would wait for an older one, or for nothing.
 
-What this asks of a device is `PeerDevice`; `cuda_ipc` has it for CUDA.
+    this rank   copy to its part   record event   set counter
+    peer                                          wait for counter   stream waits for event   read
+
+There is no circle of waits: whatever a record depends on was put into some stream before it.
+
+[Note: Turns] An event serves several fences or reductions in turn. It may be recorded again only
+when every peer has issued its wait for the record before. For fences, two events are enough: a rank
+that has passed fence n + 1 knows that all others have arrived there, which they do after their
+waits of fence n. For reductions there are `_TURNS`, and the ring lets no rank claim the next one
+before all ranks have consumed the one that used the same turn.
+
+`PeerDevice` is what this file asks of a device; `cuda_ipc` has it for CUDA.
 """
 
 import dataclasses
@@ -40,28 +50,28 @@ from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
 from fullshard.plan.layout import BucketLayout, DirectRule
 
-_TURNS = 4  # reductions that may be under way at once
-_MAIL_NBYTES = 1 << 16  # of handles that a rank offers at once
-_FEW_PARAMS = 512
+_TURNS = 4  # reductions that may be under way at once: see [Note: Turns]
+_MAIL_NBYTES = 1 << 16  # room per rank for pickled handles
+_FEW_PARAMS = 512  # flags per reduction and rank that there is room for from the start
 
-# A memory's or an event's handle, to be opened in another process: picklable, whatever it is.
+# What another process opens memory or an event by: of a type of the device's, and picklable.
 Handle = Any
 
 
 class PeerDevice(Protocol):
-    """What reaching into other processes' memory asks of a device.
+    """The operations on one device that reading other processes' memory needs.
 
-    Events are recorded on and waited for by the current stream.
+    Events are recorded on the current stream, and waited for by the current stream.
     """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return zeroed bytes that can be exported."""
+        """Return zeroed memory, 1-D in bytes, that can be exported."""
 
     def export(self, memory: torch.Tensor) -> Handle:
-        """Offer memory to one other process."""
+        """Return a handle by which one other process can open the memory."""
 
     def open(self, handle: Handle) -> torch.Tensor:
-        """Return another process's memory. Raises an exception that says why it cannot."""
+        """Return another process's memory. Raises an exception that says why if it cannot."""
 
     def create_event(self) -> Any: ...
 
@@ -74,15 +84,15 @@ class PeerDevice(Protocol):
     def wait(self, event: Any) -> None: ...
 
     def mark(self) -> Any:
-        """Return an event of this process alone, recorded now."""
+        """Record a new event for this process alone, and return it."""
 
     def finish(self) -> None:
-        """Let the host wait for all of the device's work (while setting up)."""
+        """Wait on the host for all work of the device. Used while memory is set up."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Events:
-    """One rank's events, each used in turns."""
+    """One rank's events, each list used in turns (see [Note: Turns])."""
 
     fence: list[Any]
     posted: list[Any]
@@ -103,7 +113,11 @@ _FIELDS = dataclasses.fields(_Events)
 
 
 class _EventOrder(Order):
-    """What streams wait for beside the ring's counters."""
+    """Events beside the ring's counters: see [Note: Two orders] and `Order` for when each runs.
+
+    The ring sets or waits for the counter at the same moment, so every record comes before its
+    counter, and every wait after it.
+    """
 
     def __init__(self, device: PeerDevice, own: _Events, peers: Sequence[_Events]) -> None:
         self._device, self._own, self._peers = device, own, peers
@@ -125,7 +139,11 @@ class _EventOrder(Order):
 
 @dataclasses.dataclass(slots=True)
 class PeerShards(ShardBuffer):
-    """Shards that peers read, beside the peers' own; ``ranks`` has all of them in rank order."""
+    """This rank's shards, which peers read, and views of the peers' shards.
+
+    ranks: every rank's shard buffer, 1-D, in rank order.
+    unsharded, targets, sources: the buffer that was filled last, and the views to copy it by.
+    """
 
     ranks: list[torch.Tensor] = dataclasses.field(default_factory=list)
     unsharded: torch.Tensor | None = None
@@ -141,7 +159,8 @@ class PeerShards(ShardBuffer):
         self.targets, self.sources = [], []
 
     def copy_to(self, unsharded: torch.Tensor) -> None:
-        """Copy every rank's shards to where they belong. The views are made once."""
+        """Copy every rank's shards to where they belong in an unsharded buffer."""
+        # A unit is gathered into the same buffer in every step, so views are made once.
         if self.unsharded is not unsharded:
             self.unsharded = unsharded
             self.targets, self.sources = _copies(self.bucket, self.ranks, unsharded)
@@ -150,17 +169,18 @@ class PeerShards(ShardBuffer):
 
 
 class DeviceMemoryComm(Comm):
-    """Ranks of one host that reach each other's device memory.
+    """Communication of ranks of one host that reach each other's device memory.
 
-    Raises UnavailableError, on every rank, where one of them cannot.
+    Building it raises UnavailableError, on every rank, if one of them cannot.
     """
 
     overlaps = True
     rule = DirectRule(even=False, min_nbytes=0)
 
     def __init__(self, group: dist.ProcessGroup, device: PeerDevice, kind: str) -> None:
-        """kind: of memory, for messages."""
+        """kind: name of the memory in messages, such as "CUDA IPC"."""
         self.name = f"peer memory (one host, {kind})"
+        # Through the store: the group's collectives may not work here (NCCL, ranks on one GPU).
         self.memory = SharedMemory.connect(group, exchange_through_store)
         self.rank, self.size = self.memory.rank, self.memory.size
         self._device = device
@@ -168,6 +188,7 @@ class DeviceMemoryComm(Comm):
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
         self._own_events, self._peer_events = self._connect(kind)
         self._num_fences = 0
+        # Event after the last all-gather's copies. The lane runs copies in order, so it covers all.
         self._last_read: Any = None
         order = _EventOrder(device, self._own_events, self._peer_events)
         self._ring = Ring(self.memory, self._enlarge, order, max_under_way=_TURNS)
@@ -180,7 +201,7 @@ class DeviceMemoryComm(Comm):
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
     ) -> ShardBuffer:
-        nbytes = max(bucket.shard_nbytes, 1)
+        nbytes = max(bucket.shard_nbytes, 1)  # empty memory cannot be exported
         memory = self._device.allocate(nbytes)
         if memory.device != device:
             raise CommError(
@@ -197,19 +218,25 @@ class DeviceMemoryComm(Comm):
     ) -> Work:
         assert isinstance(shards, PeerShards)
         assert first == 0
+        # No wait for peers: a fence came after their last writes, and this stream is behind it.
         shards.copy_to(unsharded)
         self._last_read = self._device.mark()
         return Done()
 
     def fence(self, label: str) -> None:
-        """See [Note: Two orders]: the hosts meet, and streams go on when all have come here."""
+        """Let hosts meet here, and let this stream wait until all ranks' streams have come here.
+
+        See [Note: Two orders] and [Note: Turns].
+        """
         device, turn = self._device, self._num_fences % 2
         self._num_fences += 1
+        # The copies ran on the all-gather's lane, while the record below is of this stream. Peers
+        # write to their shards after it, so this stream has to be behind the copies.
         if self._last_read is not None:
             device.wait(self._last_read)
             self._last_read = None
         device.record(self._own_events.fence[turn])
-        self.memory.barrier(label)
+        self.memory.barrier(label)  # all ranks have recorded
         for peer in self._peer_events:
             device.wait(peer.fence[turn])
 
@@ -238,6 +265,7 @@ class DeviceMemoryComm(Comm):
         copy_in_gradients(bucket, grads, staged, divisor=how.scaling.before)
         combined_flags = self._post_flags(stretch, [grad is not None for grad in grads])
 
+        # The ring calls it once all ranks have posted and this stream waits for their events.
         def finish() -> tuple[bool, ...]:
             terms = self._terms(stretch, self.rank * numel * wire.itemsize, numel, wire)
             add_in_order(terms, out, divisor=how.scaling.after)
@@ -264,40 +292,47 @@ class DeviceMemoryComm(Comm):
         self._ring.abandon()
 
     def _enlarge(self, nbytes: int) -> None:
-        # What peers still read of the old parts must be over before they are freed.
+        """Replace this rank's part of the ring by a larger one. Every rank calls it together."""
+        # Hosts have consumed all reductions, but devices may still read peers' old parts. Each rank
+        # waits for its own device, then for the others, before it frees a part.
         self._device.finish()
         self.memory.barrier("enlarging the gradient ring")
-        self._parts = []
+        self._parts = []  # freed before the new ones are allocated, to need no room for both
         self._parts = self._share(self._device.allocate(nbytes), "allocating the gradient ring")
 
     def _part(
         self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """View what ``rank`` staged, from byte ``offset`` of the stretch on."""
+        """Return a view of what ``rank`` staged, from byte ``offset`` of the stretch on."""
         start = stretch.start + offset
         return self._parts[rank][start : start + numel * dtype.itemsize].view(dtype)
 
     def _terms(
         self, stretch: Stretch, offset: int, numel: int, dtype: torch.dtype
     ) -> list[torch.Tensor]:
+        """Return every rank's part on this rank's device: a view if it is there, else a copy."""
         own = self._parts[self.rank].device
         parts = (self._part(stretch, rank, offset, numel, dtype) for rank in range(self.size))
-        return [part.to(own, non_blocking=True) for part in parts]  # from other devices, a copy
+        return [part.to(own, non_blocking=True) for part in parts]
 
     def _post_flags(
         self, stretch: Stretch, present: Sequence[bool]
     ) -> Callable[[], tuple[bool, ...]]:
-        """Say which gradients this rank has. Returns what reads, later, which anybody has."""
+        """Write which gradients this rank has, to memory that peers' hosts can read.
+
+        Returns a function that returns which of them any rank has. It may be called once all ranks
+        have posted the stretch: flags are written by the host before its counter.
+        """
         flags = self._flags_of(stretch.sequence, len(present))
         flags[self.rank][: len(present)] = bytes(present)
         return lambda: tuple(map(any, zip(*(row[: len(present)] for row in flags), strict=True)))
 
     def _flags_of(self, sequence: int, num_params: int) -> list[memoryview]:
-        """Return where each rank says, in host memory, which gradients it had."""
+        """Return the host memory of each rank's flags for a reduction, in rank order."""
         if num_params > self._flags_nbytes:
             self._flags_nbytes = max(2 * num_params, _FEW_PARAMS)
             size = _TURNS * self.size * self._flags_nbytes
-            # Reductions under way keep what they have.
+            # Reductions under way hold views of the old memory, and read their flags there.
             try:
                 self._flags = memoryview(self.memory.allocate(size, "allocating flags"))
             except UnavailableError as reason:
@@ -309,7 +344,10 @@ class DeviceMemoryComm(Comm):
     # Connecting
 
     def _connect(self, kind: str) -> tuple[_Events, list[_Events]]:
-        """Exchange events, and try whether memory can be reached."""
+        """Return this rank's events and the peers', once all ranks reach each other's memory.
+
+        Raises UnavailableError, on every rank, if one of them cannot.
+        """
         device, problem = self._device, None
         offer: Any = None
         try:
@@ -318,7 +356,9 @@ class DeviceMemoryComm(Comm):
             offer = {
                 peer: (own.map(device.export_event), device.export(probe)) for peer in self._peers
             }
-        except Exception as error:  # whatever the driver or the allocator says
+        # Whatever a driver or an allocator raises, other ranks wait in the exchange: so it becomes
+        # a value that all get.
+        except Exception as error:
             problem = f"rank {dist.get_rank()} cannot offer {kind} memory: {error}"
         offers = self._exchange((problem, offer), "connecting")
         problem = next((theirs for theirs, _ in offers if theirs is not None), None)
@@ -337,18 +377,18 @@ class DeviceMemoryComm(Comm):
         return own, events
 
     def _share(self, memory: torch.Tensor, label: str) -> list[torch.Tensor]:
-        """Return every rank's memory, this one's among them. Every rank has to call it."""
+        """Return every rank's memory, in rank order. Every rank must call it."""
         offer = {peer: self._device.export(memory) for peer in self._peers}
         offers = self._exchange(offer, label)
         shared = [
             memory if rank == self.rank else self._device.open(offers[rank][self.rank])
             for rank in range(self.size)
         ]
-        self.memory.barrier(label)  # nobody frees what a peer has yet to open
+        self.memory.barrier(label)  # before it, a peer may not have opened this rank's memory yet
         return shared
 
     def _exchange(self, value: Any, label: str) -> list[Any]:
-        """Return every rank's value, through host memory. Every rank has to call it."""
+        """Return every rank's value, passed through host memory. Every rank must call it."""
         data = pickle.dumps(value)
         if len(data) + 8 > _MAIL_NBYTES:
             raise CommError(
@@ -364,14 +404,17 @@ class DeviceMemoryComm(Comm):
             start = rank * _MAIL_NBYTES
             nbytes = int.from_bytes(self._mail[start : start + 8], "little")
             values.append(pickle.loads(self._mail[start + 8 : start + 8 + nbytes]))
-        self.memory.barrier(label)  # all have read before anybody writes again
+        self.memory.barrier(label)  # all have read, so the next call may write here
         return values
 
 
 def _copies(
     bucket: BucketLayout, ranks: Sequence[torch.Tensor], unsharded: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return what is written of an unsharded buffer, and from where, piece by piece."""
+    """Return views of an unsharded buffer and, in the same order, of the shards to copy there.
+
+    ranks: every rank's shard buffer, in rank order.
+    """
     if bucket.is_flat:
         return list(unsharded.split(bucket.shard_numel)), list(ranks)
     targets, sources = [], []

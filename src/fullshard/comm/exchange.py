@@ -1,7 +1,7 @@
-"""Telling all ranks of a group something before they can communicate: through the store.
+"""Exchange of small Python values among the ranks of a group, while communication is set up.
 
-Works whatever the group's backend is, and where its collectives do not: NCCL refuses ranks that
-share a GPU.
+Two ways: through the group's collectives, and through the store that the ranks met in. The store
+works with every backend, also where collectives fail: NCCL refuses ranks that share a GPU.
 """
 
 import collections
@@ -10,11 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-_rounds: "collections.Counter[str]" = collections.Counter()  # of each group, by name
+# Exchanges so far, by name of the group. Keys of the store stay, so each exchange has its own;
+# ranks count alike, since every exchange is a call of all of them.
+_rounds: "collections.Counter[str]" = collections.Counter()
 
 
 def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's value, in rank order. Every rank of the group has to call it."""
+    """Return every rank's value, in rank order. Every rank of the group must call it."""
     store = dist.distributed_c10d._get_default_store()
     name = group.group_name
     _rounds[name] += 1
@@ -26,7 +28,7 @@ def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def exchange_through_group(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's value, in rank order. Every rank of the group has to call it."""
+    """Return every rank's value, in rank order. Every rank of the group must call it."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

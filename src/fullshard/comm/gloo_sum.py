@@ -1,8 +1,8 @@
-"""Reduce-scatter over Gloo: ranks exchange their terms (all-to-all), and each sums its own.
+"""Reduce-scatter over Gloo: ranks exchange terms by an all-to-all, and each sums its own shard.
 
 It takes half the time of Gloo's own reduce-scatter and is deterministic: terms are added in rank
-order, in float32 or wider. Direct parameters' gradients travel from where autograd left them, one
-all-to-all each; the packed rest in one more.
+order, in float32 or wider. Gradients of direct parameters travel from where autograd left them, by
+one all-to-all each; all packed ones travel together in one more.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,22 +16,25 @@ from fullshard.comm.packing import Regions, copy_in_gradients, pack_gradients, w
 from fullshard.comm.scratch import Scratch
 from fullshard.plan.layout import BucketLayout, Route
 
-_FEW_RANKS = 8
+_FEW_RANKS = 8  # beyond, one `torch.sum` instead of as many additions, each of which costs a call
 
 
 class ExchangeMemory(NamedTuple):
-    """Where the memory of an exchange comes from: packed gradients, and what is received."""
+    """The pools that an exchange takes memory from.
+
+    regions: for packed gradients to send, which keep their views. scratch: for what is received.
+    """
 
     regions: Regions
     scratch: Scratch
 
 
 class Exchange(NamedTuple):
-    """Terms under way.
+    """Terms under way from every rank to every rank.
 
-    finish: forms the sums; to be called once, when the works are done.
-    tensors: what is sent and received, needed until then.
-    present: says, after ``finish``, for each parameter whether any rank had a gradient.
+    finish: forms the sums; must be called once, after all ``works``.
+    tensors: what is sent and received; must stay alive until then.
+    present: returns, after ``finish``, for each parameter whether any rank had a gradient.
     """
 
     works: list[Any]
@@ -48,7 +51,10 @@ def exchange_rows(
     memory: ExchangeMemory,
     group: dist.ProcessGroup,
 ) -> Exchange:
-    """Start a reduce-scatter of a bucket that is sharded by rows; ``out`` gets the sums."""
+    """Start a reduce-scatter of a bucket that is sharded by rows; ``out`` gets the sums.
+
+    Arguments are those of `Comm.reduce_scatter`.
+    """
     size = bucket.shard_size
     works: list[Any] = []
     sums: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -57,7 +63,7 @@ def exchange_rows(
     lent: list[torch.Tensor] = []
 
     def exchange(source: torch.Tensor) -> torch.Tensor:
-        """Return what the ranks will have sent to this one, a row from each."""
+        """Send a part of ``source`` to each rank; return what arrives, one row per rank."""
         received = memory.scratch.take(source.numel(), source.dtype)
         works.append(dist.all_to_all_single(received, source, group=group, async_op=True))
         sent.append(source)
@@ -71,7 +77,9 @@ def exchange_rows(
             )
             target = out.narrow(0, param.shard_offset, param.chunk_numel)
             sums.append((exchange(source), target))
-    # One more element a parameter tells every rank whether anybody had a gradient for it.
+    # One more element per parameter and rank says whether this rank has a gradient for it. Flags
+    # travel with the packed gradients, since a collective of their own would be a second call for
+    # most units. So the packed exchange takes place even if no parameter is packed.
     present = [grad is not None for grad in grads]
     region = pack_gradients(
         bucket,
@@ -91,6 +99,7 @@ def exchange_rows(
         for terms, total in sums:
             _sum_rows(terms, total, divisor=how.scaling.after)
         flags_seen.extend((received[:, bucket.packed_numel :] != 0).any(0).tolist())
+        # The whole of what was taken, not a slice: see `Scratch.give`.
         for each in lent:
             memory.scratch.give(each)
         memory.regions.give(region)
@@ -106,7 +115,10 @@ def exchange_flat(
     memory: ExchangeMemory,
     group: dist.ProcessGroup,
 ) -> Exchange:
-    """Start a reduce-scatter of a flat bucket; ``out`` gets the sums."""
+    """Start a reduce-scatter of a flat bucket; ``out`` gets the sums.
+
+    Nobody is asked for flags: each rank says of each parameter whether it had a gradient itself.
+    """
     region = memory.scratch.take(bucket.unsharded_numel, how.wire_dtype)
     received = memory.scratch.take(bucket.unsharded_numel, how.wire_dtype)
     copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
@@ -123,9 +135,9 @@ def exchange_flat(
 
 
 def _sum_rows(terms: torch.Tensor, out: torch.Tensor, *, divisor: float) -> None:
-    """Set ``out`` to the sum over ranks of a matrix with a row from each."""
+    """Set ``out`` to the sum of the rows of ``terms``, one per rank, divided by ``divisor``."""
     if terms.size(0) <= _FEW_RANKS:
         add_in_order(terms.unbind(), out, divisor=divisor)
         return
-    torch.sum(terms, 0, dtype=out.dtype, out=out)  # one call; its order is fixed as well
+    torch.sum(terms, 0, dtype=out.dtype, out=out)  # the same order in every run as well
     out.div_(divisor)

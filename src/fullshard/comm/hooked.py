@@ -1,4 +1,4 @@
-"""Reduction by a user's function (a communication hook), in place of the unit's own."""
+"""Reduction by a user's function (a communication hook) instead of the unit's communication."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,12 @@ def reduce_by_hook(
 ) -> Reduction:
     """Let a hook reduce a flat bucket's gradients; ``out`` gets this rank's shard.
 
-    The hook sees undivided gradients in ``out``'s dtype and divides them itself. It may give its
-    tensors other memory, as PyTorch's compressing hooks do.
+    The hook gets undivided gradients in ``out``'s dtype and has to divide them itself. With one
+    rank it is called with one tensor, which it reduces in place; otherwise with the full gradients
+    and the tensor for the result, both 1-D.
     """
+    # A tensor of its own over the same memory: a hook may set `result.data` to other memory, as
+    # PyTorch's compressing hooks do, and `out` is the caller's.
     result = out.detach()
     if bucket.shard_size == 1:
         copy_in_gradients(bucket, grads, out)

@@ -1,9 +1,9 @@
-"""What every way of communicating offers to the engine.
+"""The interface of every way of communicating. A new way is a new subclass of `Comm`.
 
 A `Comm` belongs to one process group. It decides where shards are stored (`allocate_shards`),
-because that decides what has to be moved: collectives read a private buffer, ranks of one host
-read each other's. Everything that is started returns a work handle, which holds the tensors it
-needs; dropping it after `wait` releases them.
+because that decides what has to be moved: collectives read a private buffer, while ranks of one
+host may read each other's. A method that starts something returns a work handle. The handle holds
+the tensors that are still needed; after `wait` it may be dropped, which releases them.
 """
 
 import abc
@@ -19,9 +19,9 @@ from fullshard.plan.layout import BucketLayout, DirectRule
 
 
 class Work(Protocol):
-    """Something under way. ``wait`` returns once the current stream may use the result.
+    """A collective under way. ``wait`` returns once the current stream may use the result.
 
-    tensors: what it holds until then, beside what it was given to fill.
+    tensors: memory that the handle holds until then, not counting the output it was given.
     """
 
     @property
@@ -34,7 +34,7 @@ class Reduction(Protocol):
     """A reduce-scatter under way.
 
     ``wait`` returns, for each parameter of the bucket in order, whether any rank had a gradient.
-    tensors: what it holds until then, beside what it was given to fill.
+    tensors: memory that the handle holds until then, not counting the output it was given.
     """
 
     @property
@@ -53,11 +53,11 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sum:
-    """How gradients are to be summed.
+    """Instructions for summing gradients.
 
-    wire_dtype: what travels; sums are formed in the dtype of the result.
-    may_average: whether a backend that forms means may do so.
-    label: what is reduced, for messages.
+    wire_dtype: dtype of the gradients that travel. The sum has the dtype of the result.
+    may_average: True if a backend may form the mean itself instead of a sum.
+    label: name of the reduction in messages and ledger entries, the same on all ranks.
     """
 
     wire_dtype: torch.dtype
@@ -71,12 +71,12 @@ class ShardBuffer:
     """One rank's shards of one bucket.
 
     shards: the local shard of each parameter, in bucket order and in its local shape.
-    flat: the shard buffer as one tensor, or None where the shards do not lie in one piece.
-    gathered: the direct parameters, unsharded, readable without any copy; empty if there are none
-        or if they cannot be read in place.
-    packed_region: the packed shards of all ranks, rank by rank, if they are readable in place; of
-        a flat bucket all of it.
-    mapped_nbytes: what all ranks of a host share for the bucket, 0 if they share nothing.
+    flat: the shard buffer as one 1-D tensor, or None if the shards do not lie in one piece.
+    gathered: unsharded tensors of the direct parameters that can be read without a copy; empty if
+        there are no direct parameters or if they have to be moved first.
+    packed_region: packed shards of all ranks, rank by rank, if this rank can read them in place.
+        For a flat bucket: the whole unsharded buffer.
+    mapped_nbytes: bytes that all ranks of a host share for the bucket; 0 if they share no memory.
     """
 
     bucket: BucketLayout
@@ -88,28 +88,32 @@ class ShardBuffer:
     _landing: Landing | None = None
 
     def landing(self, unsharded: torch.Tensor, first: int = 0) -> Landing:
-        """Return where gathered parameters belong in an unsharded buffer.
+        """Return views of where gathered parameters belong in an unsharded buffer.
 
-        first: the element of the unsharded buffer at which ``unsharded`` begins.
+        first: the element of the bucket's unsharded buffer at which ``unsharded`` begins.
         """
+        # Only the last one is kept: a unit is gathered into the same memory in every step.
         if self._landing is None or self._landing.unsharded is not unsharded:
             self._landing = Landing(self.bucket, unsharded, first, self.flat)
         return self._landing
 
     @property
     def landing_views(self) -> list[torch.Tensor]:
-        """The views of the unsharded buffer that was filled last."""
+        """Views of the unsharded buffer that was filled last; they count as references to it."""
         return [] if self._landing is None else self._landing.views
 
     def forget_landing(self) -> None:
-        """Let go of the unsharded buffer that was filled last."""
+        """Drop the views of the unsharded buffer that was filled last."""
         self._landing = None
 
 
 class Comm(abc.ABC):
     """Communication among the ranks of one process group.
 
-    overlaps: whether what is started goes on by itself, so that starting early helps.
+    name: description for users, as `describe` prints it.
+    overlaps: True if a started collective progresses without the caller, so prefetching helps.
+    rank, size: this rank's place in the group, and the number of its ranks.
+    rule: which parameters a layout may route directly for this way of communicating.
     """
 
     name: str
@@ -122,18 +126,20 @@ class Comm(abc.ABC):
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
     ) -> ShardBuffer:
-        """Allocate this rank's shards of a bucket, uninitialised. Every rank has to call it.
+        """Allocate this rank's shards of a bucket; values are undefined. Every rank must call it.
 
-        Raises UnavailableError, on every rank, if they were to share the memory and cannot.
+        Raises UnavailableError on every rank if ranks share the memory and one of them cannot.
         """
 
     @abc.abstractmethod
     def all_gather(
         self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
     ) -> Work:
-        """Fill the bucket's unsharded buffer (1-D, compute dtype) from element ``first`` on.
+        """Start filling the bucket's unsharded buffer (1-D, compute dtype).
 
-        first: 0, or ``bucket.direct_numel`` where the direct parameters are read in place.
+        unsharded: the buffer, from its element ``first`` on.
+        first: 0, or ``bucket.direct_numel`` if the direct parameters are read in place.
+        label: name of the gather in messages and ledger entries, the same on all ranks.
         """
 
     @abc.abstractmethod
@@ -144,80 +150,87 @@ class Comm(abc.ABC):
         out: torch.Tensor,
         how: Sum,
     ) -> Reduction:
-        """Sum gradients over the ranks; ``out`` gets this rank's shard buffer of the sums.
+        """Start summing gradients over the ranks; ``out`` gets the sums of this rank's shards.
 
-        grads: one full gradient per parameter of the bucket, in order; None counts as zeros. They
-            are no longer needed once this returns.
-        out: 1-D, ``bucket.shard_numel`` elements of `accumulate_dtype`. Padding is undefined, but
-            zero in a flat bucket.
+        grads: one full gradient per parameter of the bucket, in order; None counts as zeros. The
+            caller may free them once this returns: what still reads them holds them.
+        out: 1-D, ``bucket.shard_numel`` elements of `accumulate_dtype`, arranged as the shard
+            buffer. Padding becomes zero in a flat bucket and is undefined in others.
         """
 
     @abc.abstractmethod
     def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
-        """Sum 1-D gradients over the ranks, in place, unscaled.
+        """Start summing a 1-D tensor of gradients over the ranks, in place and without scaling.
 
-        present: for each parameter in them, whether this rank has a gradient; or nothing, if all
-            ranks know that of all.
+        present: for each parameter in ``total``, whether this rank has a gradient. Empty if all
+            ranks know already which parameters have one.
         """
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of ``reduce_dtype`` are summed."""
+        """Return the dtype in which gradients of ``reduce_dtype`` are summed."""
         return torch.promote_types(reduce_dtype, torch.float32)
 
     def staged_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
-        """How much memory a reduce-scatter of this bucket stages in what `prepare` makes."""
+        """Return the bytes of staging memory (see `prepare`) of a reduce-scatter of this bucket."""
         return 0
 
     def summed_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
-        """How much an all-reduce of a rank's shard of this bucket stages there."""
+        """Return the bytes of staging memory of an all-reduce of a rank's shard of this bucket."""
         return bucket.shard_numel * wire_dtype.itemsize
 
     @property
     def held_nbytes(self) -> int:
-        """How much memory this rank keeps for staging what it sends."""
+        """Bytes that this rank keeps for staging what it sends."""
         return 0
 
     @property
     def kept(self) -> Sequence[torch.Tensor]:
-        """Memory of earlier collectives that is used again, beside the device's scratch memory."""
+        """Memory of earlier collectives, kept for the next ones; without the device's scratch."""
         return ()
 
     @property
     def mapped_nbytes(self) -> int:
-        """The same of all ranks, if it is memory that they share on one host."""
+        """Staging bytes of all ranks together, if they share them on one host; otherwise 0."""
         return 0
 
     def prepare(self, staged_nbytes: Sequence[int]) -> None:  # noqa: B027
-        """Make room for reductions that stage this much. Every rank has to call it.
+        """Allocate staging memory for reductions of these sizes in bytes. Every rank must call it.
 
-        Raises UnavailableError, on every rank, if they were to share the memory and cannot.
+        Raises UnavailableError on every rank if ranks share the memory and one of them cannot.
         """
 
     def fence(self, label: str) -> None:  # noqa: B027
         """Return once every rank has arrived here, if ranks read each other's memory.
 
-        Shards written before are then visible to all, and nobody still reads what was there.
+        After it, shards that were written before the fence are visible to all ranks, and no rank
+        still reads what was in them earlier. It does nothing where ranks read only private memory.
         """
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether ranks read each other's memory, so that writes have to be ordered with reads."""
+        """Whether ranks read each other's shards, so that writes need fences around them."""
         return type(self).fence is not Comm.fence
 
     def agree(self, bits: int, num_bits: int) -> int:
-        """Combine every rank's bits by "or", if ranks read each other's memory; else its own."""
+        """Return the bitwise "or" of all ranks' ``bits`` if ranks read each other's memory.
+
+        Otherwise return this rank's own. bits: an integer of ``num_bits`` bits.
+        """
         return bits
 
     def combine(self, bits: int, num_bits: int) -> int:
-        """Combine every rank's bits by "or"; its own where the answer would stall the host."""
+        """Return the bitwise "or" of all ranks' ``bits``, or this rank's own.
+
+        Its own where waiting for the answer would stall the host behind its device.
+        """
         return self.agree(bits, num_bits)
 
     def abandon(self) -> None:  # noqa: B027
-        """Forget reductions that were started and never waited for (after an exception)."""
+        """Drop reductions that were started and will never be waited for (after an exception)."""
 
 
 class Done:
-    """Work that was finished when it was started."""
+    """Work that was complete when it was started."""
 
     tensors = ()
 
@@ -226,7 +239,7 @@ class Done:
 
 
 class Reduced:
-    """A reduction that was finished when it was started."""
+    """A reduction that was complete when it was started; ``present`` is what ``wait`` returns."""
 
     tensors = ()
 
@@ -238,10 +251,10 @@ class Reduced:
 
 
 def shard_views(bucket: BucketLayout, flat: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    """View a shard buffer as the rank's shard of each parameter, in its local shape.
+    """Return this rank's shard of each parameter, in its local shape, as views of a shard buffer.
 
-    Each view has a storage of its own over the same memory: saving it saves its bytes and no
-    others, and DTensor's copying and pickling, which know no storage offsets, work.
+    Each has a storage of its own over the same memory. So saving one saves its bytes only, and
+    DTensor's copying and pickling work, which ignore storage offsets.
     """
     storage, itemsize = flat.untyped_storage(), flat.dtype.itemsize
     base = flat.storage_offset()
@@ -259,25 +272,27 @@ def tensor_over(
 ) -> torch.Tensor:
     """Return a contiguous tensor over a storage, from element ``offset`` on.
 
-    It is no view of another tensor: on those, operations in place cost more, which shows in
-    optimizers, and they share a version counter.
+    It is not a view of another tensor: in-place operations on views cost more, which shows in
+    optimizers, and views share their base's version counter.
     """
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     return tensor.set_(storage, offset, tuple(shape))  # type: ignore[call-overload]
 
 
 def add_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: float) -> None:
-    """Set ``out`` to the sum of the terms, first to last, divided by ``divisor``.
+    """Set ``out`` to the sum of the terms, added first to last, divided by ``divisor``.
 
-    Works through blocks that stay in cache, so that memory is read once however many terms there
-    are; on other devices than the CPU, all at once: there a block would cost its launch. The sum is
-    formed in ``out.dtype``: adding bfloat16 terms to a float32 ``out`` is exact in the terms.
+    The sum is formed in ``out.dtype``, so bfloat16 terms enter a float32 ``out`` unrounded.
     """
+    # On the CPU, 65,536 elements at a time: a block of `out` stays in cache while all terms are
+    # added, so memory is read once. On other devices each block would cost a kernel launch.
     block = 1 << 16 if out.is_cpu else max(out.numel(), 1)
     for start in range(0, out.numel(), block):
         total = out[start : start + block]
         first, *others = (term[start : start + block] for term in terms)
         if others and first.dtype == total.dtype:
+            # One pass instead of a copy and an addition. Not for narrower terms: `torch.add` would
+            # add two of them in their own dtype, and round before `out` gets the sum.
             torch.add(first, others.pop(0), out=total)
         else:
             total.copy_(first)

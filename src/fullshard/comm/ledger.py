@@ -1,18 +1,20 @@
-"""What the ranks of a group do together, written down where each can read the others' entries.
+"""A ledger of what the ranks of a group do together, in memory that all of them can read.
 
-A collective pairs with the others' by its place in the sequence, not by what it is for: where ranks
-take different paths, gradients of one unit are added to those of another. So each rank enters what
-it is about to do, then compares. Of two ranks that differ, the one that enters last sees it before
+Collectives of different ranks are paired by their place in the sequence, not by their purpose. So
+where ranks take different paths, gradients of one unit would be added to those of another. To find
+that out, each rank enters in the ledger what it is about to do, and compares it with what others
+have entered at the same place. Of two ranks that differ, the one that enters last sees it before
 it has moved any data, and the other one while it waits.
 
     place        41                          42
     rank 0       experts.0: reduce-scatter   after backward
     rank 1       experts.0: reduce-scatter   experts.1: reduce-scatter   <- named on both ranks
 
-[Note: Entries] An entry is its text, then one word: place and checksum. A rank writes its own word
-before it reads the others', with a full fence between (see `shared_memory`, Note: Ordering), so of
-two ranks at one place at least one sees the other's. Entries are overwritten in turns: one of
-another place says nothing.
+[Note: Entries] An entry is a word (the place in its upper half, a checksum of the text in its lower
+half) and the text. A rank writes its own word before it reads the others', with a full memory fence
+in between (see `shared_memory`, Note: Ordering). So of two ranks at one place, at least one sees
+the other's word. A slot is used again every 64 places; a word with another place is no evidence of
+anything.
 """
 
 import zlib
@@ -20,21 +22,23 @@ from collections.abc import Callable, Sequence
 
 from fullshard.errors import DivergenceError
 
-_KEPT = 64  # entries of each rank; whoever is further ahead can no longer be compared with
+# Entries kept per rank. A rank that is further ahead has overwritten what it would be compared by.
+_KEPT = 64
 _WORD_NBYTES = 8
 _TEXT_NBYTES = 120
 _ENTRY_NBYTES = _WORD_NBYTES + _TEXT_NBYTES
-_PLACES = (1 << 31) - 1
+_PLACES = (1 << 31) - 1  # places are counted modulo 2**31, so that a signed word has room for them
 
-NBYTES = _KEPT * _ENTRY_NBYTES  # of one rank's part
+NBYTES = _KEPT * _ENTRY_NBYTES  # size of one rank's part
 
 
 class Ledger:
     """The entries of one group's ranks.
 
-    ranks: global rank of each.
-    memory: shared by all, zeroed, `NBYTES` for each rank, one rank's part after the other's.
-    fence: orders what this rank wrote before what it reads after.
+    rank: this rank's number in the group.
+    ranks: global rank of each rank of the group, for messages.
+    memory: shared by all ranks and zeroed: `NBYTES` per rank, one rank's part after the other.
+    fence: keeps later reads of this thread from moving before its earlier writes.
     """
 
     def __init__(
@@ -46,16 +50,17 @@ class Ledger:
         self._text = memory.cast("B")
         self._words = self._text.cast("q")
         self._place = 0
+        # Encoded entries: the same ones come in every step, and encoding costs more than entering.
         self._known: dict[tuple[str, int], tuple[int, bytes]] = {}
         self._stride = NBYTES // _WORD_NBYTES
         self._own = rank * self._stride
         self._others = [other * self._stride for other in range(len(ranks)) if other != rank]
 
     def enter(self, what: str, nbytes: int = 0) -> None:
-        """Say what this rank does next, which all ranks have to do at the same place.
+        """Enter what this rank does next; all ranks must do the same at the same place.
 
-        nbytes: how much it moves; ranks have to agree on it as well. Raises DivergenceError if a
-        rank has entered something else at this place.
+        nbytes: bytes that it moves, on which ranks have to agree as well. Raises DivergenceError if
+        another rank has entered something else at this place.
         """
         known = self._known.get((what, nbytes))
         if known is None:
@@ -65,28 +70,36 @@ class Ledger:
         slot = place % _KEPT
         word = (place & _PLACES) << 32 | checksum
         start = (self._own + slot * (_ENTRY_NBYTES // _WORD_NBYTES)) * _WORD_NBYTES
+        # Text first: a rank that sees the word may print the text at once.
         self._text[start + _WORD_NBYTES : start + _ENTRY_NBYTES] = text
         words, offset = self._words, slot * (_ENTRY_NBYTES // _WORD_NBYTES)
         words[self._own + offset] = word
+        # Without it this rank could read the others' words before its own is visible. If two ranks
+        # did so, neither would see the other's: see [Note: Entries].
         self._fence()
         for other in self._others:
+            # A word of another place is of a rank that has yet to come here, or is long past it.
             seen = words[other + offset]
             if seen != word and seen >> 32 == place & _PLACES:
                 self._refuse(place)
 
     def compare(self) -> None:
-        """Compare what is still kept, for a rank that waits. Raises DivergenceError."""
+        """Compare all entries that are still there. Raises DivergenceError if two ranks differ.
+
+        A rank calls it while it waits: others may have entered something since it did.
+        """
         for place in range(max(1, self._place - _KEPT + 1), self._place + 1):
             if len(set(self._at(place).values())) > 1:
                 self._refuse(place)
 
     def _at(self, place: int) -> dict[int, int]:
-        """Return the word of each rank that has entered something at a place."""
+        """Return, by rank, the words of the ranks whose slot holds an entry of this place."""
         offset = place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
         words = (self._words[rank * self._stride + offset] for rank in range(len(self._ranks)))
         return {rank: word for rank, word in enumerate(words) if word >> 32 == place & _PLACES}
 
     def _refuse(self, place: int) -> None:
+        """Raise DivergenceError with what each rank has entered at a place."""
         offset = place % _KEPT * _ENTRY_NBYTES + _WORD_NBYTES
         ranks_of: dict[str, list[int]] = {}
         for rank in self._at(place):
@@ -111,6 +124,7 @@ class Ledger:
 
 
 def _encoded(what: str, nbytes: int) -> tuple[int, bytes]:
-    """Return the checksum and the text of an entry."""
+    """Return the checksum and the text of an entry, cut or padded to its size."""
     text = (f"{what} ({nbytes} bytes)" if nbytes else what).encode()
+    # The checksum is of the whole text, so entries that differ only beyond the cut still differ.
     return zlib.crc32(text), text[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")

@@ -1,7 +1,8 @@
-"""Which ranks are still there, when a collective fails.
+"""Naming the ranks that are gone when a collective fails.
 
-A collective's error says that a connection broke, not whose. Each rank announces its process in the
-store that the ranks met in; after an error the others look which of those processes is gone.
+The error of a collective says that a connection broke, but not whose. So each rank announces its
+process in the store that the ranks met in, and after an error a rank looks which of the processes
+on its host are gone.
 """
 
 import contextlib
@@ -15,17 +16,20 @@ import torch.distributed as dist
 from fullshard.comm.shared_memory import SharedMemory, host_identity, known_ledger
 from fullshard.errors import CommError, PeerLostError
 
-_GRACE_S = 1.0  # a dying process closes its connections before it is gone
+# How long to look for a process that is gone: a dying one closes its connections before it ends.
+_GRACE_S = 1.0
 _KEY = "fullshard/process/{}"
 
 
-# The process's default groups that it was announced in: once each, however many units there are.
+# Default groups that this process was announced in. Once per group serves all units; once per unit
+# would be hundreds of writes per rank to one store.
 _announced: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 
 
 def announce() -> None:
-    """Say which process this rank is."""
-    with contextlib.suppress(Exception):  # an unusual store, or no /proc: names will be missing
+    """Write to the store which process this rank is, unless that was done already."""
+    # It only serves messages. With an unusual store, or without /proc, these lack the rank's name.
+    with contextlib.suppress(Exception):
         world = dist.distributed_c10d._get_default_group()
         if world in _announced:
             return
@@ -35,10 +39,11 @@ def announce() -> None:
 
 
 class naming_lost_ranks:  # noqa: N801  (a context manager, used like a function)
-    """Turn a failed collective into an error that names the ranks that are gone.
+    """Turn the error of a failed collective into one that names the ranks that are gone.
 
-    Raises PeerLostError if there are any, CommError with the backend's own words otherwise. An
-    error that has nothing to do with communication (a wrong shape, say) stays as it is.
+    Raises PeerLostError if there are any, DivergenceError if ranks were doing different things, and
+    CommError with the backend's own words otherwise. An error that has nothing to do with
+    communication, such as a wrong shape, is left as it is.
     """
 
     __slots__ = ("_group", "_label")
@@ -56,20 +61,20 @@ class naming_lost_ranks:  # noqa: N801  (a context manager, used like a function
 
 
 def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -> None:
-    """Raise what `naming_lost_ranks` says of an error, or return if it is none of communication.
+    """Raise the error that `naming_lost_ranks` raises; return if it is not about communication.
 
-    Raises DivergenceError if ranks were doing different things.
-
-    For ``except`` where a context would cost too much.
+    For ``except`` clauses on paths where entering a context would cost too much.
     """
     if isinstance(error, CommError) or not _is_connection_error(error):
         return
     if (ledger := known_ledger(group)) is not None:
-        ledger.compare()  # a rank that saw first that paths differ has left
+        # First: a rank that saw that paths differ may have left, and is not the cause.
+        ledger.compare()
     where = f"{label} (rank {dist.get_rank()})"
     lost = _lost_ranks(group)
     if not lost:
         raise CommError(f"{where}: a rank could not be reached: {error}") from error
+    # Ranks that wait for this one in shared memory learn whom it lost, instead of losing it.
     SharedMemory.give_up(lost[0])
     names = ", ".join(f"rank {rank}" for rank in lost)
     raise PeerLostError(
@@ -79,19 +84,20 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
 
 
 def _is_connection_error(error: RuntimeError) -> bool:
+    # Gloo raises plain RuntimeErrors, so their words are all there is to go by.
     words = ("connection", "closed by peer", "timed out", "timeout", "socket", "remote process")
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Return the group's ranks on this host whose processes are gone."""
+    """Return the group's ranks on this host whose processes are gone, waiting up to `_GRACE_S`."""
     processes: dict[int, int] = {}
     with contextlib.suppress(Exception):  # the store may have died with its rank
         store = dist.distributed_c10d._get_default_store()
         for rank in dist.get_process_group_ranks(group):
             if store.check([_KEY.format(rank)]):
                 host, _, pid = store.get(_KEY.format(rank)).decode().rpartition(" ")
-                if host == host_identity():
+                if host == host_identity():  # elsewhere the pid may be another process
                     processes[rank] = int(pid)
     deadline = time.monotonic() + _GRACE_S
     while processes and time.monotonic() < deadline:
@@ -107,4 +113,4 @@ def _is_running(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # gone before, or while it was read
         return not Path("/proc/self").exists()  # without /proc, nothing can be said
-    return state not in "ZX"
+    return state not in "ZX"  # zombie or dead: its parent has not asked for its exit status yet

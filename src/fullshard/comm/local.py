@@ -1,6 +1,6 @@
-"""The communication of a group of one: nothing moves.
+"""Communication of a group of one rank: nothing moves.
 
-The unsharded parameters are the shards themselves, or a cast of them.
+Unsharded parameters are the shards themselves, or a cast of them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from fullshard.plan.layout import BucketLayout, DirectRule
 
 
 class LocalComm(Comm):
-    """One rank that owns everything."""
+    """Communication of one rank, which owns everything."""
 
     name = "local (one rank)"
     rank = 0
@@ -48,7 +48,7 @@ class LocalComm(Comm):
     ) -> Work:
         flat = shards.flat
         assert flat is not None
-        # One rank's shards lie as the unsharded buffer does: same order, same alignment.
+        # With one rank both buffers are arranged alike: same order, same padding.
         if unsharded.numel():
             unsharded.copy_(flat[first:], non_blocking=True)
         return Done()

@@ -1,8 +1,8 @@
-"""How parameters lie in what collectives move, and copying them in and out.
+"""Copying parameters and gradients into and out of the memory that collectives move.
 
-What is packed travels rank by rank: a *region* holds every rank's packed shards, one rank's after
-the other's. Making views of it costs more than copying a small parameter, and they are the same
-from step to step, so small regions are kept, lent again, and keep their views.
+Packed parameters travel rank by rank: a *region* holds every rank's packed shards, all of rank 0
+first, then all of rank 1, and so on. Making views of a region costs more than copying a small
+parameter, and the views are the same in every step. So small regions are pooled with their views.
 """
 
 import weakref
@@ -14,12 +14,16 @@ from fullshard.plan.layout import BucketLayout, ParamLayout
 
 Views = list[torch.Tensor]
 
-# Above it copying costs more than making views, and keeping memory costs too much.
+# Larger regions are not pooled: there copying costs more than making views, and it would keep too
+# much memory.
 _POOLED_NBYTES = 1 << 20
 
 
 class Region:
-    """1-D memory of ``shard_size`` equal parts, with views of the parameters in it."""
+    """1-D memory of one equal part per rank, with views of the parameters in it.
+
+    kind: number of elements and dtype, by which regions are pooled.
+    """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -30,11 +34,12 @@ class Region:
         self._matrices: dict[int, torch.Tensor] = {}
 
     def places(self, bucket: BucketLayout, *, packed_only: bool = True) -> list[Views]:
-        """Return, a parameter at a time, where its shards lie: part by part as in `shard_parts`.
+        """Return for each parameter the views of the region that hold its shards.
 
-        A parameter of equal shards has one place, a matrix with a row for each of them. Ranks'
-        parts may be longer than the bucket needs. Buckets that are alike have the same places.
+        A parameter of equal shards has one view, a matrix with one row per shard. Others have the
+        views of `shard_places`. Ranks' parts may be longer than the bucket needs.
         """
+        # Equal buckets, such as those of a model's blocks, have equal views.
         key = (bucket.geometry, packed_only)
         places = self._places.get(key)
         if places is None:
@@ -42,7 +47,7 @@ class Region:
         return places
 
     def sources(self, bucket: BucketLayout) -> Views:
-        """Return the places of all packed parameters, run by run."""
+        """Return the views of all packed parameters, run by run, as `Landing` copies them out."""
         sources = self._sources.get(bucket.geometry)
         if sources is None:
             stride = self.memory.numel() // bucket.shard_size
@@ -59,7 +64,7 @@ class Region:
         return sources
 
     def rows(self, num_rows: int) -> torch.Tensor:
-        """Return the memory as a matrix with a row for each part."""
+        """Return the memory as a matrix of ``num_rows`` rows, one per part."""
         matrix = self._matrices.get(num_rows)
         if matrix is None:
             matrix = self._matrices[num_rows] = self.memory.view(num_rows, -1)
@@ -67,9 +72,10 @@ class Region:
 
 
 class Regions:
-    """Lends regions: ``take`` one, and ``give`` it back once nothing reads it any more.
+    """A pool of regions: ``take`` one, and ``give`` it back once nothing reads it any more.
 
-    Lent again in the order of one lane, so that no event is needed between its users.
+    A pool serves one lane (stream) of one device. Users of a region follow each other on that lane,
+    so it may be given back while work on it is still queued, and needs no event.
     """
 
     def __init__(self, device: torch.device, purpose: str) -> None:
@@ -79,14 +85,15 @@ class Regions:
 
     @property
     def free(self) -> list[torch.Tensor]:
-        """What is kept and not lent."""
+        """Memory in the pool that nobody has taken."""
+        # Copies, since ranks may be threads that take and give meanwhile.
         return [region.memory for free in list(self._free.values()) for region in list(free)]
 
     @staticmethod
     def of(device: torch.device, purpose: str) -> "Regions":
-        """Return the device's regions for one purpose, which is what one lane does.
+        """Return the device's pool for one purpose ("gather" or "reduce"; each has its lane).
 
-        The same for all models, while the communication of one of them lives.
+        All models share it. It lives as long as the communication of one of them.
         """
         regions = _regions.get((device, purpose))
         if regions is None:
@@ -94,17 +101,20 @@ class Regions:
         return regions
 
     def take(self, numel: int, dtype: torch.dtype) -> Region:
+        """Return a region of this size. It holds what its last user left there, or zeros."""
         free = self._free.get((numel, dtype))
         if free:
             try:
                 return free.pop()
             except IndexError:  # another rank of this process, as a thread, was faster
                 pass
+        # The region outlives the caller's inference mode, so it must not be an inference tensor.
         with torch.inference_mode(False):
-            # Zeros, since padding travels too and may be summed.
+            # Zeros, since padding travels and may be summed: what is uninitialised may be NaN.
             return Region(torch.zeros(numel, dtype=dtype, device=self._device))
 
     def give(self, region: Region) -> None:
+        """Return a region to the pool; a large one is freed instead."""
         if region.is_pooled:
             self._free.setdefault(region.kind, []).append(region)
 
@@ -114,13 +124,13 @@ _regions = weakref.WeakValueDictionary()
 
 
 class Landing:
-    """Where gathered parameters belong in an unsharded buffer: views that are made once.
+    """Views of where gathered parameters belong in an unsharded buffer, made once per buffer.
 
-    first: the element of the unsharded buffer at which ``unsharded`` begins.
+    first: the element of the bucket's unsharded buffer at which ``unsharded`` begins.
     flat: this rank's shard buffer, if shards lie in one piece.
-    direct: where each direct parameter belongs, 1-D; none if they are read in place. Of a flat
-        bucket, all of it.
-    sent: what this rank sends (see `sent_parts`), None if it has to be cast or moved first.
+    direct: one 1-D view per direct parameter; empty if direct parameters are read in place. For a
+        flat bucket: the whole buffer.
+    sent: what this rank sends (see `sent_parts`); None if it has to be cast or moved first.
     """
 
     def __init__(
@@ -140,6 +150,7 @@ class Landing:
         if bucket.is_flat:
             self.direct.append(unsharded)
             return
+        # With `first`, the buffer begins behind the direct parameters, which are read in place.
         for param in () if first else bucket.direct:
             self.direct.append(unsharded.narrow(0, param.unsharded_offset, param.spec.numel))
         for run in bucket.packed_runs:
@@ -147,17 +158,21 @@ class Landing:
 
     @property
     def views(self) -> Views:
-        """All views that it made of the unsharded buffer."""
+        """All views made of the unsharded buffer, without the buffer itself."""
         return [each for each in (*self.direct, *self._packed) if each is not self.unsharded]
 
     def copy_out(self, region: Region) -> None:
-        """Copy every packed parameter from the region of all ranks to where it belongs."""
+        """Copy every packed parameter from a region of all ranks' shards to where it belongs."""
         if self._packed:
             torch._foreach_copy_(self._packed, region.sources(self._bucket))
 
 
 def sent_parts(bucket: BucketLayout, flat: torch.Tensor) -> Views:
-    """Cut a shard buffer into what travels apart: each direct parameter, and the packed ones."""
+    """Cut a shard buffer into what travels separately.
+
+    One part per direct parameter, then one for all packed ones if there are any; a flat bucket
+    travels whole.
+    """
     if bucket.is_flat:
         return [flat]
     parts = [flat.narrow(0, param.shard_offset, param.chunk_numel) for param in bucket.direct]
@@ -174,10 +189,11 @@ def copy_in_gradients(
     packed_only: bool = False,
     divisor: float = 1.0,
 ) -> None:
-    """Copy gradients, divided by ``divisor``, into a rank-major region; None becomes zeros.
+    """Copy gradients, divided by ``divisor``, into a region; None becomes zeros.
 
-    region: each rank's shard buffer after the other, or only what is packed of it. It may have
-    more columns than that, but for a flat bucket, whose padding is set to zero.
+    grads: one full gradient per parameter of the bucket, in order.
+    region: one part per rank, arranged as its shard buffer; with ``packed_only``, as the packed
+        end of that buffer. Parts may be longer, except for flat buckets, whose padding is zeroed.
     """
     if bucket.is_flat:
         memory = region.memory if isinstance(region, Region) else region
@@ -203,6 +219,7 @@ def copy_in_gradients(
         targets.extend(places)
         full = grad.contiguous()
         if num_shards := param.num_equal_shards:
+            # The places of ranks without a row of this parameter are neither read nor written.
             sources.append(full.view(num_shards, -1))
         else:
             sources.extend(shard_parts((param,), full))
@@ -223,9 +240,9 @@ def pack_gradients(
     divisor: float,
     num_extra: int = 0,
 ) -> Region:
-    """Return the packed parameters' gradients rank by rank, each with ``num_extra`` elements.
+    """Return a region of the packed parameters' gradients; for a flat bucket, of all gradients.
 
-    Of a flat bucket, all gradients.
+    num_extra: elements at the end of each rank's part that the caller will fill.
     """
     numel = bucket.shard_numel if bucket.is_flat else bucket.packed_numel
     region = regions.take(bucket.shard_size * (numel + num_extra), dtype)
@@ -241,6 +258,10 @@ def wire_gradient(
     *,
     divisor: float,
 ) -> torch.Tensor:
+    """Return a direct parameter's gradient as it travels: 1-D, of this dtype, divided.
+
+    It is the gradient's own memory if nothing has to change, and zeros if there is no gradient.
+    """
     if grad is None:
         return torch.zeros(param.spec.numel, dtype=dtype, device=device)
     wire = grad.contiguous().view(-1).to(dtype)
@@ -250,9 +271,10 @@ def wire_gradient(
 def _copy_in_at_once(
     bucket: BucketLayout, grads: Sequence[torch.Tensor | None], region: Region, start: int
 ) -> bool:
-    """Fill a small region by one operation, if it holds these gradients and nothing else.
+    """Fill a region by one operation. Return False, with nothing done, if that is not possible.
 
-    start: the first of the bucket's parameters whose gradients these are.
+    It is possible if all gradients are there, of the region's dtype, and the region holds nothing
+    else. start: index in the bucket of the parameter that ``grads[0]`` belongs to.
     """
     numel, dtype = region.kind
     if numel != bucket.shard_size * (bucket.packed_numel if start else bucket.shard_numel):
@@ -260,11 +282,17 @@ def _copy_in_at_once(
     sources = [grad for grad in grads if grad is not None and grad.dtype is dtype]
     if len(sources) < len(grads):
         return False
+    # Cuts each gradient into one chunk per rank along dim 0, and puts each rank's chunks together.
     torch._chunk_cat(sources, 0, bucket.shard_size, out=region.rows(bucket.shard_size))
     return True
 
 
 def _places(bucket: BucketLayout, region: torch.Tensor, *, packed_only: bool) -> list[Views]:
+    """Make the views that `Region.places` keeps.
+
+    Viewed as a matrix with one row per rank, a parameter is a range of columns, and its equal
+    shards are the first rows of that range. So one split makes the views of all of them.
+    """
     start = len(bucket.direct) if packed_only else 0
     first = bucket.packed_offset if packed_only else 0
     matrix = region.view(bucket.shard_size, -1)
@@ -285,6 +313,7 @@ def _copy_in_flat(
     region: torch.Tensor,
     divisor: float,
 ) -> None:
+    """Copy gradients into the unsharded buffer's arrangement; zero missing ones and padding."""
     columns = region.split_with_sizes(bucket.columns)
     pieces, padding = columns[::2], columns[1::2]
     found = [(piece, grad) for piece, grad in zip(pieces, grads, strict=True) if grad is not None]
@@ -299,9 +328,14 @@ def _copy_in_flat(
 
 
 def shard_parts(run: Sequence[ParamLayout], full: torch.Tensor, *, offset: int = 0) -> Views:
-    """Split parameters that lie alike into all shards of full size, and the shorter last ones.
+    """Return views of the shards of a run of parameters: those of full size, then the shorter one.
 
-    run: one parameter, or some of `BucketLayout.packed_runs`.
+    With ``rows`` rows per rank the first view has shape (full shards, parameters, outer, rows,
+    inner), where outer and inner are the elements before and after the shard dimension. The second
+    view, if the rows do not divide, is the last shard of all parameters: (parameters, outer,
+    remaining rows, inner).
+
+    run: one parameter, or one of `BucketLayout.packed_runs` (see `plan.layout`, Note: Runs).
     full: contiguous, of any shape; from element ``offset`` on it holds the first parameter, and the
         others at their distances in the unsharded buffer.
     """
@@ -311,6 +345,7 @@ def shard_parts(run: Sequence[ParamLayout], full: torch.Tensor, *, offset: int =
     outer, rows, inner = param.outer_numel, param.rows_per_shard, param.inner_numel
     num_rows = param.spec.shape[param.spec.shard_dim]
     whole, rest = divmod(num_rows, rows)
+    # Members of a run are equally far apart, so one stride leads from each to the next.
     step = run[-1].unsharded_offset - run[-2].unsharded_offset if len(run) > 1 else 0
     stride, base = num_rows * inner, full.storage_offset() + offset
     shape = whole, len(run), outer, rows, inner
@@ -326,9 +361,9 @@ def shard_parts(run: Sequence[ParamLayout], full: torch.Tensor, *, offset: int =
 def shard_places(
     run: Sequence[ParamLayout], region: torch.Tensor, *, offset: int, stride: int
 ) -> Views:
-    """Return where `shard_parts` lie, part by part, in a rank-major region.
+    """Return views of a region with the shapes of `shard_parts`, in the same order.
 
-    region: 1-D; rank r's shard of the first parameter begins at ``offset + r * stride``.
+    region: 1-D; rank r's shard of the run's first parameter begins at ``offset + r * stride``.
     """
     param = run[0]
     if param.spec.numel == 0:
@@ -336,6 +371,7 @@ def shard_places(
     base = region.storage_offset() + offset
     outer, rows, inner = param.outer_numel, param.rows_per_shard, param.inner_numel
     whole, rest = divmod(param.spec.shape[param.spec.shard_dim], rows)
+    # Members of a run are equally far apart in the region too.
     step = run[-1].shard_offset - run[-2].shard_offset if len(run) > 1 else 0
     shape = whole, len(run), outer, rows, inner
     places = [region.as_strided(shape, (stride, step, rows * inner, inner, 1), base)]

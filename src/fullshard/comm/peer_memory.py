@@ -7,12 +7,15 @@ parameter moves no bytes at all, and the host holds one copy of it however many 
     shared memory of a bucket, 2 ranks:   [ w rows 0-1 | w rows 2-3 | packed of 0 | packed of 1 ]
                                             `- rank 0's   `- rank 1's
 
-Reading peers' memory takes no message, only the certainty that they have finished writing and that
-nobody writes while somebody still reads: the engine calls `fence` before the first unshard of an
-iteration and after the last use.
+Reading a peer's shard takes no message. It is safe if the peer has finished writing, and if nobody
+writes while a rank still reads. So the engine calls `fence` before the first unshard of an
+iteration and after the last use. Shards may be written from the second of these fences until the
+first one of the next iteration (see `engine/iteration.py`, Note: Fences). So nothing in
+`all_gather` waits.
 
-Gradients are staged: each rank copies its gradients, rank by rank, into its own part of a shared
-ring (see `ring`); each rank then sums its shard over all parts, in rank order, block by block.
+Gradients are staged. Each rank copies its gradients, for all ranks, into its own part of a shared
+ring (see `ring`, which orders writers and readers by counters). Each rank then sums its shard over
+all parts, in rank order, block by block.
 """
 
 import math
@@ -41,7 +44,10 @@ from fullshard.plan.sizes import round_up
 
 
 class PeerMemoryComm(Comm):
-    """Ranks of one host that share memory. Raises UnavailableError where they cannot."""
+    """Communication of CPU ranks that share one host's memory.
+
+    Building it raises UnavailableError, on every rank, if one of them cannot share memory.
+    """
 
     name = "peer memory (one host)"
     overlaps = False
@@ -53,12 +59,12 @@ class PeerMemoryComm(Comm):
         backend = backend_name(group, device)
         if backend != "gloo":
             raise UnavailableError(f"the process group's backend is {backend}, not gloo")
-        let_go_at_exit()
+        let_go_at_exit()  # connecting calls collectives of Gloo: see [Note: Leaving Gloo]
         self.memory = SharedMemory.connect(group)
         self.rank = self.memory.rank
         self.size = self.memory.size
         self._ring = Ring(self.memory, self._enlarge)
-        self._staging: mmap.mmap | None = None  # one part of the ring a rank
+        self._staging: mmap.mmap | None = None  # the ring: one part per rank, one after the other
         self._part_nbytes = 0
 
     def allocate_shards(
@@ -69,7 +75,7 @@ class PeerMemoryComm(Comm):
         memory = self.memory.allocate(total_numel * itemsize, "allocating shards")
 
         def view(offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-            # A storage of its own, so that saving a shard saves its bytes and no others.
+            # A storage of its own, so that saving a shard saves its bytes only.
             return _view(memory, offset * itemsize, shape, bucket.dtype)
 
         gathered, shards = [], []
@@ -102,9 +108,11 @@ class PeerMemoryComm(Comm):
         self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
     ) -> Work:
         bucket = shards.bucket
+        # No wait: the engine's fence has made all shards visible. Copies what cannot be read in
+        # place: everything if dtypes differ or memory must be private, else the packed parameters.
         assert shards.packed_region is not None
         if bucket.is_flat:
-            if first == 0:
+            if first == 0:  # else all of it is read in place
                 unsharded.copy_(shards.packed_region.memory)
             return Done()
         landing = shards.landing(unsharded, first)
@@ -112,6 +120,9 @@ class PeerMemoryComm(Comm):
             torch._foreach_copy_(landing.direct, [each.view(-1) for each in shards.gathered])
         landing.copy_out(shards.packed_region)
         return Done()
+
+    # A reduction's stretch of the ring, in each rank's part: one flag per parameter, padded to a
+    # cache line, then gradients, rank by rank.
 
     def staged_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
         payload_nbytes = self.size * bucket.shard_numel * wire_dtype.itemsize
@@ -138,6 +149,7 @@ class PeerMemoryComm(Comm):
         out: torch.Tensor,
         how: Sum,
     ) -> Reduction:
+        # Returns once all ranks have read what this stretch held before, so it may be overwritten.
         stretch = self._ring.claim(self.staged_nbytes(bucket, how.wire_dtype), how.label)
         header_nbytes = round_up(len(grads), LINE)
         payload_numel = self.size * bucket.shard_numel
@@ -150,6 +162,8 @@ class PeerMemoryComm(Comm):
         )
         start = header_nbytes + self.rank * bucket.shard_numel * how.wire_dtype.itemsize
 
+        # The ring calls it once all ranks have posted this stretch, before it tells them that this
+        # rank has read it.
         def finish() -> tuple[bool, ...]:
             terms = self._parts(stretch, start, bucket.shard_numel, how.wire_dtype)
             add_in_order(terms, out, divisor=how.scaling.after)
@@ -170,11 +184,12 @@ class PeerMemoryComm(Comm):
         return self._ring.post(stretch, finish, how.label)
 
     def _stage_flags(self, stretch: Stretch, present: Sequence[bool]) -> None:
-        """Say, at the begin of a stretch, which gradients this rank has."""
+        """Write which gradients this rank has: one byte per parameter, at the stretch's start."""
         flags = self._part(stretch, self.rank, 0, len(present), torch.uint8)
         flags.copy_(torch.tensor(present, dtype=torch.uint8))
 
     def _combined_flags(self, stretch: Stretch, num_params: int) -> tuple[bool, ...]:
+        """Return for each parameter whether any rank has a gradient."""
         everyones = self._parts(stretch, 0, num_params, torch.uint8)
         return tuple(torch.stack(everyones).any(0).tolist())
 
@@ -188,6 +203,7 @@ class PeerMemoryComm(Comm):
         self._ring.abandon()
 
     def _enlarge(self, nbytes: int) -> None:
+        """Replace the ring by a larger one. The ring calls it with no reduction under way."""
         part_nbytes = round_up(nbytes, mmap.PAGESIZE)
         self._staging = self.memory.allocate(
             self.size * part_nbytes, "allocating the gradient ring"
@@ -197,7 +213,7 @@ class PeerMemoryComm(Comm):
     def _part(
         self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """View what ``rank`` staged, from byte ``offset`` of the stretch on."""
+        """Return a view of what ``rank`` staged, from byte ``offset`` of the stretch on."""
         assert self._staging is not None
         start = rank * self._part_nbytes + stretch.start + offset
         return _view(self._staging, start, (numel,), dtype)
@@ -205,15 +221,16 @@ class PeerMemoryComm(Comm):
     def _parts(
         self, stretch: Stretch, offset: int, numel: int, dtype: torch.dtype
     ) -> list[torch.Tensor]:
+        """Return the same view of every rank's part, in rank order."""
         return [self._part(stretch, rank, offset, numel, dtype) for rank in range(self.size)]
 
 
 def _view(
     memory: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a tensor over mapped memory, which it keeps mapped, with a storage of its own size."""
+    """Return a tensor over mapped memory, with a storage of its own size. It keeps the mapping."""
     numel = math.prod(shape)
-    if numel == 0:
+    if numel == 0:  # `torch.frombuffer` refuses to make empty tensors
         return torch.empty(shape, dtype=dtype)
     flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
     if len(shape) == 1:

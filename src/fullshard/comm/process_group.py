@@ -1,16 +1,17 @@
 """Communication through the collectives of ``torch.distributed``.
 
-Direct parameters are gathered straight into place and their gradients are reduced straight from
-where autograd left them; the packed rest goes through one buffer. The best form differs:
+Direct parameters are gathered straight into place, and their gradients are reduced straight from
+where autograd left them. The packed rest goes through one buffer. How collectives are called best
+depends on the backend:
 
-- NCCL: one coalesced all-gather and one coalesced reduce-scatter a bucket, native sums. They are
-  called on a lane of their own and run there, so there is no stream of NCCL's to wait for.
-- Gloo: one asynchronous call a direct parameter (its coalescing manager is four times slower), and
-  reduce-scatter as all-to-all plus a local sum, half the time of Gloo's own and deterministic:
-  terms are added in rank order in float32 or wider.
-- Others: one call a direct parameter, native sums.
+- NCCL: one coalesced all-gather and one coalesced reduce-scatter per bucket; NCCL forms the sums.
+  The engine calls them on a stream of its own, where they also run, so nothing has to wait for a
+  stream of NCCL's.
+- Gloo: one asynchronous call per direct parameter (its coalescing manager is four times slower);
+  a reduce-scatter is an all-to-all and a local sum (see `gloo_sum`).
+- Others: one call per direct parameter; the backend forms the sums.
 
-Tools that watch collectives (debug modes, tests) see every one: see `calls`.
+Tools that watch collectives (debug modes, tests) see every call: see `calls`.
 """
 
 import contextlib
@@ -49,12 +50,18 @@ from fullshard.comm.scratch import Scratch
 from fullshard.comm.shared_memory import known_ledger, ledger_of
 from fullshard.plan.layout import BucketLayout, DirectRule
 
+# Between two comparisons of ledger entries while a rank waits for Gloo: rare enough to cost
+# nothing, often enough that ranks on different paths end in a second with an error that says so.
 _COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """Collectives under way, what to do once they are done, and the tensors they need."""
+    """Collectives under way, and what remains to be done once they are complete.
+
+    finish: called once by ``wait``, after all ``works``.
+    tensors: memory that the collectives read or write; kept alive until then.
+    """
 
     works: list[Any]
     finish: Callable[[], None]
@@ -66,13 +73,19 @@ class Pending:
         self.comm.wait_all(self.works, self.label)
         self.works.clear()
         self.finish()
+        # A second wait does nothing. `finish` may refer to memory that goes back to a pool.
         self.finish = do_nothing
         self.tensors = ()
 
 
 @dataclasses.dataclass(slots=True)
 class _Gathering:
-    """An all-gather under way: what it sends and, of packed parameters, what it fills."""
+    """An all-gather under way.
+
+    sent: what this rank sends, one tensor per direct parameter and one for all packed ones.
+    region: what the packed parameters arrive in; None if there are none.
+    landing: where they are copied from there.
+    """
 
     works: list[Any]
     sent: list[torch.Tensor]
@@ -89,15 +102,17 @@ class _Gathering:
         self.comm.wait_all(self.works, self.label)
         if self.region is not None:
             self.landing.copy_out(self.region)
+            # After the copy was issued: whoever takes the region next uses it on the same lane.
             self.comm.gather_regions.give(self.region)
         self.sent, self.region = [], None
 
 
 @dataclasses.dataclass(slots=True)
 class _NativeSum:
-    """A reduce-scatter by the backend under way.
+    """A reduce-scatter under way whose sums the backend forms.
 
-    divisor: of the sums, once they are there.
+    sources: gradients that travel, one tensor per direct parameter and one for all packed ones.
+    divisor: what the sums are divided by when they have arrived.
     """
 
     works: list[Any]
@@ -116,6 +131,7 @@ class _NativeSum:
     def wait(self) -> tuple[bool, ...]:
         self.comm.wait_all(self.works, self.label)
         if self.region is not None:
+            # The collective has read it; the next user fills it on the lane that waited here.
             self.comm.reduce_regions.give(self.region)
         if self.divisor != 1.0:
             self.out.div_(self.divisor)
@@ -125,6 +141,8 @@ class _NativeSum:
 
 @dataclasses.dataclass(slots=True)
 class PendingReduction:
+    """A reduction under way; ``present`` is asked once ``sums`` are formed."""
+
     sums: Pending
     present: Callable[[], tuple[bool, ...]]
 
@@ -138,11 +156,15 @@ class PendingReduction:
 
 
 def do_nothing() -> None:
-    return None
+    """Do nothing: what remains after collectives that fill their output directly."""
 
 
 class ProcessGroupComm(Comm):
-    """Collectives of one c10d process group, on any device and backend."""
+    """Communication through the collectives of one c10d process group, on any device and backend.
+
+    sums_natively: whether the backend forms sums, in the dtype that travels.
+    gather_regions, reduce_regions: pools of memory for packed parameters and packed gradients.
+    """
 
     overlaps = True
 
@@ -158,35 +180,42 @@ class ProcessGroupComm(Comm):
         if self.backend == "gloo":
             let_go_at_exit()
         self.is_nccl = device.type == "cuda" and self.backend == "nccl"
-        known = isinstance(group, dist.ProcessGroup)  # not a stand-in
+        known = isinstance(group, dist.ProcessGroup)  # False for a user's stand-in
         self.sums_natively = known and self.backend != "gloo"
-        # Whether ranks ask each other what only the host can use: elsewhere that would stall it.
+        # Whether ranks ask each other for flags that the host reads. With NCCL the host would have
+        # to wait for its device for the answer.
         self._may_ask = not self.sums_natively
-        # A mean saves a kernel. The fake backend takes what NCCL takes, and stands for it.
+        # ReduceOp.AVG saves the kernel that divides. The fake backend stands for NCCL and takes it
+        # as well; Gloo has no AVG.
         self._averages = self.is_nccl or self.backend == "fake"
         self.gather_regions = Regions.of(device, "gather")
         self.reduce_regions = Regions.of(device, "reduce")
         self.name = f"process group ({self.backend})"
         self.rule = DirectRule(even=True, min_nbytes=1 << 16 if self.is_nccl else 1 << 18)
 
-        # None until `compare_ranks`, which talks to the others; or what another one of the group has.
+        # None until `compare_ranks`, since making one is collective; except if another
+        # communication over the same group has made it already.
         self._ledger = known_ledger(group) if known else None
 
     def compare_ranks(self) -> None:
-        """From now on, compare what ranks do. Every rank has to call it, before anything runs."""
-        # Where sums are formed by the backend nobody waits on the host, so nobody would compare.
+        """Compare from now on what ranks do. Every rank must call it, before any collective."""
+        # Where the backend forms the sums, hosts do not wait, so no host would compare.
         if not self.sums_natively and isinstance(self.group, dist.ProcessGroup):
             self._ledger = ledger_of(self.group)
 
     def enter(self, what: str, nbytes: int) -> None:
-        """Say what all ranks do next. Raises DivergenceError, before anything moves, if one differs."""
+        """Enter in the ledger what all ranks do next, and how many bytes it moves.
+
+        Raises DivergenceError, before any data moves, if another rank has entered something else.
+        """
         if self._ledger is not None:
             self._ledger.enter(what, nbytes)
 
     def wait_all(self, works: Sequence[Any], label: str) -> None:
-        """Wait for collectives; None stands for one that runs on the lane that called it.
+        """Wait for collectives. None stands for one that runs on the stream that called it.
 
-        Raises DivergenceError if ranks turn out to do different things, PeerLostError if one died.
+        Raises DivergenceError if ranks turn out to do different things, PeerLostError if a rank
+        died, CommError if one cannot be reached.
         """
         try:
             for work in works:
@@ -201,7 +230,7 @@ class ProcessGroupComm(Comm):
             raise
 
     def over(self, group: dist.ProcessGroup) -> "ProcessGroupComm":
-        """Return the same communication over another group of the same ranks."""
+        """Return the same kind of communication over another process group of the same ranks."""
         return ProcessGroupComm(group, self.device)
 
     @property
@@ -222,19 +251,21 @@ class ProcessGroupComm(Comm):
     def all_gather(
         self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
     ) -> Work:
-        assert first == 0
+        assert first == 0  # nothing is read in place: shards of other ranks are not in reach
         bucket = shards.bucket
         if bucket.unsharded_numel == 0:
-            return Done()
+            return Done()  # on every rank alike, so nobody waits for the others' collective
+        # Before the first collective of this gather, so that a rank on another path finds out
+        # before its bytes are taken for those of another unit.
         self.enter(label, bucket.unsharded_numel * unsharded.itemsize)
         landing = shards.landing(unsharded)
         sent = landing.sent
-        if sent is None:
+        if sent is None:  # the shards have another dtype or device than the unsharded buffer
             assert shards.flat is not None
             cast = shards.flat.to(unsharded.device, unsharded.dtype, non_blocking=True)
             sent = sent_parts(bucket, cast)
         targets, region = landing.direct, None
-        if len(targets) < len(sent):
+        if len(targets) < len(sent):  # the last of `sent` is what is packed
             region = self.gather_regions.take(self.size * bucket.packed_numel, sent[-1].dtype)
             targets = [*targets, region.memory]
         try:
@@ -245,7 +276,10 @@ class ProcessGroupComm(Comm):
         return _Gathering(works, sent, region, landing, self, label)
 
     def gather_bytes(self, source: torch.Tensor, label: str) -> tuple[torch.Tensor, Work]:
-        """Gather a 1-D tensor of the same size from every rank, rank by rank."""
+        """Start gathering a 1-D tensor of the same size from every rank.
+
+        Returns what will be filled, rank by rank, and the work to wait for.
+        """
         region = source.new_empty(self.size * source.numel())
         self.enter(label, region.nbytes)
         with naming_lost_ranks(self.group, label):
@@ -269,11 +303,12 @@ class ProcessGroupComm(Comm):
             raise
 
     def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
-        wire = total.to(how.wire_dtype)
+        wire = total.to(how.wire_dtype)  # `total` itself, if it has that dtype
         asked = present if self._may_ask else ()
         flags = torch.tensor(asked, dtype=wire.dtype, device=wire.device)
         self.enter(how.label, wire.nbytes)
         with naming_lost_ranks(self.group, how.label):
+            # NCCL runs on the calling stream (see the module's docstring): None instead of a work.
             works = [dist.all_reduce(wire, group=self.group, async_op=not self.is_nccl)]
             if flags.numel():
                 works.append(dist.all_reduce(flags, group=self.group, async_op=True))
@@ -312,7 +347,7 @@ class ProcessGroupComm(Comm):
             wire_gradient(param, grad, out.dtype, out.device, divisor=scaling.before)
             for param, grad in zip(bucket.direct, grads, strict=False)
         ]
-        targets = sent_parts(bucket, out) if sources else []
+        targets = sent_parts(bucket, out) if sources else []  # views of `out`: sums land in place
         region = None
         if bucket.packed_numel or bucket.is_flat:
             region = pack_gradients(
@@ -320,9 +355,11 @@ class ProcessGroupComm(Comm):
             )
             sources.append(region.memory)
             targets = targets or [out]
+        # AVG divides by the number of ranks, so it serves no other divisor.
         averages = self._averages and how.may_average and scaling.after == self.size
         works = self._reduce_scatter(targets, sources, averages=averages)
         divisor = 1.0 if averages else scaling.after
+        # This rank's own flags: asking the others would stall the host (see `_may_ask`).
         present = tuple([grad is not None for grad in grads])
         return _NativeSum(works, sources, region, out, divisor, present, self, how.label)
 
@@ -344,7 +381,7 @@ class ProcessGroupComm(Comm):
     def _all_gather(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> list[Any]:
-        """Start gathering every source into its target."""
+        """Start gathering every source into its target; return what to wait for."""
         if not self.is_nccl:
             return list(map(self._calls.all_gather, targets, sources))
         with self._coalesced(len(targets)):
@@ -355,7 +392,7 @@ class ProcessGroupComm(Comm):
     def _reduce_scatter(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, averages: bool
     ) -> list[Any]:
-        """Start summing every source into its target."""
+        """Start summing every source into its target; return what to wait for."""
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         if not self.is_nccl:
             return list(map(self._calls.reduce_scatter, targets, sources, itertools.repeat(op)))
@@ -365,9 +402,10 @@ class ProcessGroupComm(Comm):
         return []
 
     def _coalesced(self, num_calls: int) -> contextlib.AbstractContextManager[Any]:
-        """Join the collectives issued inside into one launch on the current stream.
+        """Join the collectives that are called inside into one launch on the current stream.
 
-        No device is named: that would take the other way of coalescing, call by call.
+        No device is passed to torch's manager: with one, it would take its other way of
+        coalescing, which still makes a call per collective.
         """
         if num_calls == 1:
             return contextlib.nullcontext()
@@ -375,16 +413,19 @@ class ProcessGroupComm(Comm):
 
 
 def _wait_comparing(work: Any, ledger: Ledger) -> None:
-    """Wait for a collective of Gloo, which pairs whatever comes next, and compare meanwhile.
+    """Wait for a collective of Gloo, and compare ledger entries while it lasts.
 
-    A wait of Gloo may time out and be begun again; the collective goes on.
+    Gloo pairs collectives by their order alone, so ranks on different paths could wait for ever or
+    exchange the wrong bytes. Raises DivergenceError if the ledger shows that.
     """
     while True:
         try:
             work.wait(_COMPARE_EVERY)
             return
         except RuntimeError:
-            if work.is_completed():  # it failed, or was over just then
+            # A timeout of `wait` ends only the wait: the collective goes on, and may be waited for
+            # again. If the work is completed, it has failed (and raises again) or has just ended.
+            if work.is_completed():
                 work.wait()
                 return
         ledger.compare()

@@ -1,7 +1,7 @@
-"""Memory that is needed for moments, again and again.
+"""Memory that is needed for short times, again and again.
 
-On the CPU, memory that an allocator returns to the system costs a page fault for every page when it
-comes back: more than the copy it is used for. Other devices have caching allocators.
+On the CPU, an allocator returns large blocks to the system, and getting them back costs a page
+fault per page: more than the copy that they are used for. Other devices have caching allocators.
 """
 
 import threading
@@ -11,7 +11,7 @@ import torch
 
 
 class Scratch:
-    """Lends 1-D memory: ``take`` some, and ``give`` it back once nothing refers to it."""
+    """A pool of 1-D memory: ``take`` some, and ``give`` it back once nothing refers to it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,17 +20,18 @@ class Scratch:
 
     @staticmethod
     def of(device: torch.device) -> "Scratch":
-        """Return the device's scratch memory, the same for all models while one of them lives."""
+        """Return the device's pool. All models share it, and it ends with the last of them."""
         scratch = _scratch.get(device)
         return _scratch.setdefault(device, Scratch(device)) if scratch is None else scratch
 
     @property
     def free(self) -> list[torch.Tensor]:
-        """What is kept and not lent."""
+        """Memory in the pool that nobody has taken."""
         with self._lock:
             return list(self._free)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory: part of the smallest free block that is large enough."""
         if self._device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=self._device)  # a caching allocator
         nbytes = numel * dtype.itemsize
@@ -39,10 +40,15 @@ class Scratch:
                 if memory.numel() >= nbytes:
                     return self._free.pop(position)[:nbytes].view(dtype)
             if self._free:
-                self._free.pop()  # the largest: what is allocated instead serves both uses
+                # None is large enough. The largest is freed, since the new one serves its uses too.
+                self._free.pop()
         return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
+        """Return what `take` returned, itself or a view with elements.
+
+        An empty view is ignored, and its block lost to the pool, so give back all that was taken.
+        """
         if self._device.type == "cpu" and tensor.numel():
             storage = tensor.untyped_storage()
             with self._lock:
@@ -50,5 +56,5 @@ class Scratch:
                 self._free.sort(key=torch.Tensor.numel)
 
 
-# Units and their communication hold it: with the last of them the memory goes back to the system.
+# Weak: units and their communication hold the pool. With the last of them its memory is freed.
 _scratch: "weakref.WeakValueDictionary[torch.device, Scratch]" = weakref.WeakValueDictionary()

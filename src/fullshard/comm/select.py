@@ -1,4 +1,9 @@
-"""Which communication a process group gets, and why."""
+"""Choice of the communication for a process group, with the reason.
+
+[Note: Alike on all ranks] Every rank of a group has to choose the same communication, since all of
+them are collective. So whatever may differ between ranks (limits, hosts, devices) is exchanged
+before it decides, and a failure of one rank is a failure of all.
+"""
 
 import logging
 import weakref
@@ -21,11 +26,12 @@ from fullshard.policies import CommChoice
 
 logger = logging.getLogger("fullshard")
 
-# One connection a group and device serves all units; it ends with the group. A text is why not.
+# One connection per group and device serves all units, and ends with the group. A text says why
+# there is none.
 _connected: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Comm | str]]"
 _connected = weakref.WeakKeyDictionary()
 _sharing: "weakref.WeakKeyDictionary[dist.ProcessGroup, bool]" = weakref.WeakKeyDictionary()
-# Of each group, those of replicas that know whether it shares memory.
+# For each group, the groups of replicas that have agreed whether its kind shares memory.
 _agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]]"
 _agreed = weakref.WeakKeyDictionary()
 
@@ -34,13 +40,16 @@ _default_comm = CommChoice.AUTO
 
 
 def set_default_comm(choice: str | CommChoice | None) -> CommChoice:
-    """Choose how modules sharded from now on communicate; return the choice before.
+    """Set how modules that are sharded from now on communicate; return the previous choice.
 
-    "auto" takes peer memory for CPU ranks of one host and the process group elsewhere;
-    "process_group" always the latter; "peer_memory" raises where it cannot be had; "collectives"
-    makes exactly the calls that PyTorch's FSDP makes, one all-gather and one reduce-scatter a unit
-    and dtype, for tools that watch or count them. None changes nothing. Raises ShardingError for
-    anything else.
+    - "auto": peer memory for CPU ranks of one host and for ranks that share a GPU, the process
+      group for others;
+    - "process_group": always the process group;
+    - "peer_memory": peer memory; CommError if ranks cannot share it;
+    - "collectives": exactly the calls that PyTorch's FSDP makes, one all-gather and one
+      reduce-scatter per unit and dtype, for tools that watch or count them.
+
+    None changes nothing. Raises ShardingError for anything else.
     """
     global _default_comm
     try:
@@ -53,7 +62,7 @@ def set_default_comm(choice: str | CommChoice | None) -> CommChoice:
 
 
 def default_comm() -> CommChoice:
-    """Return how modules sharded now communicate."""
+    """Return how modules that are sharded now communicate."""
     return _default_comm
 
 
@@ -65,15 +74,16 @@ def select_comm(
     shards_on: torch.device | None = None,
     replicas: dist.ProcessGroup | None = None,
 ) -> Comm:
-    """Return the communication for a group; None means a group of one.
+    """Return the communication for a group. Every rank of the group must call it.
 
     AUTO takes peer memory for CPU ranks of one host and for ranks that share a GPU, which NCCL does
-    not serve; else, or where it cannot be had, the process group, and logs the reason. Raises
-    CommError if PEER_MEMORY is asked for and cannot be had. Every rank of the group has to call it.
+    not support. For other ranks, and if these cannot share memory, it takes the process group and
+    logs the reason. Raises CommError if PEER_MEMORY is asked for and ranks cannot share memory.
 
-    shards_on: where shards are kept, if not on the device.
-    replicas: the ranks that hold the same shards. They sum these with one another, so all lay them
-        out in one way, and one group that cannot share memory keeps the others from it.
+    group: the ranks that parameters are sharded over; None means this rank alone.
+    shards_on: device that shards are kept on, if not ``device``.
+    replicas: the ranks that hold the same shards. Replicas sum gradients shard by shard, so they
+        must all have one layout: if one group of ranks cannot share memory, none of them does.
     """
     if group is None or group.size() == 1:
         return LocalComm()
@@ -96,11 +106,13 @@ def select_comm(
 def leave_peer_memory(
     group: dist.ProcessGroup, device: torch.device, choice: CommChoice, reason: UnavailableError
 ) -> Comm:
-    """Return what serves a group that can share no more memory, now and for later units.
+    """Return the communication for a group that can share no more memory; later units get it too.
 
-    Raises CommError if PEER_MEMORY was asked for. Every rank has to call it with the same reason.
+    Raises CommError if PEER_MEMORY was asked for. Every rank must call it with the same reason.
     """
-    if choice is not CommChoice.PEER_MEMORY:  # else the same call may be made again
+    # Whoever demands peer memory gets an error, may raise the limit, and may call again: so that
+    # failure is not remembered.
+    if choice is not CommChoice.PEER_MEMORY:
         _connected.setdefault(group, {})[device] = str(reason)
     logger.info("peer memory is not used any more: %s", reason)
     return _without_peer_memory(group, device, choice, str(reason))
@@ -115,7 +127,7 @@ def _without_peer_memory(
 
 
 def _process_group(group: dist.ProcessGroup, device: torch.device, reason: str) -> Comm:
-    """Return communication by the group's collectives, whose name says why it is that."""
+    """Return communication through the group's collectives. Its name says why it was chosen."""
     comm = ProcessGroupComm(group, device)
     comm.compare_ranks()
     comm.name += f"; {reason}"
@@ -123,6 +135,7 @@ def _process_group(group: dist.ProcessGroup, device: torch.device, reason: str) 
 
 
 def _offloaded(device: torch.device, shards_on: torch.device | None) -> str | None:
+    """Return why offloaded shards cannot be peer memory; None if they are not offloaded."""
     if shards_on is None or shards_on == device:
         return None
     return f"shards are on {shards_on}, and computing is on {device}"
@@ -135,15 +148,15 @@ def _peer_memory(
     *,
     again: bool,
 ) -> Comm | str:
-    """Return the group's connection, the same every time, or why there is none.
+    """Return the group's connection, the same one every time, or the reason why there is none.
 
-    again: connect once more if that failed, for a reason that may be gone.
+    again: try to connect once more if that failed before, since the reason may be gone.
     """
     known = _connected.setdefault(group, {})
     is_new = replicas is None or replicas not in _agreed.setdefault(group, weakref.WeakSet())
     if again and isinstance(known.get(device), str):
         del known[device]
-        is_new = True  # replicas failed together, and connect together
+        is_new = True  # all replicas failed together, so all of them come here again
     if device not in known:
         try:
             known[device] = _connect(group, device)
@@ -152,7 +165,8 @@ def _peer_memory(
             logger.info("peer memory is not used: %s", reason)
     if replicas is not None and is_new and device.type == "cpu":
         _agreed[group].add(replicas)
-        if "gloo" in backend_names(group):  # else nobody shares, and there may be no processes
+        # With other backends CPU ranks do not share memory, and a fake one has nobody to ask.
+        if "gloo" in backend_names(group):
             found = known[device]
             theirs = exchange_through_group(found if isinstance(found, str) else None, replicas)
             known[device] = next((why_not for why_not in theirs if why_not is not None), found)
@@ -168,9 +182,9 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> Comm:
 
 
 def _share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ranks of the group compute on one GPU: found out once, by asking all."""
+    """Return whether ranks of the group compute on one GPU. All ranks are asked, once per group."""
     if group not in _sharing:
-        # Other backends may have no processes at all behind their ranks.
+        # Other backends, such as the fake one, may have no process behind their ranks.
         of_processes = backend_names(group) & {"nccl", "gloo"}
         _sharing[group] = bool(of_processes) and ranks_share_a_gpu(group, device)
     return _sharing[group]

@@ -1,13 +1,15 @@
-"""Memory that the ranks of one host share, and the flags by which they wait for each other.
+"""Memory that the ranks of one host share, and the counters by which they wait for each other.
 
 Everything lives in anonymous memory files (``memfd_create``): a peer opens one through
-``/proc/PID/fd/N``, maps it, and the descriptor is closed. There is never a name in the file
+``/proc/PID/fd/N`` and maps it, and the descriptor is closed. A file never has a name in the file
 system, so a crash leaks nothing, and the size of ``/dev/shm`` in a container does not matter.
 
-[Note: Ordering] Ranks write data, then a counter; a peer reads the counter, then the data. On x86
-stores become visible in order; elsewhere `_fence` orders them: releasing and taking a lock are a
-release and an acquire operation, and neither moves past the other. Counters are aligned 8-byte
-words, written by one rank each, and only ever grow.
+[Note: Ordering] A rank writes data, then a counter; a peer reads the counter, then the data. On x86
+stores become visible in order. Elsewhere `_fence` orders them: releasing and taking a lock are a
+release and an acquire operation, and neither moves past the other. Every counter is an aligned
+8-byte word that one rank writes. BARRIER, POSTED and CONSUMED only grow, so a peer that reads late
+sees at least what it waits for. OFFER_FD, REFUSAL and BITS may take any value, and are read between
+two barriers; GAVE_UP is read by ranks that wait in vain.
 """
 
 import contextlib
@@ -36,24 +38,30 @@ from fullshard.errors import PeerLostError, PeerTimeoutError
 
 logger = logging.getLogger("fullshard")
 
-_WORDS_PER_RANK = 8  # one cache line, so that ranks do not share one
-_WORD_BITS = 62
+_WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's
+_WORD_BITS = 62  # of a signed 8-byte word, for flags
 _CONTROL_NBYTES = _WORDS_PER_RANK * 8 + ledger.NBYTES  # counters of all ranks, then the ledger
-_SPIN_S = 50e-6  # as long as a core each is likely: a flag takes 2-3 us
+# A waiting rank spins first (a counter takes 2-3 us to arrive), then yields its core, then sleeps.
+_SPIN_S = 50e-6
 _YIELD_S = 2e-3
-_LIVENESS_S = 0.1
-_SLOW_S = 30.0
-# Before Python 3.13 every mapping keeps a descriptor open, which counts against the limit on files.
+_LIVENESS_S = 0.1  # between two checks whether peers still live, which are system calls
+_SLOW_S = 30.0  # of waiting, before a warning
+# A mapping of Python's keeps a descriptor open, which counts against the limit on open files. From
+# Python 3.13 on it can do without.
 _MAPPING: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 class UnavailableError(Exception):
-    """Shared memory cannot be had; the message is the reason."""
+    """Ranks cannot share memory; the message is the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Introduction:
-    """What a rank tells the others before they share anything."""
+    """A rank's message to the others, before they share memory.
+
+    control_fd: descriptor of the control memory, from rank 0 alone.
+    problem: why this rank cannot share memory; None if it can.
+    """
 
     rank: int
     global_rank: int
@@ -64,12 +72,17 @@ class _Introduction:
 
 
 class SharedMemory:
-    """A group of ranks on one host that map the same memory.
+    """A group of ranks on one host that map the same memory. Build it with `connect`.
 
-    Build it with `connect`. Counters of each rank: arrivals at `barrier`, the offered descriptor,
-    reductions posted and consumed (for `PeerMemoryComm`), once it has given up because of a lost
-    rank, that rank plus one, why it could not map what was offered last (an errno, or 0), and what
-    it has to say in `agree`.
+    Each rank writes these words, and all ranks read them:
+
+        BARRIER     number of barriers at which the rank has arrived
+        OFFER_FD    rank 0: descriptor of the file it offers in `allocate`, or minus an errno
+        POSTED      number of the last reduction that the rank has staged (see `ring`)
+        CONSUMED    number of the last reduction that the rank has summed
+        GAVE_UP     0, or global number of the lost rank because of which it gave up, plus one
+        REFUSAL     0, or the errno by which its part of the last `allocate` failed
+        BITS        its flags in `agree`
     """
 
     BARRIER, OFFER_FD, POSTED, CONSUMED, GAVE_UP, REFUSAL, BITS = range(7)
@@ -83,7 +96,7 @@ class SharedMemory:
         pidfds: dict[int, int],
         timeout_s: float,
     ) -> None:
-        """pidfds: of every other rank, by rank."""
+        """control: the words of all ranks, then the ledger. pidfds: one per other rank, by rank."""
         self.rank = rank
         self.size = len(introductions)
         self.timeout_s = timeout_s
@@ -91,9 +104,11 @@ class SharedMemory:
         self._control = control
         counters_nbytes = self.size * _WORDS_PER_RANK * 8
         self._words = memoryview(control)[:counters_nbytes].cast("q")
+        # Always held, except within `_fence`, which uses it as a memory fence and nothing else.
         self._lock = threading.Lock()
         self._lock.acquire()
         self._arrivals = 0
+        # With more ranks than cores, spinning would keep the rank that is waited for from running.
         self._spin_s = _SPIN_S if self.size <= (os.cpu_count() or 1) else 0.0
         self._pidfds = select.poll()
         self._rank_of_pidfd = {pidfd: peer for peer, pidfd in pidfds.items()}
@@ -109,7 +124,10 @@ class SharedMemory:
 
     @classmethod
     def give_up(cls, lost_rank: int) -> None:
-        """Tell all who may wait for this process that it will not come: a rank was lost."""
+        """Tell ranks that may wait for this process that it will not come, as a rank was lost.
+
+        lost_rank: global rank that died or left.
+        """
         for connection in cls._connections:
             connection.set(cls.GAVE_UP, lost_rank + 1)
 
@@ -124,16 +142,19 @@ class SharedMemory:
         group: dist.ProcessGroup,
         exchange: Callable[[Any, dist.ProcessGroup], list[Any]] | None = None,
     ) -> "SharedMemory":
-        """Join the group's ranks. Raises UnavailableError on every rank if one of them cannot.
+        """Connect the group's ranks. Every rank must call it.
 
-        exchange: tells all ranks what each has to say; None takes the group's own collectives.
+        Raises UnavailableError on every rank if one of them cannot share memory.
+
+        exchange: returns every rank's value, in rank order; None for `exchange_through_group`.
         """
         exchange = exchange or exchange_through_group
         rank, size = group.rank(), group.size()
         nbytes = size * _CONTROL_NBYTES
         control: mmap.mmap | None = None
         fd, host, problem = None, "", _platform_problem()
-        # A limit may be that of one rank, so each says what it cannot do, and all go on together.
+        # A limit may be that of one rank alone. So a failure becomes a value that all ranks get,
+        # and all go the same way; an exception here would leave the others in the exchange.
         try:
             if problem is None:
                 host = host_identity()
@@ -149,10 +170,13 @@ class SharedMemory:
                 control = _open_peer_file(introductions[0].pid, introductions[0].control_fd, nbytes)
                 for peer in introductions:
                     if peer.rank != rank:
+                        # A peer that lives waits in the exchange below, so its pid has not gone to
+                        # another process.
                         pidfds[peer.rank] = os.pidfd_open(peer.pid)
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot open a peer's memory: {error}"
         problems = [p for p in exchange(problem, group) if p is not None]
+        # After the exchange, since only then all ranks have opened it.
         if fd is not None:
             os.close(fd)
         if problems or control is None:
@@ -162,11 +186,13 @@ class SharedMemory:
         return cls(introductions, rank, control, pidfds, timeout_s(group))
 
     def allocate(self, nbytes: int, label: str) -> mmap.mmap:
-        """Map zeroed memory that all ranks share. Every rank has to call it with the same size.
+        """Map zeroed memory that all ranks share. Every rank must call it with the same size.
 
-        Raises UnavailableError, on every rank and with the same words, if one of them cannot: the
-        host has too little memory, or a rank may not make files of this size or open more.
+        Raises UnavailableError, on every rank and with the same words, if one of them cannot map
+        it: the host has too little memory, or a limit of the rank on the size or number of files.
         """
+        # Rank 0 makes a file and offers its descriptor; a barrier; all map it and say how that
+        # went; a barrier; all read how it went, and rank 0 closes the descriptor.
         nbytes = max(nbytes, mmap.PAGESIZE)
         fd, offered, refusal = -1, 0, 0
         memory: mmap.mmap | None = None
@@ -184,7 +210,9 @@ class SharedMemory:
             except OSError as error:
                 refusal = error.errno or errno.EIO
         self.set(self.REFUSAL, -offered if self.rank == 0 and offered < 0 else refusal)
-        # Nobody writes these words again before all have come here once more, and so have read them.
+        # After it REFUSAL of all ranks can be read, and no rank needs the descriptor any more. All
+        # write REFUSAL again only after the first barrier of the next `allocate`, where all arrive
+        # after they have read it below; OFFER_FD, which rank 0 writes earlier, was read above.
         self.barrier(label)
         if fd >= 0:
             os.close(fd)
@@ -198,44 +226,50 @@ class SharedMemory:
         return memory
 
     def barrier(self, label: str) -> None:
-        """Return once every rank is here; what they wrote before is then visible.
+        """Return once every rank is here. What ranks wrote before it is then visible to all.
 
-        Raises DivergenceError if a rank is somewhere else in the sequence.
+        Raises DivergenceError if a rank does something else at this place of the group's sequence,
+        and as `wait_all`.
         """
+        # First the ledger: a counter alone would let a rank pass whose peers wait somewhere else.
         self.ledger.enter(label)
         self._arrivals += 1
         self.set(self.BARRIER, self._arrivals)
         self.wait_all(self.BARRIER, self._arrivals, label)
 
     def agree(self, bits: int, num_bits: int) -> int:
-        """Combine every rank's bits by "or". Every rank has to call it with the same ``num_bits``."""
+        """Return the bitwise "or" of all ranks' bits. Every rank must call it alike."""
         result = 0
         for start in range(0, num_bits, _WORD_BITS):
             self.set(self.BITS, bits >> start & ((1 << _WORD_BITS) - 1))
             self.barrier("agreeing on writes")
             for rank in range(self.size):
                 result |= self.get(rank, self.BITS) << start
-            self.barrier("agreed on writes")  # before anybody overwrites its own
+            # Everybody has read the word before its owner overwrites it, here or in the next call.
+            self.barrier("agreed on writes")
         return result
 
     def get(self, rank: int, counter: int) -> int:
+        """Return a rank's word, without any ordering: for that, use `wait_all` or `barrier`."""
         return self._words[rank * _WORDS_PER_RANK + counter]
 
     def set(self, counter: int, value: int) -> None:
-        """Publish one of this rank's counters, after everything it wrote before."""
+        """Set one of this rank's words; everything it wrote before becomes visible first."""
         self._fence()
         self._words[self.rank * _WORDS_PER_RANK + counter] = value
 
     def wait_all(self, counter: int, value: int, label: str) -> None:
         """Return once the counter is at least ``value`` on every rank.
 
-        Raises PeerLostError if one of them dies, DivergenceError if one took another path,
-        PeerTimeoutError if one never comes.
+        What ranks wrote before they set it is then visible. Raises PeerLostError if one of them
+        dies or gives up, DivergenceError if one took another path, PeerTimeoutError if one does not
+        come within the group's timeout.
         """
         words = self._words
         slots = range(counter, self.size * _WORDS_PER_RANK, _WORDS_PER_RANK)
+        # The usual case first, without asking for the time.
         if all(words[slot] >= value for slot in slots):
-            self._fence()
+            self._fence()  # between reading counters and reading data: see [Note: Ordering]
             return
         started = time.perf_counter()
         checked, warned = started, False
@@ -247,9 +281,12 @@ class SharedMemory:
             if waited < _YIELD_S:
                 os.sched_yield()
                 continue
+            # Short naps at first; after 50 ms a peer is far behind, and latency matters less.
             time.sleep(20e-6 if waited < 0.05 else 200e-6)
             if now - checked > _LIVENESS_S:
                 checked = now
+                # Before looking who is gone: a rank that has seen that paths differ raises and may
+                # leave, and the difference is the better error.
                 self.ledger.compare()
                 self._check_alive(counter, value, label)
                 if waited > _SLOW_S and not warned:
@@ -263,11 +300,16 @@ class SharedMemory:
         self._fence()
 
     def _fence(self) -> None:
-        """See [Note: Ordering]."""
+        """Order what this thread wrote and read before with what it writes and reads after.
+
+        See [Note: Ordering]. On x86 taking a lock is an atomic instruction, which also keeps a
+        later read from moving before an earlier write, as the ledger needs.
+        """
         self._lock.release()
         self._lock.acquire()
 
     def _late(self, counter: int, value: int) -> list[int]:
+        """Return the global ranks whose counter is below ``value``."""
         return [peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value]
 
     def _describe_wait(self, counter: int, value: int, label: str, waited: float) -> str:
@@ -278,9 +320,13 @@ class SharedMemory:
         )
 
     def _check_alive(self, counter: int, value: int, label: str) -> None:
+        """Raise PeerLostError if a rank that has not arrived has exited or given up."""
+        # First who has exited, then what their counters say, which are final then. In the other
+        # order, a rank that arrives and exits in between would be taken for lost.
         lost = [self._rank_of_pidfd[fd] for fd, _ in self._pidfds.poll(0)]
-        # A rank that arrived before it exited has done its part; only the late ones are missed.
+        # A rank that arrived before it exited has done its part; only late ones are missed.
         missed = [rank for rank in sorted(lost) if self.get(rank, counter) < value]
+        # Before the missed ones: a rank that gave up may have exited too, but is not the cause.
         for peer in self._peers:
             if self.get(peer.rank, self.GAVE_UP) and self.get(peer.rank, counter) < value:
                 cause = self.get(peer.rank, self.GAVE_UP) - 1
@@ -304,9 +350,9 @@ class SharedMemory:
 
 
 def ledger_of(group: dist.ProcessGroup) -> Ledger | None:
-    """Return the ledger of a group, the same every time; None if its ranks cannot share memory.
+    """Return the ledger of a group, the same one every time; None if its ranks share no memory.
 
-    For ranks that communicate in another way. Every rank of the group has to call it.
+    For groups that communicate through collectives. Every rank of the group must call it.
     """
     if type(group) is not dist.ProcessGroup:
         return None  # ranks may be threads
@@ -320,7 +366,7 @@ def ledger_of(group: dist.ProcessGroup) -> Ledger | None:
 
 
 def known_ledger(group: dist.ProcessGroup) -> Ledger | None:
-    """Return the ledger of a group if it has one by now. No communication."""
+    """Return the ledger of a group if it has one already. Does not communicate."""
     return _ledgers.get(group)
 
 
@@ -337,15 +383,17 @@ def _platform_problem() -> str | None:
 
 @functools.cache
 def host_identity() -> str:
-    """Name the set of processes that can open each other's files: kernel, pid space and user.
+    """Return a name for the processes that can open each other's files through /proc.
 
-    Raises OSError where there is no /proc.
+    It is the same for processes of one kernel, pid namespace and user; a host name would be the
+    same in containers that cannot see each other. Raises OSError where there is no /proc.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
 
 
 def _common_problem(introductions: list[_Introduction]) -> str | None:
+    """Return why these ranks cannot share memory, in the same words on all ranks."""
     for peer in introductions:
         if peer.problem is not None:
             return f"rank {peer.global_rank}: {peer.problem}"
@@ -357,9 +405,11 @@ def _common_problem(introductions: list[_Introduction]) -> str | None:
 
 
 def _create_file(nbytes: int) -> int:
+    """Return the descriptor of a new anonymous file of zeros. Raises OSError."""
     fd = os.memfd_create("fullshard")
     try:
-        os.posix_fallocate(fd, 0, nbytes)  # an error now rather than a SIGBUS at first use
+        # Takes the memory now: with `ftruncate`, too little of it would be a SIGBUS at first use.
+        os.posix_fallocate(fd, 0, nbytes)
     except OSError:
         os.close(fd)
         raise
@@ -367,9 +417,10 @@ def _create_file(nbytes: int) -> int:
 
 
 def _open_peer_file(pid: int, fd: int, nbytes: int) -> mmap.mmap:
+    """Map a file that another process (or this one) has open. Raises OSError."""
     mapped = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        # Populated at once: a page fault costs more than the copy of a page.
+        # All pages now, since a page fault later costs more than copying a page.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         return mmap.mmap(mapped, nbytes, flags=flags, **_MAPPING)
     finally:

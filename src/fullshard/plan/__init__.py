@@ -1,1 +1,1 @@
-"""Pure planning: integers, shapes and dtypes in, frozen values out."""
+"""Pure planning: integers, shapes and dtypes in, frozen values out; no device, no process group."""

@@ -30,8 +30,9 @@ def rows_layout(
 ) -> UnitLayout:
     """Shard each parameter along its own dimension, chunked as ``torch.chunk`` and DTensor do.
 
-    Any size along the dimension works: ranks beyond it own nothing. Raises LayoutError on a shard
-    dimension the parameter does not have, as no 0-dim parameter has any.
+    Any size along the dimension works: if there are fewer rows than ranks, the last ranks own
+    nothing. Raises LayoutError on a shard dimension that the parameter does not have; a 0-dim
+    parameter has none.
     """
     _check_shard_size(shard_size)
     for spec in specs:
@@ -53,9 +54,10 @@ def flat_layout(
 ) -> UnitLayout:
     """Concatenate the parameters and cut the result into equal 1-D shards.
 
-    Frozen ones are apart from trainable ones, so that there is no gradient memory for them.
-    is_aligned: False puts them end to end with the least padding, as PyTorch's ``FlatParameter``
-    has them, at the price of pieces that do not begin on 16 bytes.
+    Frozen parameters get buckets of their own, so that there is no gradient memory for them.
+
+    is_aligned: False puts parameters end to end with the least padding, as PyTorch's
+        ``FlatParameter`` does; pieces then need not begin on a 16-byte boundary.
 
     w (6, 4) and b (6,) in float32 on 4 ranks need 30 elements, padded to 32:
         shard 0 [ 0,  8): w rows 0-1     shard 2 [16, 24): w rows 4-5
@@ -90,9 +92,10 @@ def flat_layout(
 
 
 def retype(layout: UnitLayout, specs: Sequence[ParamSpec]) -> UnitLayout:
-    """Return the same layout for other dtypes: every element stays where it is.
+    """Return the same layout for parameters of other dtypes; every element keeps its place.
 
-    What a flat layout needs after ``model.half()``, since its shards are not moved between ranks.
+    A flat layout needs this after ``model.half()``, since its shards are never moved between ranks.
+    Raises LayoutError if parameters of one bucket have different dtypes now.
     """
     buckets = []
     for bucket in layout.buckets:
@@ -115,10 +118,10 @@ def retype(layout: UnitLayout, specs: Sequence[ParamSpec]) -> UnitLayout:
 
 
 def regroup(bucket: BucketLayout, *, shard_size: int) -> BucketLayout:
-    """Shard the same unsharded buffer over another number of ranks, every parameter packed.
+    """Shard the same unsharded buffer over another number of ranks, with every parameter packed.
 
-    What ranks keep between forward and backward with ``reshard_after_forward=N``: the unsharded
-    buffer stays as it is, only its parts go elsewhere. Stored in the compute dtype.
+    With ``reshard_after_forward=N`` these are the shards that ranks keep between forward and
+    backward, in the compute dtype. The unsharded buffer is arranged as before.
     """
     align = _alignment(bucket.compute_dtype)
     params: list[ParamLayout] = []
@@ -143,11 +146,13 @@ def regroup(bucket: BucketLayout, *, shard_size: int) -> BucketLayout:
 def _rows_bucket(
     members: Sequence[int], specs: Sequence[ParamSpec], shard_size: int, rule: DirectRule
 ) -> BucketLayout:
+    """Lay out the parameters of one storage and compute dtype. members: their indices."""
     routes = {index: _route(specs[index], shard_size, rule) for index in members}
     drafts = (
         ParamLayout(index, specs[index], routes[index], shard_size, 0, 0) for index in members
     )
-    # Direct ones first, packed ones so that those that lie alike are neighbours.
+    # Direct ones first, in the order given. Packed ones by key, so that runs are as long as
+    # possible: see `layout`, Note: Runs. Sorting is stable, so all ranks get the same order.
     ordered = sorted(drafts, key=lambda p: () if p.route is Route.DIRECT else p.run_key)
     first = specs[members[0]]
     align = _alignment(first.dtype, first.compute_dtype)
@@ -175,12 +180,14 @@ def _rows_bucket(
 
 
 def _route(spec: ParamSpec, shard_size: int, rule: DirectRule) -> Route:
+    """Return whether a parameter of a layout by rows is direct or packed."""
     num_rows = spec.shape[spec.shard_dim]
     chunk_numel = rows_per_rank(num_rows, shard_size) * math.prod(spec.shape[1:])
     aligned = all(
         chunk_numel * dtype.itemsize % ALIGNMENT_NBYTES == 0
         for dtype in (spec.dtype, spec.compute_dtype)
     )
+    # Without `even`, the last ranks' shards may be shorter: they still follow one another.
     even = num_rows % shard_size == 0 or not rule.even
     big = chunk_numel * spec.dtype.itemsize >= rule.min_nbytes
     direct = spec.shard_dim == 0 and spec.numel > 0 and aligned and even and big
@@ -188,6 +195,7 @@ def _route(spec: ParamSpec, shard_size: int, rule: DirectRule) -> Route:
 
 
 def _by_dtypes(specs: Sequence[ParamSpec]) -> dict[tuple[torch.dtype, torch.dtype], list[int]]:
+    """Return the indices of the parameters of each storage and compute dtype."""
     groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index, spec in enumerate(specs):
         groups.setdefault((spec.dtype, spec.compute_dtype), []).append(index)
@@ -195,7 +203,7 @@ def _by_dtypes(specs: Sequence[ParamSpec]) -> dict[tuple[torch.dtype, torch.dtyp
 
 
 def _alignment(*dtypes: torch.dtype) -> int:
-    """Elements after which a piece of any of the dtypes is aligned again."""
+    """Return the number of elements whose multiples are aligned offsets in all of the dtypes."""
     return max(max(1, ALIGNMENT_NBYTES // dtype.itemsize) for dtype in dtypes)
 
 

@@ -1,4 +1,4 @@
-"""Where every parameter of a unit lies, and which part each rank owns.
+"""Layouts: where every parameter of a unit lies, and which part of it each rank owns.
 
 A unit's parameters are split into **buckets**, one per storage and compute dtype. Each bucket has
 
@@ -11,14 +11,19 @@ A unit's parameters are split into **buckets**, one per storage and compute dtyp
         shard buffer, rank 1   [ 0, 16) w rows 2-3   [16, 20) b 3-5, 1 padding
         unsharded buffer       [ 0, 32) w            [32, 38) b
 
-A **direct** parameter's shards, one after the other, are the parameter itself, so they are gathered
-straight into place. The rest is **packed**: gathered rank by rank into one piece of memory (the
-packed region, ``shard_size`` times ``packed_numel``) and copied from there. `builders` makes layouts:
-by rows of each parameter, or flat.
+The shards of a **direct** parameter, one after the other, are the parameter itself, so they are
+gathered straight into place. The others are **packed**: gathered rank by rank into one piece of
+memory (the packed region, ``shard_size`` times ``packed_numel`` elements) and copied from there.
+`builders` makes layouts: by rows of each parameter, or flat.
 
-Offsets and sizes are in elements. Every piece starts on a 16-byte boundary at any number of ranks
-(unaligned pieces make NCCL an order of magnitude slower). Source: ZeRO-3, arXiv 1910.02054;
-PyTorch FSDP, arXiv 2304.11277.
+[Note: Runs] Packed parameters that are sharded alike (equal `ParamLayout.run_key`) lie next to each
+other, and have the same size and padding. So in a shard buffer and in the unsharded buffer, members
+of such a run are equally far apart, and one strided view is enough for all of them. `builders`
+sorts parameters for that, and `comm.packing` relies on it.
+
+Offsets and sizes are in elements. Every piece starts on a 16-byte boundary at any number of ranks,
+except in flat layouts that are not aligned (unaligned pieces make NCCL an order of magnitude
+slower). Source: ZeRO-3, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277.
 """
 
 import dataclasses
@@ -38,19 +43,20 @@ Shape = tuple[int, ...]
 
 
 class Route(enum.Enum):
-    """How a parameter travels between its sharded and its unsharded form."""
+    """The way a parameter takes between its sharded and its unsharded form."""
 
     DIRECT = "direct"  # the shards in rank order are the parameter
     PACKED = "packed"  # through the packed region
-    FLAT = "flat"  # the whole buffer travels at once; a shard may hold any range of elements
+    FLAT = "flat"  # with its whole bucket at once; a shard may begin and end inside a parameter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DirectRule:
-    """Which parameters a way of communicating can move directly.
+    """The parameters that a way of communicating can move directly.
 
-    even: every rank must own equally many rows (collectives), or not (ranks that read each other).
-    min_nbytes: shards smaller than this are packed, since one call for many beats many calls.
+    even: True if every rank must own equally many rows, as collectives need. Ranks that read each
+        other's memory do not need it.
+    min_nbytes: smaller shards are packed, since one call for many is faster than many calls.
     """
 
     even: bool = True
@@ -59,9 +65,12 @@ class DirectRule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What planning knows of a parameter. ``name`` is used in messages only.
+    """A parameter as planning sees it. Shapes are those of this rank's unsharded tensor.
 
-    shard_dim: for a layout by rows. trainable: for a flat one, which keeps frozen ones apart.
+    name: for messages only; specs that differ in it are equal.
+    dtype: of the shard. compute_dtype: of the unsharded parameter.
+    shard_dim: dimension that a layout by rows cuts.
+    trainable: flat layouts put frozen parameters into buckets of their own.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -83,14 +92,14 @@ class ParamSpec:
 
 
 class Rows(NamedTuple):
-    """A half-open range along the shard dimension."""
+    """A half-open range of rows, that is, of indices along the shard dimension."""
 
     start: int
     stop: int
 
 
 class Piece(NamedTuple):
-    """A run of a parameter's elements, in the parameter and in the shard buffer."""
+    """A run of consecutive elements, by its start in the parameter and in the shard buffer."""
 
     param_start: int
     shard_start: int
@@ -99,7 +108,12 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParamLayout:
-    """One parameter's place in its bucket; ``index`` is its position in the unit."""
+    """One parameter's place in its bucket.
+
+    index: position of the parameter in the unit.
+    shard_offset: where its shard begins in every rank's shard buffer; 0 in a flat bucket.
+    unsharded_offset: where it begins in the unsharded buffer.
+    """
 
     index: int
     spec: ParamSpec
@@ -110,7 +124,7 @@ class ParamLayout:
 
     @functools.cached_property
     def rows_per_shard(self) -> int:
-        """Rows of every shard but the last ones, which may be shorter or empty."""
+        """Rows of every shard except the last ones, which may be shorter or empty."""
         return rows_per_rank(self.spec.shape[self.spec.shard_dim], self.shard_size)
 
     @functools.cached_property
@@ -123,13 +137,14 @@ class ParamLayout:
 
     @functools.cached_property
     def chunk_numel(self) -> int:
-        """Elements reserved in every rank's shard buffer: the largest shard."""
+        """Elements reserved in every rank's shard buffer: those of the largest shard."""
         return self.outer_numel * self.rows_per_shard * self.inner_numel
 
     @functools.cached_property
     def num_equal_shards(self) -> int:
-        """How many ranks own something, if their shards in rank order are the parameter and of one
-        size; else 0. 6 rows: 2 on 2 ranks, 3 on 4 or 5. 7 rows: 0 on 4 ranks.
+        """Number of non-empty shards if they have one size and form the parameter in rank order.
+
+        Otherwise 0. 6 rows: 2 on 2 ranks, 3 on 4 or 5 ranks. 7 rows: 0 on 4 ranks.
         """
         if self.spec.numel == 0 or self.outer_numel > 1 or self.spec.numel % self.chunk_numel:
             return 0
@@ -137,18 +152,21 @@ class ParamLayout:
 
     @functools.cached_property
     def is_even(self) -> bool:
-        """Whether every rank owns as much, and more than nothing."""
+        """Whether all ranks own equally large shards that are not empty."""
         return self.num_equal_shards == self.shard_size
 
     @functools.cached_property
     def run_key(self) -> Shape:
-        """Equal for parameters that lie alike: the number and size of equal shards, or extents."""
+        """A key that is equal for parameters which are sharded alike: see [Note: Runs].
+
+        Number and size of the shards if they are equal, otherwise the extents.
+        """
         if self.num_equal_shards:
             return self.num_equal_shards, self.chunk_numel
         return self.spec.extents
 
     def rows(self, rank: int) -> Rows:
-        """Return the rows ``rank`` owns, as ``torch.chunk`` cuts them.
+        """Return the rows that ``rank`` owns, as ``torch.chunk`` cuts them.
 
         5 rows on 4 ranks: [0, 2) [2, 4) [4, 5) [5, 5).
         """
@@ -169,10 +187,13 @@ class ParamLayout:
 
 @dataclasses.dataclass(frozen=True)
 class BucketLayout:
-    """Parameters of one storage and compute dtype, direct ones first; all flat or none.
+    """Parameters of one storage and one compute dtype: first the direct ones, then the packed ones.
+
+    In a flat bucket all parameters are flat.
 
     shard_numel: elements of each rank's shard buffer, padding included.
-    packed_offset: where the packed region begins in the shard buffer; it runs to the end.
+    packed_offset: where packed shards begin in the shard buffer; they reach to its end.
+    unsharded_numel: elements of the unsharded buffer, padding included.
     direct_numel: elements of the unsharded buffer before the first packed parameter.
     """
 
@@ -191,9 +212,10 @@ class BucketLayout:
 
     @functools.cached_property
     def geometry(self) -> object:
-        """The same object for all buckets that equal this one, so that it is compared quickly.
+        """An identity token that all equal buckets share, for use as a cheap cache key.
 
-        For as long as one of them refers to it.
+        Comparing buckets means comparing all of their parameters. The token lives as long as one of
+        the buckets that asked for it.
         """
         return _geometries.setdefault(dataclasses.replace(self), _Geometry())
 
@@ -203,7 +225,7 @@ class BucketLayout:
 
     @functools.cached_property
     def is_gapless(self) -> bool:
-        """Whether a shard buffer is nothing but even shards of leading dims, one after the other."""
+        """Whether a shard buffer consists of even shards of dim 0 alone, without padding."""
         return (
             bool(self.params)
             and all(param.is_even and param.spec.shard_dim == 0 for param in self.params)
@@ -212,9 +234,9 @@ class BucketLayout:
 
     @functools.cached_property
     def columns(self) -> tuple[int, ...]:
-        """Cut a rank's shard buffer: each parameter's chunk, then the padding after it.
+        """Sizes that cut a rank's shard buffer: per parameter, its chunk and the padding after it.
 
-        If flat, the unsharded buffer: each parameter, then the padding after it.
+        In a flat bucket they cut the unsharded buffer: each parameter and the padding after it.
         """
         if self.is_flat:
             sizes = [(param.unsharded_offset, param.spec.numel) for param in self.params]
@@ -232,7 +254,8 @@ class BucketLayout:
     def shard_range(self, param: ParamLayout, rank: int) -> tuple[int, Shape]:
         """Return where ``rank``'s shard of a parameter begins in its shard buffer, and its shape.
 
-        A flat shard is 1-D, unless one rank has all of it.
+        A flat shard is 1-D, and (0,) at 0 if the rank owns nothing of the parameter; with one rank
+        it has the parameter's shape.
         """
         if not self.is_flat:
             return param.shard_offset, param.shard_shape(rank)
@@ -251,7 +274,7 @@ class BucketLayout:
 
     @functools.cached_property
     def packed_runs(self) -> tuple[tuple[ParamLayout, ...], ...]:
-        """The packed parameters in order, neighbours that lie alike together."""
+        """The packed parameters in order, grouped into runs: see [Note: Runs]."""
         runs = itertools.groupby(self.packed, lambda param: param.run_key)
         return tuple(tuple(run) for _, run in runs)
 
@@ -264,9 +287,9 @@ class BucketLayout:
         return self.unsharded_numel * self.compute_dtype.itemsize
 
     def pieces(self, param: ParamLayout, rank: int) -> tuple[Piece, ...]:
-        """Return which elements of ``param`` are where in ``rank``'s shard buffer.
+        """Return which elements of ``param`` lie where in ``rank``'s shard buffer.
 
-        Elements count in row-major order of the unsharded parameter.
+        Elements are numbered in row-major order of the unsharded parameter.
         """
         if param.route is Route.FLAT:
             start = max(param.unsharded_offset, rank * self.shard_numel)
@@ -310,9 +333,9 @@ class UnitLayout:
 
 
 class _Geometry:
-    """Stands for all buckets that are equal."""
+    """A token that stands for all equal buckets."""
 
 
-# By a copy of the first of equal buckets: a bucket itself refers to its geometry, and would keep it
-# here for ever.
+# The key is a copy of the first of equal buckets (`dataclasses.replace`). With the bucket itself as
+# a key, which refers to its geometry, key and value would keep each other here for ever.
 _geometries: weakref.WeakValueDictionary[BucketLayout, _Geometry] = weakref.WeakValueDictionary()

@@ -1,4 +1,4 @@
-"""What the engine needs to know of a mesh, as integers."""
+"""A rank's place in a data-parallel mesh, as integers."""
 
 import dataclasses
 
@@ -9,7 +9,8 @@ from fullshard.errors import MeshError, ShardingError
 class MeshPlan:
     """One rank's place in a data-parallel mesh.
 
-    A 2 x 4 mesh on rank 6 is replicate_size=2, replicate_rank=1, shard_size=4, shard_rank=2.
+    On a 2 x 4 mesh, rank 6 has replicate_size=2, replicate_rank=1, shard_size=4, shard_rank=2.
+    Raises MeshError on a rank outside its axis.
     """
 
     shard_size: int
@@ -27,14 +28,15 @@ class MeshPlan:
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ranks see different data: the default gradient divide factor."""
+        """Number of ranks that see different data; gradients are divided by it by default."""
         return self.shard_size * self.replicate_size
 
 
 def check_reshard_after_forward(value: bool | int | None, shard_size: int) -> bool | int | None:
-    """Return the option with trivial group sizes turned into booleans.
+    """Check the option, and return it with trivial group sizes turned into booleans.
 
-    On 8 ranks: 8 -> True, 1 -> False, 4 -> 4, 3 -> ShardingError.
+    On 8 ranks 8 becomes True, 1 becomes False, and 4 stays; 3 raises ShardingError, since it does
+    not divide 8.
     """
     if value is None or isinstance(value, bool):
         return value

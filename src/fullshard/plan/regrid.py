@@ -1,9 +1,9 @@
-"""How the elements of a parameter get from one division over ranks to another.
+"""Regridding: moving a parameter's elements from one division over ranks to another.
 
-A **division** of one parameter says, rank by rank, which runs of its row-major elements lie where in
-the rank's own 1-D local tensor. Several ranks may hold the same elements; in the division that is
-wanted, several may need them. Flat shards, rows, boxes and whole copies are all divisions, so one
-function leads from any of them to any other:
+A **division** of a parameter says, rank by rank, which runs of its elements (in row-major order)
+lie where in the rank's 1-D local tensor. Several ranks may hold the same elements, and several may
+need them. Flat shards, rows, boxes and whole copies are all divisions, so one function, `regrid`,
+leads from any of them to any other:
 
     w (2, 3) on 2 ranks, cut flat after 4 elements -> by rows
 
@@ -14,7 +14,7 @@ function leads from any of them to any other:
     Transfer(sender=0, receiver=1, sender_start=3, receiver_start=0, numel=1)
     Transfer(sender=1, receiver=1, sender_start=0, receiver_start=1, numel=2)
 
-Everything counts in elements, and costs grow with the number of runs, never with their lengths.
+All numbers are in elements. Costs grow with the number of runs, not with their lengths.
 """
 
 import bisect
@@ -32,7 +32,10 @@ Division = Sequence[Sequence[Piece]]
 
 
 class Transfer(NamedTuple):
-    """A run of elements that one rank gives another, or keeps. Starts are in the local tensors."""
+    """A run of elements that ``sender`` gives ``receiver``, or keeps if they are the same rank.
+
+    sender_start, receiver_start: where the run begins in each rank's local tensor.
+    """
 
     sender: int
     receiver: int
@@ -49,9 +52,10 @@ class _Run(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """Elements that the same ranks hold, in ascending order of rank.
+    """Elements [start, stop) of a parameter, all held by the same ranks.
 
-    shifts: what to add to an element's number, rank by rank, to find it in the local tensor.
+    ranks: in ascending order.
+    shifts: one per rank; added to an element's number, it gives the place in the local tensor.
     """
 
     start: int
@@ -61,9 +65,9 @@ class _Segment(NamedTuple):
 
 
 def box_pieces(shape: Shape, start: Sequence[int], size: Sequence[int]) -> tuple[Piece, ...]:
-    """Return the pieces of a rank that holds a box of a parameter, and nothing else, contiguously.
+    """Return the pieces of a rank whose contiguous local tensor is a box of a parameter.
 
-    Of w (4, 6), the box of size (2, 3) at (1, 3): elements 9-11 and 15-17.
+    The box of size (2, 3) at (1, 3) in w (4, 6) consists of elements 9-11 and 15-17.
 
     Raises LayoutError on a box that is not inside the parameter.
     """
@@ -77,7 +81,8 @@ def box_pieces(shape: Shape, start: Sequence[int], size: Sequence[int]) -> tuple
         )
     if math.prod(size) == 0:
         return ()
-    # From the last dim that is not covered in full, elements follow one another.
+    # From the last dim on that is not covered in full, elements follow one another in the
+    # parameter, so there is one run per index of the dims before it.
     cut = max((dim for dim, length in enumerate(size) if length != shape[dim]), default=0)
     run = math.prod(size[cut:])
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -112,15 +117,15 @@ def row_division(shape: Shape, *, dim: int, num_ranks: int) -> tuple[tuple[Piece
 
 
 def whole_division(numel: int, *, num_ranks: int) -> tuple[tuple[Piece, ...], ...]:
-    """Give every rank all elements."""
+    """Return the division in which every rank has all elements."""
     return ((Piece(0, 0, numel),) if numel else (),) * num_ranks
 
 
 def bucket_division(bucket: BucketLayout, param: ParamLayout) -> tuple[tuple[Piece, ...], ...]:
-    """Divide a parameter as its bucket does, into local tensors that hold no other parameter.
+    """Divide a parameter as its bucket does, into local tensors of this parameter alone.
 
-    `BucketLayout.pieces` counts from the beginning of the shard buffer; here every rank's first
-    piece begins at 0.
+    `BucketLayout.pieces` counts from the start of the shard buffer; here each rank's first piece
+    begins at 0.
     """
     division = []
     for rank in range(bucket.shard_size):
@@ -135,22 +140,23 @@ def bucket_division(bucket: BucketLayout, param: ParamLayout) -> tuple[tuple[Pie
 
 
 def local_numel(pieces: Sequence[Piece]) -> int:
-    """Return how long a local tensor has to be for these pieces."""
+    """Return how many elements a local tensor needs for these pieces."""
     return max((piece.shard_start + piece.numel for piece in pieces), default=0)
 
 
 def regrid(old: Division, new: Division, *, rank: int | None = None) -> tuple[Transfer, ...]:
-    """List what has to move so that every rank gets what ``new`` says it needs.
+    """List the transfers after which every rank has what ``new`` says it needs.
 
-    rank: list only what this rank sends, receives or keeps. Where a thousand ranks all need
-        everything, that is two thousand transfers out of a million.
+    rank: list only what this rank sends, receives or keeps. If each of a thousand ranks needs
+        everything, these are two thousand transfers out of a million.
 
-    A rank that holds what it needs keeps it. Of several ranks that hold it, each serves an equal
-    part of the others, in order of rank: two replicas on ranks 0-3 and 4-7 each serve themselves,
-    so what is near is not fetched from afar. Every rank finds that by itself.
+    A rank that holds what it needs keeps it. If several ranks hold elements, each of them serves an
+    equal part of the ranks that do not, in order of rank. So of two replicas on ranks 0-3 and 4-7,
+    each serves its own ranks, and nothing is fetched from far away. Every rank computes the same
+    list without communication.
 
-    Transfers are as long as they can be, and sorted by sender, receiver and receiver_start: both
-    sides list what passes between them in the same order.
+    Transfers are as long as possible, and sorted by sender, receiver and receiver_start. So sender
+    and receiver list what passes between them in the same order.
 
     Raises LayoutError, on all ranks alike, if elements are needed that no rank holds.
     """
@@ -172,7 +178,7 @@ def regrid(old: Division, new: Division, *, rank: int | None = None) -> tuple[Tr
 
 
 def _received(held: Sequence[_Segment], receiver: int, new: Division) -> Iterator[Transfer]:
-    """Yield what one rank has to get, or keeps, of the segments, which are in order."""
+    """Yield what one rank gets or keeps. held: segments in order, of which it may need parts."""
     for first, shard_start, numel in new[receiver]:
         if numel == 0:
             continue
@@ -193,17 +199,18 @@ def _received(held: Sequence[_Segment], receiver: int, new: Division) -> Iterato
 
 
 def _holder(segment: _Segment, receiver: int, num_receivers: int) -> int:
-    """Return which of the segment's holders gives it to the receiver."""
+    """Return the index, among the segment's holders, of the one that gives it to the receiver."""
     ranks = segment.ranks
     holders_before = bisect.bisect_left(ranks, receiver)
     if holders_before < len(ranks) and ranks[holders_before] == receiver:
         return holders_before
+    # Ranks that do not hold it, numbered in order, are dealt out to the holders in equal parts.
     num_others = num_receivers - bisect.bisect_left(ranks, num_receivers)
     return (receiver - holders_before) * len(ranks) // num_others
 
 
 def _merged(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
-    """Sort transfers, and join those that follow one another on both sides."""
+    """Sort transfers, and join those that are adjacent in both ranks' local tensors."""
     merged: list[Transfer] = []
     for transfer in sorted(transfers, key=operator.itemgetter(0, 1, 3)):
         if merged:
@@ -222,7 +229,10 @@ def _merged(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
 
 
 def _segments(division: Division) -> list[_Segment]:
-    """Cut the elements wherever their holders change. What nobody holds is left out."""
+    """Cut the elements wherever their holders change. Elements that no rank holds are left out.
+
+    Sweeps over the starts and ends of all pieces, and keeps the ranks that hold what lies between.
+    """
     edges = []
     for rank, pieces in enumerate(division):
         for start, shard_start, numel in pieces:
@@ -236,7 +246,7 @@ def _segments(division: Division) -> list[_Segment]:
     begin = 0
     for position, opens, holder in edges:
         if holders and begin < position:
-            # A rank that holds an element twice counts once.
+            # As a dict, since a rank may hold an element twice, and counts once.
             ranks, shifts = zip(*dict(holders).items(), strict=True)
             segments.append(_Segment(begin, position, ranks, shifts))
         begin = position
@@ -248,9 +258,11 @@ def _segments(division: Division) -> list[_Segment]:
 
 
 def _check_covered(old: Division, new: Division) -> None:
+    """Raise LayoutError if ``new`` needs elements that no rank holds in ``old``."""
     held = _union(old)
     for start, stop in _union(new):
-        # The only run that may cover the first element, and with it all others.
+        # The only run of `held` that may cover the first element. Runs do not touch each other, so
+        # it has to cover all of them.
         at = bisect.bisect_right(held, start, key=operator.attrgetter("start")) - 1
         covered = max(start, held[at].stop) if at >= 0 else start
         if covered >= stop:
@@ -268,7 +280,7 @@ def _check_covered(old: Division, new: Division) -> None:
 
 
 def _union(division: Division) -> list[_Run]:
-    """Return the elements that any rank has, in order and as long runs as there are."""
+    """Return the elements that any rank has, in order, as runs that are as long as possible."""
     union: list[_Run] = []
     runs = {(p.param_start, p.param_start + p.numel) for pieces in division for p in pieces}
     for start, stop in sorted(runs):

@@ -6,35 +6,37 @@ predicts from the last pass what comes next, and stops predicting where this pas
 
 import collections
 
-# How often a unit may come after another one than before, until the oldest is forgotten.
+# Runs kept per unit (see `Recorder`); older ones are forgotten.
 _MOST_CHANGES = 256
 
 
 class Recorder:
-    """The order in which units really ran, and what the last pass says comes next.
+    """The order in which units ran, and predictions of the next unit, for prefetching.
 
-    Many forwards may have no backward (an evaluation with gradients), and nobody says so. What is
-    kept of them does not grow with their number: of each unit, runs of (the unit that ran before
-    it, how many times in a row). Two passes over units 0, 1, 2 are, for unit 1, one run (0, 2).
+    For backward it keeps, per unit, which unit ran forward before it. Forwards may never get a
+    backward (an evaluation with gradients), and nothing announces that. So that memory does not
+    grow with their number, equal neighbours are counted: per unit, a list of runs (unit that ran
+    before it, number of times in a row). After two passes over units 0, 1, 2, unit 1 has one run,
+    (0, 2).
     """
 
     def __init__(self) -> None:
         self._before: dict[int, collections.deque[tuple[int | None, int]]] = {}
-        self._latest: int | None = None  # whose backward is to come
+        self._latest: int | None = None  # last unit that ran a forward with gradients
         self._pass: list[int] = []
         self._last_pass: list[int] = []
-        self._agrees = True  # this pass with the last, so far
+        self._agrees = True  # whether this pass has been like the last one so far
 
     def start_pass(self) -> None:
-        """A forward of the whole model begins."""
+        """Note that a forward of the whole model begins."""
         self._last_pass, self._pass = self._pass, []
         self._agrees = True
 
     def next_unit(self, unit: int) -> int | None:
-        """Record that ``unit`` runs forward now; return the unit that followed in the last pass.
+        """Record that ``unit`` runs forward now; return the unit that followed it in the last pass.
 
-        Only while this pass agrees with the last one so far: after a divergence a guess would
-        gather parameters nobody asked for.
+        None once this pass differs from the last one: a guess might then gather parameters that
+        nobody uses.
         """
         self._pass.append(unit)
         count = len(self._pass)
@@ -44,7 +46,7 @@ class Recorder:
         return self._last_pass[count] if self._agrees else None
 
     def expect_backward(self, unit: int) -> None:
-        """Record a forward that may be differentiated."""
+        """Record a forward of ``unit`` that may have a backward."""
         runs = self._before.get(unit)
         if runs is None:
             runs = self._before[unit] = collections.deque(maxlen=_MOST_CHANGES)
@@ -55,10 +57,11 @@ class Recorder:
         self._latest = unit
 
     def start_backward(self, unit: int) -> int | None:
-        """Return the unit whose forward came just before that of ``unit`` which is differentiated.
+        """Record that a backward of ``unit`` begins; return the unit whose backward should follow.
 
-        The last forward is taken to be differentiated first. None if nothing came before, or if it
-        is differentiated more often than it ran.
+        That is the unit that ran forward just before it. If ``unit`` ran several times, its last
+        forward is taken to have its backward first. None if nothing ran before it, or if it has
+        more backwards than forwards.
         """
         runs = self._before.get(unit)
         if not runs:
@@ -69,11 +72,12 @@ class Recorder:
         return before
 
     def end_iteration(self) -> None:
+        """Forget forwards that got no backward."""
         self._before.clear()
         self._latest = None
 
     def forget(self) -> None:
-        """After an exception: what was recorded says nothing about the next pass."""
+        """Forget everything, after an exception: the interrupted pass predicts nothing."""
         self.end_iteration()
         self._pass.clear()
         self._last_pass.clear()

@@ -1,14 +1,14 @@
-"""What one rank did in some steps, as data: where its time and its memory went.
+"""Traces: where one rank's time and memory went in some steps, as data.
 
     timeline    |  forward 0  | gather 1 | forward 1 | ... | fence |   one after the other, no gaps
-    transfers        |----- all-gather 1 -----|                        run beside it, may overlap
+    transfers        |----- all-gather 1 -----|                        in parallel, may overlap
     samples     .    .        .          .           .         .       bytes by category
 
-The timeline is what the rank's compute waits for, in order: on the CPU what its thread does, on
-other devices what the compute stream does. So everything in it that is communication is exposed,
-and the segments of a step add up to the step. Times are in nanoseconds since `Clock.origin_ns`.
+The timeline is what the rank's thread does on the CPU, or what the compute stream does on other
+devices. So all communication in it is exposed (not hidden behind compute), and the segments of a
+step add up to its duration. Times are in nanoseconds since `Clock.origin_ns`.
 
-`fullshard.trace` records this and writes one file a rank; `fullshard report` reads them.
+`fullshard.trace` records this and writes one file per rank; `fullshard report` reads them.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 from fullshard.errors import FullshardError
 
 SCHEMA = "fullshard-trace/1"
-NO_UNIT = -1
+NO_UNIT = -1  # in place of a unit's index: the span belongs to no unit
 
 
 class TraceError(FullshardError, ValueError):
-    """A file is not a trace that this version reads, or contradicts itself."""
+    """A file that is not a trace which this version reads, or a trace that contradicts itself."""
 
 
 class Kind(enum.Enum):
-    """What a rank is doing."""
+    """An activity of a rank; the values are the names in files and reports."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -43,7 +43,7 @@ class Kind(enum.Enum):
 
     @property
     def is_communication(self) -> bool:
-        """Whether it moves or awaits bytes: in a timeline, exposed communication."""
+        """Whether the rank moves bytes or waits for them; in a timeline that is exposed."""
         return self in _COMMUNICATION
 
 
@@ -56,7 +56,7 @@ _COMMUNICATION = frozenset(
 
 
 class Segment(NamedTuple):
-    """A stretch of a timeline. unit: an index into the trace's units, or NO_UNIT."""
+    """A segment of a timeline. unit: an index into the trace's units, or NO_UNIT."""
 
     kind: Kind
     unit: int
@@ -65,9 +65,9 @@ class Segment(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """An all-gather or reduce-scatter from its start to the moment its result was there.
+    """An all-gather or reduce-scatter, from its start until its result was available.
 
-    nbytes: of the unit's unsharded parameters or of their full gradients.
+    nbytes: size of the unit's unsharded parameters, or of their full gradients.
     """
 
     kind: Kind
@@ -84,14 +84,14 @@ class TracedStep(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Bytes in use at a moment, one figure a category."""
+    """Bytes in use at a moment, one number per category of the trace."""
 
     time: int
     nbytes: tuple[int, ...]
 
 
 class TracedUnit(NamedTuple):
-    """A unit as it was. comm: how its ranks communicate."""
+    """A unit at the time of recording. comm: name of the way its ranks communicate."""
 
     name: str
     unsharded_nbytes: int
@@ -101,12 +101,12 @@ class TracedUnit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Clock:
-    """How times of this rank compare with those of others.
+    """The relation of this rank's times to those of other ranks.
 
-    origin_ns: the rank's own clock at time zero, when it left a barrier.
-    error_ns: how long it had been in that barrier. All ranks were in it at one moment, so zeros
-        differ by no more than the longest of these.
-    host: identifies the host's clock; ranks with the same one compare exactly, by their origins.
+    origin_ns: reading of the rank's own clock at time zero, when it left a barrier.
+    error_ns: how long it had been in that barrier. All ranks were in it at one moment, so their
+        zeros differ by no more than the longest of these times.
+    host: name of the host's clock. Ranks with the same name are compared exactly, by their origins.
     """
 
     origin_ns: int
@@ -116,9 +116,10 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankTrace:
-    """Everything recorded of one rank. Raises TraceError if it contradicts itself.
+    """Everything that was recorded on one rank. Raises TraceError if it contradicts itself.
 
-    recording: the same text on all ranks that were recorded together.
+    recording: text that is the same on all ranks of one recording, and differs between recordings.
+    categories: names of the numbers in each sample.
     """
 
     recording: str
@@ -152,10 +153,14 @@ class RankTrace:
             raise TraceError(f"rank {self.rank}: a sample has not one figure for each category")
 
     def unit_name(self, unit: int) -> str:
+        """Return a unit's name for people: "(root)" if it is the root, "" for NO_UNIT."""
         return "" if unit == NO_UNIT else self.units[unit].name or "(root)"
 
     def write(self, folder: Path) -> Path:
-        """Write `rank00003.json`, complete or not at all."""
+        """Write the trace to a file such as `rank00003.json`, and return its path.
+
+        The file appears when it is complete.
+        """
         path = folder / f"rank{self.rank:05d}.json"
         partial = path.with_suffix(".part")
         partial.write_text(json.dumps(self._as_json(), separators=(",", ":")), encoding="utf-8")
@@ -180,7 +185,7 @@ _PLAIN = ("recording", "rank", "num_ranks", "device", "units", "steps", "categor
 
 
 def read_trace(path: Path) -> RankTrace:
-    """Read what `RankTrace.write` wrote. Raises TraceError naming the file."""
+    """Read a file that `RankTrace.write` wrote. Raises TraceError, which names the file."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields.get("schema") != SCHEMA:
@@ -206,12 +211,16 @@ def read_trace(path: Path) -> RankTrace:
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """Read the ranks of the newest recording in a folder, by rank; none if there are no files."""
+    """Return the traces of the newest recording in a folder, by rank; none if there are no files.
+
+    Raises TraceError if one of the files cannot be read.
+    """
     paths = sorted(folder.glob("rank*.json"))
     if not paths:
         return []
     newest = max(paths, key=lambda path: path.stat().st_mtime_ns)
     traces = {path: read_trace(path) for path in paths}
+    # An earlier recording of more ranks may have left files, which this one did not overwrite.
     recording = traces[newest].recording
     return sorted(
         (trace for trace in traces.values() if trace.recording == recording),
@@ -220,9 +229,10 @@ def read_traces(folder: Path) -> list[RankTrace]:
 
 
 def aligned_origins(traces: Sequence[RankTrace]) -> list[int]:
-    """Return when each rank's time zero was, in nanoseconds since the first one's.
+    """Return each rank's time zero, in nanoseconds since the earliest one.
 
-    Ranks of one host share a clock; ranks of several are aligned by the barrier alone.
+    Ranks of one host share a clock, so differences are exact. With several hosts all are 0: the
+    barrier alone aligns their ranks, with an error of up to `Clock.error_ns`.
     """
     if len({trace.clock.host for trace in traces}) > 1:
         return [0] * len(traces)
