@@ -70,7 +70,7 @@ lint: $(TEST) ## format check, lint and types
 bench: $(BENCH) ## every benchmark, as one table and under bench/results/
 	@$(BIN)/python -m bench --out $(ARGS)
 
-# Needs nothing but a Python with torch. Benchmarks run whatever the checks said; 2 means no GPU.
+# Needs nothing but a Python with torch and NumPy. Benchmarks run whatever the checks said; 2 means no GPU.
 gpu-check: export PYTHONPATH := src:.:$(PYTHONPATH)
 gpu-check: ## on one GPU: correctness and benchmarks, into bench/results/
 	@$(GPU_PYTHON) -m tests.gpu --out bench/results/gpu-checks.json; checks=$$?; \
