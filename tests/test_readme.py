@@ -1,49 +1,371 @@
-"""The README's examples run as they stand."""
+"""The first pages are true: their code runs as it stands, links lead somewhere, numbers were measured."""
 
+from __future__ import annotations
+
+import json
+import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+from PIL import Image
+
+from tests.tools.processes import environment
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PROJECT = (ROOT / "pyproject.toml").read_text()
+PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/**/*.md")]
+)
+DRAWN = runpy.run_path(str(ROOT / "scripts" / "draw_step_times.py"), run_name="drawing")
+RECORDED = json.loads(DRAWN["RESULTS"].read_text())
+
+# Pages of which every block is run, or checked if it installs something: what each has to print.
+SEEN = {
+    "README.md": {
+        "example.py": [r"^rank 0: loss 0\.[2-8]\d\d$", r"^rank 1: loss 0\.[2-8]\d\d$"],
+        "torchrun --nproc-per-node 2 -m fullshard.run train.py": [r"^rank 1: loss 0\.[2-8]\d\d$"],
+    },
+    "docs/using.md": {
+        "example.py": [
+            r"^rank 1: loss [12]\.\d{3}$",
+            r"\b5 units",
+            r"(?s)(shard 2; peer memory \(one host\).*){10}",  # 5 units on each rank
+        ],
+        "wrapper.py": [r"^rank 0: loss \d\.\d{3}$", r"^rank 1: loss \d\.\d{3}$"],
+        "torchrun --nproc-per-node 2 -m fullshard.run train.py --lr 1e-3": [
+            r"^rank 1: loss 0\.[2-8]\d\d$"
+        ],
+        "carry_over.py": [r"^rank 0: same output: True$", r"^rank 1: same output: True$"],
+        "traced.py": [r"^rank 0 holds ", r"^sharded parameters ", r"^optimizer state "],
+        "fullshard report runs/traced": [r"runs/traced/report\.html"],
+    },
+    "docs/training.md": {
+        "fullshard train --model tiny --steps 50": [r"\breport\.html"],
+        "fullshard train --data my_texts/ --steps 2000 --out runs/mine --save-every 200": [
+            r"\bruns/mine/report\.html"
+        ],
+        "fullshard train --resume runs/mine": [r"\bstep 8/8 "],
+        "fullshard report runs/mine": [r"runs/mine/report\.html"],
+    },
+    "docs/limits.md": {},
+    "docs/results.md": {},
+}
 
 
-@pytest.fixture(scope="module")
-def examples() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+class Block(NamedTuple):
+    """What stands between two fences."""
+
+    language: str
+    text: str
 
 
-def test_both_apis_have_a_short_example(examples: list[str]) -> None:
-    assert [len(example.splitlines()) <= 21 for example in examples] == [True, True]
+def _blocks(page: str) -> list[Block]:
+    text = (ROOT / page).read_text()
+    return [
+        Block(*found) for found in re.findall(r"^```(.*)\n((?:.*\n)*?)^```$", text, re.MULTILINE)
+    ]
 
 
-def test_the_example_of_fully_shard_runs_on_two_ranks(examples: list[str], tmp_path: Path) -> None:
-    printed = _run(examples[0], tmp_path)
-    assert re.search(r"rank 1: loss [12]\.\d{3}$", printed, re.MULTILINE)
-    assert "5 units" in printed
-    assert "shard 2" in printed
-    assert printed.count("shard 2; peer memory (one host)") == 2 * 5
+def _commands(page: str) -> list[list[str]]:
+    lines = "".join(block.text for block in _blocks(page) if block.language == "sh").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def test_the_example_of_the_wrapper_runs_on_two_ranks(examples: list[str], tmp_path: Path) -> None:
-    printed = _run(examples[1], tmp_path)
-    assert re.search(r"rank 1: loss \d\.\d{3}", printed)
+# The shape of the first page
 
 
-def _run(example: str, folder: Path) -> str:
-    script = folder / "example.py"
-    script.write_text(example)
-    logs = folder / "logs"  # one for each rank: in one pipe their lines mix
-    launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+def test_the_first_page_is_short_and_in_order() -> None:
+    assert len(README.splitlines()) <= 150
+    assert re.findall(r"^#+ .*", re.sub(r"(?s)```.*?```", "", README), re.MULTILINE) == [
+        "# fullshard",
+        "## Who it is for",
+        "## Three reasons",
+        "## What is proven, and what is not",
+        "## Install",
+        "## Two commands",
+        "## Use it",
+        "## Links",
+    ]
+    assert README.count("![") == 1
+
+
+def test_it_begins_with_two_sentences_and_gives_three_reasons() -> None:
+    first = README.partition("## ")[0]
+    assert len(re.findall(r"\.(?=\s)", first)) == 2
+    reasons = README.partition("## Three reasons")[2].partition("## ")[0]
+    assert re.findall(r"^(\d)\. \*\*", reasons, re.MULTILINE) == ["1", "2", "3"]
+
+
+def test_the_first_screen_says_that_no_gpu_has_run_it() -> None:
+    assert "no GPU has run this code yet" in " ".join(README.splitlines()[:40])
+
+
+def test_its_program_is_about_ten_lines() -> None:
+    (program,) = [block.text for block in _blocks("README.md") if block.language == "python"]
+    lines = [line for line in program.splitlines() if line and not line.startswith("#")]
+    assert len(lines) <= 13
+
+
+# Code
+
+
+def test_every_block_is_a_program_or_commands() -> None:
+    """So none is passed over because it says something else than "python" or "sh"."""
+    for page in SEEN:
+        assert {block.language for block in _blocks(page)} <= {"python", "sh"}, page
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [page for page, seen in SEEN.items() if seen])
+def test_every_program_and_command_runs(page: str, tmp_path: Path) -> None:
+    _write_what_they_name(tmp_path)
+    if page == "README.md":  # nothing more than `pip install .` is asked for there
+        _hide_what_pip_does_not_bring(tmp_path)
+    printed: dict[str, str] = {}
+    for block in _blocks(page):
+        if block.language == "python":
+            name = _named(block.text)
+            (tmp_path / name).write_text(block.text)
+            printed[name] = _torchrun(["--nproc-per-node", "2", name], tmp_path)
+        else:
+            for line in block.text.splitlines():
+                words = shlex.split(line, comments=True)
+                if words and not _installs(words):
+                    printed[shlex.join(words)] = _run(words, tmp_path)
+    assert printed.keys() == SEEN[page].keys()
+    for what, patterns in SEEN[page].items():
+        for pattern in patterns:
+            assert re.search(pattern, printed[what], re.MULTILINE), (what, pattern, printed[what])
+
+
+@pytest.mark.parametrize("page", SEEN)
+def test_commands_that_install_name_what_is_there(page: str) -> None:
+    """They download, so they are not run here; what they are given has to exist."""
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    pinned = re.findall(r"^\S+==[^;\s]+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    extras = re.findall(
+        r"^(\w+) = \[", PROJECT.partition("[project.optional-dependencies]")[2], re.MULTILINE
+    )
+    for words in filter(_installs, _commands(page)):
+        if words[0] == "make":
+            assert words[1] in targets
+            assert all(option.startswith("ARGS=") for option in words[2:])
+        else:
+            assert words[1] == "install"
+            wanted = words[2]
+            assert wanted == "." or wanted in pinned or wanted[2:-1] in extras, wanted
+            assert words[3:] in ([], ["--index-url", "https://download.pytorch.org/whl/cpu"])
+
+
+def _named(program: str) -> str:
+    found = re.match(r"# torchrun --nproc-per-node 2 (\w+\.py)\n", program)
+    assert found, "a program's first line says how it is started"
+    return found[1]
+
+
+def _installs(words: list[str]) -> bool:
+    return words[0] in ("make", "pip")
+
+
+def _write_what_they_name(folder: Path) -> None:
+    """Write `train.py`, the first page's program for PyTorch's FSDP, and `my_texts/`."""
+    (program,) = [block.text for block in _blocks("README.md") if block.language == "python"]
+    assert program.count("from fullshard import") == 1
+    theirs = program.replace("from fullshard import", "from torch.distributed.fsdp import")
+    (folder / "train.py").write_text(theirs)
+    texts = folder / "my_texts"
+    texts.mkdir()
+    for i, page in enumerate(PAGES):
+        (texts / f"{i}.txt").write_text((ROOT / page).read_text())
+
+
+def _run(words: list[str], folder: Path) -> str:
+    match words:
+        case ["torchrun", *rest]:
+            return _torchrun(rest, folder)
+        case ["fullshard", "train", *rest]:
+            # The last of an option counts.
+            shorter = (
+                ["--steps", "8"] if "--resume" in rest else ["--steps", "4", "--model", "tiny"]
+            )
+            return _call([sys.executable, "-m", "fullshard", "train", *rest, *shorter], folder)
+        case ["fullshard", *rest]:
+            return _call([sys.executable, "-m", "fullshard", *rest], folder)
+    pytest.fail(f"not known how to run {words}")
+
+
+def _torchrun(words: list[str], folder: Path) -> str:
+    logs = folder / "logs" / str(len(list(folder.glob("logs/*"))))  # in one pipe ranks' lines mix
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--redirects", "1", "--log-dir", str(logs)]
+    _call([*launcher, *words], folder)
+    return "".join(path.read_text() for path in sorted(logs.rglob("stdout.log")))
+
+
+def _call(words: list[str], folder: Path) -> str:
+    env = environment() | {"OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        words, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    return "".join(path.read_text() for path in logs.rglob("stdout.log"))
+    return done.stdout + done.stderr
+
+
+def _hide_what_pip_does_not_bring(folder: Path) -> None:
+    """Let Python find only what `pip install .` installs; `folder` is first on its path."""
+    brought = {"fullshard", *_closure(_dependencies())}
+    hidden = {
+        module
+        for module, owners in metadata.packages_distributions().items()
+        if not {_normal(owner) for owner in owners} & brought
+    }
+    assert {"pytest", "typer", "matplotlib"} <= hidden
+    (folder / "sitecustomize.py").write_text(f"""
+from importlib.machinery import PathFinder
+
+HIDDEN = {sorted(hidden)}
+find_spec = PathFinder.find_spec
+
+
+def find_others(name, path=None, target=None):
+    return None if name.partition(".")[0] in HIDDEN else find_spec(name, path, target)
+
+
+PathFinder.find_spec = find_others
+""")
+
+
+def _dependencies() -> list[str]:
+    """Return the names of what every installation of fullshard needs."""
+    listed = re.search(r"(?s)^dependencies = \[(.*?)\]", PROJECT, re.MULTILINE)
+    assert listed
+    return [Requirement(text).name for text in re.findall(r'"(.*?)"', listed[1])]
+
+
+def _closure(waiting: list[str]) -> set[str]:
+    """Return packages and all that they bring along without extras."""
+    found: set[str] = set()
+    while waiting:
+        name = _normal(waiting.pop())
+        if name not in found:
+            found.add(name)
+            needed = map(Requirement, metadata.requires(name) or [])
+            waiting += [r.name for r in needed if not r.marker or r.marker.evaluate({"extra": ""})]
+    return found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# Links
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"(?s)```.*?```", "", (ROOT / page).read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if "://" not in path:
+            there = (ROOT / page).parent / path if path else ROOT / page
+            assert there.exists(), target
+            assert not anchor or anchor in _anchors(there.read_text()), target
+
+
+def test_every_page_and_picture_is_linked() -> None:
+    for page in ROOT.glob("docs/*.md"):
+        assert f"](docs/{page.name})" in README, page
+    pages = "".join((ROOT / page).read_text() for page in PAGES)
+    for picture in ROOT.glob("docs/images/*"):
+        assert f"images/{picture.name})" in pages, picture
+
+
+def _anchors(text: str) -> set[str]:
+    """Return the names under which headings can be linked: letters, digits and dashes."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"(?s)```.*?```", "", text), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+# Numbers
+
+COLUMNS = ("ddp", "fsdp1", "fsdp2", "deepspeed", "fullshard", "fullshard-fsdp1")
+QUANTITIES = {
+    "step time over local compute without communication": "time over local compute",
+    "step time over FSDP2": "time over FSDP2",
+    "host memory of all ranks (PSS above import) over FSDP2": "host memory (PSS) over FSDP2",
+}
+
+
+def test_the_table_of_results_is_that_of_the_recorded_run() -> None:
+    first_table = (
+        (ROOT / "docs" / "results.md").read_text().partition("\n\n| ")[2].partition("\n\n")[0]
+    )
+    quantity, num_compared = "", 0
+    for line in first_table.splitlines()[2:]:
+        setting, *cells = (cell.strip(" *") for cell in line.strip("|").split("|"))
+        if setting in QUANTITIES:
+            quantity = setting
+            continue
+        values = _recorded(QUANTITIES[quantity], setting)
+        assert cells == [f"{values[c]:.2f}" if c in values else "-" for c in COLUMNS], setting
+        num_compared += 1
+    settings = [s for s in RECORDED["sections"] if s["title"].startswith("step: ")]
+    assert num_compared >= len(settings), "no setting is left out"
+
+
+def test_numbers_of_the_first_page_are_those_of_the_recorded_run() -> None:
+    text = " ".join(README.split())
+    two, four = "2 ranks, batch 2x128, fp32", "4 ranks, batch 1x128, fp32"
+    large = "2 ranks, batch 8x256, fp32"
+    for sentence, quantity, settings in (
+        (
+            r"takes (0\.\d\d) of the time of PyTorch's FSDP2 with 2 ranks and (0\.\d\d) with 4",
+            "time over FSDP2",
+            (two, four),
+        ),
+        (
+            r"(0\.\d\d) and (0\.\d\d) of its host memory",
+            "host memory (PSS) over FSDP2",
+            (two, four),
+        ),
+        (r"(0\.\d\d) with eight times the tokens", "time over FSDP2", (large,)),
+    ):
+        found = re.search(sentence, text)
+        assert found, sentence
+        values = [_recorded(quantity, setting)["fullshard"] for setting in settings]
+        assert list(found.groups()) == [f"{value:.2f}" for value in values]
+
+
+def test_the_picture_shows_the_recorded_run(tmp_path: Path) -> None:
+    ratios = DRAWN["ratios_by_setting"](RECORDED)
+    for setting, bars in ratios.items():
+        medians = _recorded("time over FSDP2", setting)
+        assert {name: bar.median for name, bar in bars.items()} == pytest.approx(
+            {name: medians[name] for name in COLUMNS if name in medians}
+        )
+    with Image.open(DRAWN["PICTURE"]) as picture:
+        assert json.loads(picture.text["Description"]) == json.loads(json.dumps(ratios))
+    DRAWN["draw"](ratios, "", tmp_path / "again.png")
+    with Image.open(tmp_path / "again.png") as again:
+        assert again.size == picture.size
+
+
+def _recorded(quantity: str, setting: str) -> dict[str, float]:
+    """Return what the recorded run has of "2 ranks, batch 2x128, fp32", by implementation."""
+    ranks, _, rest = setting.partition(" ranks, ")
+    (section,) = [s for s in RECORDED["sections"] if s["title"] == f"step: ranks {ranks}, {rest}"]
+    (row,) = [row for row in section["rows"] if row["what"] == quantity]
+    return row["values"]
