@@ -1,4 +1,4 @@
-"""What `FullyShardedDataParallel` does for state dicts of models and of optimizers."""
+"""Methods of `FullyShardedDataParallel` for state dicts of models and of optimizers."""
 
 import contextlib
 import functools
@@ -12,8 +12,8 @@ from torch import nn
 
 from fullshard.errors import MisuseError, StateError
 from fullshard.fsdp1.wrapper import Wrapper
-from fullshard.state import optim as optim_state
 from fullshard.state.model import after_loading, after_saving, before_loading, before_saving
+from fullshard.state.optim import SaveOptions, Values, load, save
 from fullshard.state.optim_keys import OptimInput, rekey
 from fullshard.state.options import (
     OptimStateDictConfig,
@@ -27,7 +27,7 @@ from fullshard.state.options import (
 
 
 def _replaced_by(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Warn that a function is to be replaced by another one."""
+    """Return a decorator for deprecated functions: each call warns that ``name`` replaces them."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -46,7 +46,10 @@ def _replaced_by(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 class WithStateDicts(Wrapper):
-    """A wrapper whose state dicts hold what its settings say, by the names before wrapping."""
+    """A wrapper whose state dicts have the kind of values that its settings say.
+
+    Keys are the names before wrapping, whatever the kind.
+    """
 
     _state_dict_settings: StateDictSettings
 
@@ -57,10 +60,10 @@ class WithStateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose what state dicts of all instances in a module hold. Returns the choice before.
+        """Set the kind of state dicts of all instances in a module; return the settings before.
 
-        Raises RuntimeError for an options object of another type, AssertionError if the instances
-        differ now.
+        Raises RuntimeError for an options object of another kind, AssertionError if the instances
+        have different settings now.
         """
         warnings.warn(
             "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. "
@@ -77,9 +80,9 @@ class WithStateDicts(Wrapper):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return what state dicts of the instances in a module hold, the same for all of them.
+        """Return the state-dict settings of the instances in a module.
 
-        Raises AssertionError if they differ.
+        Raises AssertionError if they are not the same for all.
         """
         instances = _instances(module)
         found = [instance._state_dict_settings for instance in instances]
@@ -99,7 +102,7 @@ class WithStateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Do as `set_state_dict_type` for a while."""
+        """Use other state-dict settings inside the block: see `set_state_dict_type`."""
         instances = _instances(module)
         WithStateDicts.get_state_dict_type(module)  # raises if they differ
         before = [instance._state_dict_settings for instance in instances]
@@ -121,20 +124,25 @@ class WithStateDicts(Wrapper):
     ) -> dict[str, Any]:
         """Return an optimizer's state dict by parameter names, as of the model before wrapping.
 
-        What it holds follows `state_dict_type`: whole tensors, or sharded ones. optim_state_dict:
-        what the optimizer's own ``state_dict()`` returned, if not what it returns now. group: all
-        ranks that take part (default: all there are). Every one of them has to call it.
+        Values are whole tensors or sharded ones, as `state_dict_type` says. Every rank of ``group``
+        has to call it.
+
+        optim_state_dict: a result of the optimizer's own ``state_dict()``; default: of a call now.
+        group: the ranks that take part; default: all ranks.
         """
         settings = WithStateDicts.get_state_dict_type(model)
         config = settings.optim_state_dict_config
-        return optim_state.save(
+        is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        return save(
             model,
             optim,
             optim.state_dict() if optim_state_dict is None else optim_state_dict,
-            shards=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
-            rank0_only=getattr(config, "rank0_only", False),
-            offload_to_cpu=config.offload_to_cpu,
-            group=group,
+            SaveOptions(
+                Values.WHOLE if is_full else Values.SHARDED,
+                rank0_only=getattr(config, "rank0_only", False),
+                offload_to_cpu=config.offload_to_cpu,
+                group=group,
+            ),
         )
 
     @staticmethod
@@ -148,14 +156,16 @@ class WithStateDicts(Wrapper):
     ) -> dict[str, Any]:
         """Return what ``optim.load_state_dict`` takes, from a state dict by parameter names.
 
-        It may hold whole tensors, sharded ones, or with ``rank0_only`` set by `state_dict_type`
-        whole ones on the first rank alone. is_named_optimizer: the optimizer's state dicts are by
-        name as well. load_directly: load it, too. Every rank has to call it.
+        Values may be whole tensors or sharded ones; with ``rank0_only`` in the settings, whole ones
+        that only the first rank has. Every rank has to call it.
 
-        Raises ShardingError for a dict that is not of this model's parameters.
+        is_named_optimizer: the optimizer's own state dicts are by name as well. load_directly: also
+        load the result into ``optim``.
+
+        Raises ShardingError for values that do not fit this model's parameters.
         """
         config = WithStateDicts.get_state_dict_type(model).optim_state_dict_config
-        result = optim_state.load(
+        result = load(
             model,
             optim,
             optim_state_dict,
@@ -176,15 +186,12 @@ class WithStateDicts(Wrapper):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Use `optim_state_dict`. Returns whole tensors."""
-        return optim_state.save(
+        """Return whole tensors. Deprecated: use `optim_state_dict`."""
+        return save(
             model,
             optim,
             optim.state_dict(),
-            shards=False,
-            rank0_only=rank0_only,
-            offload_to_cpu=True,
-            group=group,
+            SaveOptions(Values.WHOLE, rank0_only=rank0_only, offload_to_cpu=True, group=group),
             optim_input=optim_input,
         )
 
@@ -193,15 +200,12 @@ class WithStateDicts(Wrapper):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """Use `optim_state_dict`. Returns sharded tensors."""
-        return optim_state.save(
+        """Return sharded tensors. Deprecated: use `optim_state_dict`."""
+        return save(
             model,
             optim,
             optim.state_dict(),
-            shards=True,
-            rank0_only=False,
-            offload_to_cpu=True,
-            group=group,
+            SaveOptions(Values.SHARDED, offload_to_cpu=True, group=group),
         )
 
     @staticmethod
@@ -212,8 +216,8 @@ class WithStateDicts(Wrapper):
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Use `optim_state_dict_to_load`. Every rank has the whole state dict."""
-        return optim_state.load(
+        """Take a whole state dict from every rank. Deprecated: use `optim_state_dict_to_load`."""
+        return load(
             model,
             optim,
             full_optim_state_dict,
@@ -228,8 +232,8 @@ class WithStateDicts(Wrapper):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Use `optim_state_dict_to_load`. Takes sharded tensors."""
-        return optim_state.load(
+        """Take sharded tensors. Deprecated: use `optim_state_dict_to_load`."""
+        return load(
             model, optim, sharded_optim_state_dict, rank0_only=False, is_named=False, group=None
         )
 
@@ -242,8 +246,8 @@ class WithStateDicts(Wrapper):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Use `optim_state_dict_to_load`. The first rank alone has the whole state dict."""
-        return optim_state.load(
+        """Take the first rank's whole state dict. Deprecated: use `optim_state_dict_to_load`."""
+        return load(
             model,
             optim,
             full_optim_state_dict or {},
@@ -261,10 +265,10 @@ class WithStateDicts(Wrapper):
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return the same with parameters called by name, or by position in the optimizer.
+        """Return the state dict with parameters by name, or by position in the optimizer.
 
-        Between state dicts of a wrapped model and of one that is not. Raises ShardingError for a
-        dict with keys of both kinds.
+        Optimizers of unwrapped models use positions; `optim_state_dict` returns names. Raises
+        ShardingError for a dict with keys of both kinds.
         """
         if not isinstance(optim_state_key_type, OptimStateKeyType):
             raise MisuseError(f"Expected an OptimStateKeyType, got {optim_state_key_type!r}.")
@@ -299,7 +303,7 @@ def _instances(module: nn.Module) -> list[WithStateDicts]:
 def saving_sharded(model: nn.Module) -> Iterator[None]:
     """Let wrappers save DTensors inside the block, or whole tensors where nothing is sharded.
 
-    Whatever their settings say: these are put aside, and back when the block ends.
+    Overrides their state-dict settings, which are restored when the block ends.
     """
     instances = _instances(model)
     before = [instance._state_dict_settings for instance in instances]

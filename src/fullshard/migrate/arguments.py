@@ -1,4 +1,4 @@
-"""What takes the place of each argument and method of `FullyShardedDataParallel`."""
+"""Translation of each argument and method of `FullyShardedDataParallel` to `fully_shard`."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from fullshard.policies import BackwardPrefetch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Translation:
-    """One argument or method: what it was, and what takes its place.
+    """One argument or method, its value if it has one, and its replacement.
 
-    has_equivalent: False where ``becomes`` says what to do instead.
+    has_equivalent: False if there is no replacement; ``becomes`` then says what to do instead.
     """
 
     name: str
@@ -28,8 +28,8 @@ class Translation:
 
 _OTHERS = "get_optimizer_state_dict or set_optimizer_state_dict, as above"
 
-# What an instance does not keep, then its methods, then what belongs to them. The functions without
-# a module are those of torch.distributed.checkpoint.state_dict.
+# Arguments that an instance does not keep, then its methods, then functions that belong to it.
+# get_*_state_dict and set_*_state_dict are those of torch.distributed.checkpoint.state_dict.
 PROGRAM = tuple(
     Translation(name, "", becomes)
     for name, becomes in {
@@ -73,7 +73,10 @@ PROGRAM = tuple(
 
 
 def translate(instance: Instance, call: Call) -> tuple[Translation, ...]:
-    """Say of every argument that an instance keeps what takes its place in a call."""
+    """Return the translation of every argument that an instance keeps.
+
+    call: the one that replaces the instance.
+    """
     return (
         _strategy(instance, call),
         _ranks(instance, call),
@@ -208,7 +211,7 @@ def _prefetch(instance: Instance) -> Iterator[Translation]:
         if is_before
         else "the next unit is always gathered before the current one's backward, which costs the "
         "memory of one unit",
-        is_before,
+        has_equivalent=is_before,
     )
     yield Translation(
         "forward_prefetch",

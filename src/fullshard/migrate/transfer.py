@@ -1,7 +1,7 @@
 """State of a model and its optimizer that either API can load.
 
-A model trained as `FullyShardedDataParallel` goes on under `fully_shard`, and the reverse, on any
-number of ranks: what moves is exchanged piece by piece, and no rank ever holds a whole copy.
+Training begun as `FullyShardedDataParallel` can continue under `fully_shard`, and the reverse, on any
+number of ranks. Ranks exchange the parts that move; no rank ever holds a whole copy.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from torch import nn
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.fsdp1.state_dicts import saving_sharded
-from fullshard.state import optim as optim_state
 from fullshard.state.first_state import first_state, lacking_state, with_first_states
+from fullshard.state.optim import SaveOptions, Values, load, save
 from fullshard.state.optim_keys import all_names, trained_parameters
 from fullshard.state.parts import locals_of
 
@@ -24,25 +24,21 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return ``{"model": ..., "optimizer": ...}``, by the names parameters had before sharding.
 
-    Values are DTensors, except what is not sharded, and share memory with the model's where they
-    can. ``torch.distributed.checkpoint`` writes and reads them. Every rank has to call it.
+    Values are DTensors, except of what is not sharded. Where possible they share memory with the
+    model. ``torch.distributed.checkpoint`` writes and reads them. Every rank has to call it.
 
-    Trainable parameters that the optimizer has no state of yet get what it begins with, so that a
-    new process has something to load a checkpoint into. The optimizer itself stays as it is. Raises
-    StateError for one that cannot say what it begins with.
+    For trainable parameters without optimizer state, the state before a first step is included, so
+    that a new process has something to load a checkpoint into. The optimizer itself is not changed.
+    Raises StateError if the state before a first step cannot be known (see `first_state`).
     """
     with saving_sharded(model):
         state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
-        state["optimizer"] = optim_state.save(
+        state["optimizer"] = save(
             model,
             optimizer,
             with_first_states(optimizer, optimizer.state_dict(), set(trained_parameters(model))),
-            shards=True,
-            rank0_only=False,
-            offload_to_cpu=False,
-            group=None,
-            dtensors=True,
+            SaveOptions(Values.DTENSORS),
         )
     return state
 
@@ -51,18 +47,19 @@ def sharded_state(
 def load_sharded_state(
     state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Load what `sharded_state` returned, of this model sharded in any way. Every rank has to call it.
+    """Load a result of `sharded_state`, whichever way the model was sharded when it was made.
 
-    Raises RuntimeError for missing, unexpected or misshapen parameters, as ``load_state_dict``, and
-    StateError if state that the optimizer keeps is not there, or has nowhere to go. Both before
-    anything is loaded into the optimizer.
+    Every rank has to call it. Raises RuntimeError for missing, unexpected or misshapen parameters, as
+    ``load_state_dict`` does, and StateError if optimizer state is missing or belongs to parameters
+    that the optimizer does not train. Both before anything is loaded into the optimizer.
     """
     if optimizer is not None:
-        _check_complete(model, optimizer, state["optimizer"])  # by all ranks, before any loads
+        # All ranks check together before any of them loads.
+        _check_complete(model, optimizer, state["optimizer"])
     values = dict(state["model"])
     for unit, names in all_names(model):
         if unit.params.is_flat:
-            continue  # takes values of any kind
+            continue  # its own state-dict hooks take values of any kind
         given = {i: n[0] for i, n in enumerate(names) if n[0] in values}
         _check_shapes(unit, {name: values[name] for name in given.values()}, given)
         shards = locals_of(unit, list(given), [values[name] for name in given.values()])
@@ -72,18 +69,20 @@ def load_sharded_state(
     model.load_state_dict(values)
     if optimizer is not None:
         optimizer.load_state_dict(
-            optim_state.load(
-                model, optimizer, state["optimizer"], rank0_only=False, is_named=False, group=None
-            )
+            load(model, optimizer, state["optimizer"], rank0_only=False, is_named=False, group=None)
         )
 
 
 def _check_complete(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
 ) -> None:
-    """Refuse to leave moments behind: those that are not saved, and those that nobody takes."""
+    """Raise StateError, on all ranks alike, for optimizer state that is missing or left over.
+
+    Missing: of parameters that this optimizer trains, not in ``saved``. Left over: in ``saved``, of
+    parameters of the model that this optimizer does not train.
+    """
     if "state" not in saved:
-        return  # refused when it is loaded
+        return  # `load` refuses it
     trained = trained_parameters(model)
     lacking = set(lacking_state(optimizer))
     missing: list[str] = []

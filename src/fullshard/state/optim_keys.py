@@ -1,8 +1,8 @@
-"""How optimizers and their state dicts call parameters.
+"""Names of parameters in optimizer state dicts.
 
-An optimizer's own state dict calls them by their position in its groups (or, if it is a named
-optimizer, by the names of what it trains); here they are called by the names they had before
-sharding, of which a flat parameter stands for many.
+An optimizer's own state dict identifies a parameter by its position in the groups, or, for a named
+optimizer, by its name in the sharded model. Our state dicts use the name that the parameter had before
+sharding. A flat parameter stands for many such names.
 """
 
 import copy
@@ -27,10 +27,11 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trained:
-    """What a parameter of an optimizer stands for.
+    """The parameters before sharding that one parameter of an optimizer stands for.
 
-    names: of the parameters before wrapping, one or, for a flat one, many.
-    unit, indices: where they are, if they are flattened.
+    names: one name, or many for a flat parameter.
+    unit, indices: the unit that manages them and their places in ``unit.params``; None and () for a
+        parameter that is not sharded.
     """
 
     names: tuple[str, ...]
@@ -39,7 +40,7 @@ class Trained:
 
 
 def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
-    """Say what every parameter that an optimizer of the model may train stands for."""
+    """Return what each parameter stands for that an optimizer of the model may train."""
     found: dict[nn.Parameter, Trained] = {}
     for unit, every_name in all_names(model):
         names = [first for first, *_ in every_name]
@@ -55,7 +56,7 @@ def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
 
 
 def all_names(model: nn.Module) -> list[tuple[Unit, list[list[str]]]]:
-    """Return every unit with its parameters' names before sharding, of which a tied one has several."""
+    """Return every unit with, per parameter, its names before sharding; a tied one has several."""
     paths = _paths(model)
     return [
         (
@@ -86,7 +87,10 @@ def rekey(
     optim: torch.optim.Optimizer | None,
     optim_input: OptimInput,
 ) -> StateDict:
-    """Return a state dict by name, or by position in the optimizer, from one of either kind."""
+    """Return a state dict by name, or by position in the optimizer, from one of either kind.
+
+    Raises ShardingError if ``state_dict`` has keys of both kinds.
+    """
     types = {type(key) for key in state_dict["state"]}
     if len(types & {str, int}) > 1:
         raise ShardingError(f"Invalid parameter keys: {state_dict['state'].keys()}")
@@ -106,16 +110,20 @@ def rekey(
     return {
         "state": {new[key]: own for key, own in state_dict["state"].items()},
         "param_groups": [
-            {
-                **copy.deepcopy({k: v for k, v in param_group.items() if k != "params"}),
-                "params": sorted(new[key] for key in param_group["params"]),
-            }
+            group_with(param_group, sorted(new[key] for key in param_group["params"]))
             for param_group in state_dict["param_groups"]
         ],
     }
 
 
+def group_with(param_group: Mapping[str, Any], params: list[Any]) -> dict[str, Any]:
+    """Return a copy of a parameter group whose "params" are these."""
+    options = {name: value for name, value in param_group.items() if name != "params"}
+    return {**copy.deepcopy(options), "params": params}
+
+
 def names_of_trained(trained: Mapping[nn.Parameter, Trained]) -> dict[int, dict[int, str]]:
+    """Return the names of sharded parameters, by id of the unit and index in ``unit.params``."""
     names: dict[int, dict[int, str]] = {}
     for what in trained.values():
         if what.unit is not None:
@@ -130,6 +138,7 @@ def parameters_by_key(
     trained: Mapping[nn.Parameter, Trained],
     optim_input: OptimInput,
 ) -> dict[ParamKey, nn.Parameter]:
+    """Return the optimizer's parameters by the keys that its state dict has for them."""
     is_named = any(isinstance(key, str) for key in list(state_dict["state"])[:1])
     keys = keys_of_parameters(model, optim, trained, optim_input, is_named=is_named)
     return {key: parameter for parameter, key in keys.items()}
@@ -143,7 +152,10 @@ def keys_of_parameters(
     *,
     is_named: bool,
 ) -> dict[nn.Parameter, ParamKey]:
-    """Return by which key the optimizer's own state dict knows each parameter."""
+    """Return the key of each parameter in the optimizer's own state dict.
+
+    is_named: keys are names in the sharded model instead of positions.
+    """
     numbered = _numbered(model, optim, optim_input)
     if not is_named:
         return {parameter: key for key, parameter in numbered.items() if parameter in trained}
@@ -154,7 +166,7 @@ def keys_of_parameters(
 def _numbered(
     model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: OptimInput
 ) -> dict[ParamKey, nn.Parameter]:
-    """Return an optimizer's parameters by their position in its groups."""
+    """Return an optimizer's parameters by their position, counted through all groups."""
     if optim_input is not None:
         warnings.warn(
             "The `optim_input` argument is deprecated: pass the optimizer instead.",

@@ -1,0 +1,201 @@
+"""One unit's optimizer state: between what an optimizer keeps and the locals of parameters.
+
+`UnitState` is the form in which saving and loading meet:
+
+    saving    `take_apart` what the optimizer keeps per trained parameter, which may be a flat one
+              standing for many; `report` what there is; `complete` it with what other ranks have
+    loading   `cut` the values of a state dict; `put_together` what the optimizer takes
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.unit import Unit
+from fullshard.errors import ShardingError, StateError
+from fullshard.state.agreement import Kinds, Report
+from fullshard.state.optim_keys import Trained
+from fullshard.state.parts import locals_of
+
+
+@dataclasses.dataclass(slots=True)
+class UnitState:
+    """This rank's optimizer state of one unit, by index in ``unit.params`` and name of the state.
+
+    locals: state tensors of the parameter's size, cut as this rank's shard. others: the rest, such
+    as step counters.
+    """
+
+    locals: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    others: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+# Saving
+
+
+def take_apart(what: Trained, own: Mapping[str, Any], into: UnitState) -> None:
+    """Divide the state of what an optimizer trains among the parameters that it stands for.
+
+    own: the optimizer's state of it, by name. Raises StateError for a tensor of another size.
+    """
+    unit = what.unit
+    assert unit is not None
+    places = (
+        {p.index: (b, p) for b in unit.plan_layout().buckets for p in b.params}
+        if unit.params.flat
+        else {}
+    )
+    for index in what.indices:
+        param = unit.params[index]
+        locals_ = into.locals.setdefault(index, {})
+        others = into.others.setdefault(index, {})
+        for name, value in own.items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                others[name] = value
+                continue
+            local = value._local_tensor if isinstance(value, DTensor) else value
+            if index in places:
+                bucket, place = places[index]
+                start, shape = bucket.shard_range(place, unit.mesh.plan.shard_rank)
+                # State of a whole flat shard; state that is cut already is left as it is.
+                if local.numel() == bucket.shard_numel:
+                    local = local.reshape(-1)[start : start + math.prod(shape)]
+            if local.numel() != math.prod(param.shard_shape):
+                raise StateError(
+                    f"{param.name}: the optimizer's state {name!r} has shape {tuple(value.shape)}, "
+                    f"which is not that of what it trains, {tuple(param.holder.sharded.shape)}, so "
+                    "it cannot be put together from all ranks."
+                )
+            locals_[name] = local.reshape(-1)
+
+
+def report(unit: Unit, state: UnitState) -> Report:
+    """Return what this rank has of a unit's state, for `agree`."""
+    dtypes = {i: {name: t.dtype for name, t in own.items()} for i, own in state.locals.items()}
+    owned = {index for index, param in enumerate(unit.params) if param.sharded.numel()}
+    if unit.params.flat is not None:  # the optimizer trains one parameter for all, on every rank
+        owned = set(range(len(unit.params)))
+    return Report(dtypes, state.others, owned)
+
+
+def complete(unit: Unit, state: UnitState, kinds: Kinds) -> dict[tuple[int, str], torch.Tensor]:
+    """Return this rank's local of each state tensor that any rank has, by index and name.
+
+    Empty ones where this rank owns nothing, so that all ranks exchange the same list.
+    """
+    locals_ = {}
+    for index, own in kinds.items():
+        for name, dtype in own.items():
+            if dtype is None:
+                continue
+            local = state.locals.get(index, {}).get(name)
+            if local is None:  # this rank owns nothing of it
+                local = torch.zeros(unit.params[index].shard_shape, dtype=dtype)
+            locals_[index, name] = local.to(unit.device)
+    return locals_
+
+
+# Loading
+
+
+def cut(unit: Unit, names: Mapping[int, str], source: Mapping[str, Any]) -> UnitState:
+    """Return this rank's part of a unit's state, from values of any kind by name. Collective.
+
+    names: of the unit's parameters, by index. Raises ShardingError for a value of another shape.
+    """
+    state = UnitState()
+    wanted: list[tuple[int, str]] = []
+    values: list[Any] = []
+    for index, name in names.items():
+        if name not in source:
+            continue
+        param = unit.params[index]
+        state.locals[index], state.others[index] = {}, {}
+        for key, value in source[name].items():
+            if not isinstance(value, (torch.Tensor, ShardedTensor)) or len(value.size()) == 0:
+                state.others[index][key] = own(value)
+                continue
+            expected = param.shape if param.form.unsharded is None else param.form.unsharded.shape
+            if tuple(value.size()) != tuple(expected):
+                raise ShardingError(
+                    f"{name}: the state {key!r} has shape {tuple(value.size())}, but the parameter "
+                    f"has {tuple(expected)}. Load a state dict of this model."
+                )
+            wanted.append((index, key))
+            values.append(value)
+    locals_ = locals_of(unit, [index for index, _ in wanted], values)
+    for (index, key), local in zip(wanted, locals_, strict=True):
+        state.locals[index][key] = local.clone()  # optimizers write to what they load
+    return state
+
+
+def put_together(what: Trained, state: UnitState) -> dict[str, Any]:
+    """Return the state that the optimizer takes for one parameter that it trains.
+
+    Empty if this rank owns nothing of it, as optimizers keep no state of empty parameters. For a
+    flat parameter, raises ShardingError if the parameters in it have different kinds of state.
+    """
+    unit = what.unit
+    assert unit is not None
+    if unit.params.flat is None:
+        (index,) = what.indices
+        param = unit.params[index]
+        if unit.params.is_flat and param.local.numel() == 0:
+            return {}
+        own = {name: param.wrap_shard(t) for name, t in state.locals[index].items()}
+        return {**state.others[index], **own}
+    (bucket,) = unit.plan_layout().buckets
+    result: dict[str, Any] = {}
+    present = [index for index in what.indices if index in state.locals]
+    for name in dict.fromkeys(n for index in present for n in state.others[index]):
+        found = [state.others.get(index, {}).get(name) for index in what.indices]
+        _check_same(found, what, name)
+        result[name] = found[0]
+    for name in dict.fromkeys(n for index in present for n in state.locals[index]):
+        tensors = [state.locals.get(index, {}).get(name) for index in what.indices]
+        if any(tensor is None for tensor in tensors):
+            lacking = [n for n, t in zip(what.names, tensors, strict=True) if t is None]
+            raise ShardingError(
+                f"{', '.join(lacking)}: no state {name!r}, but other parameters of the same flat "
+                "parameter have it. Load the state of all of them, or of none."
+            )
+        dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+        if len(dtypes) > 1:
+            raise ShardingError(
+                f"{', '.join(what.names)}: the states {name!r} are of different dtypes, {dtypes}, "
+                "but belong to one flat parameter."
+            )
+        flat = torch.zeros(bucket.shard_numel, dtype=dtypes.pop(), device=unit.device)
+        for place in bucket.params:
+            start, shape = bucket.shard_range(place, unit.mesh.plan.shard_rank)
+            piece = state.locals[place.index][name]
+            flat[start : start + math.prod(shape)].copy_(piece.reshape(-1))
+        result[name] = flat
+    return result
+
+
+def _check_same(values: Sequence[Any], what: Trained, name: str) -> None:
+    first = values[0]
+    for value in values[1:]:
+        same = (
+            torch.equal(torch.as_tensor(value), torch.as_tensor(first))
+            if isinstance(first, torch.Tensor) and isinstance(value, torch.Tensor)
+            else value == first
+        )
+        if not same:
+            raise ShardingError(
+                "All unflattened parameters comprising a single flat parameter must have scalar "
+                f"state with the same value and dtype, but {name!r} of {', '.join(what.names)} are "
+                f"{values}. Pass use_orig_params=True to keep them apart."
+            )
+
+
+def own(value: Any) -> Any:
+    """Return a copy: the parameters inside one flat parameter must not share its step counter."""
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
