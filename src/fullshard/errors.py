@@ -1,4 +1,4 @@
-"""Every exception fullshard raises on purpose.
+"""Every exception that fullshard raises on purpose.
 
     FullshardError
     ├── ShardingError (ValueError)    a module, parameter or option that cannot be sharded as asked
@@ -20,7 +20,7 @@ for the same mistake, ours is of both types, and the message begins as PyTorch's
 
 
 class FullshardError(Exception):
-    """Root of the tree above."""
+    """Base of all exceptions of fullshard."""
 
 
 class ShardingError(FullshardError, ValueError):
@@ -28,11 +28,11 @@ class ShardingError(FullshardError, ValueError):
 
 
 class UnsupportedError(ShardingError, NotImplementedError):
-    """PyTorch's FSDP does not do this, and neither does fullshard."""
+    """The call asks for something that neither PyTorch's FSDP nor fullshard does."""
 
 
 class MisuseError(ShardingError, AssertionError):
-    """An argument that PyTorch's FSDP refuses by an assertion."""
+    """A wrong call that PyTorch's FSDP refuses by an assertion."""
 
 
 class MeshError(FullshardError, ValueError):
@@ -48,7 +48,7 @@ class StateError(FullshardError, RuntimeError):
 
 
 class DivergenceError(StateError):
-    """Ranks took different paths: at one place in their sequence, they do different things."""
+    """Ranks took different paths: at one place in their sequences, their operations differ."""
 
 
 class AllocationError(FullshardError, RuntimeError, MemoryError):

@@ -1,8 +1,8 @@
 """Options as frozen values, checked where they are made.
 
-The public policies carry the names, fields and defaults of PyTorch's. ``UnitConfig`` is what the
-faces translate their arguments into; the engine reads nothing else, and every ``set_*`` method of
-a face replaces one field of it.
+The public policies have the names, fields and defaults of PyTorch's. Both APIs translate their
+arguments into a ``UnitConfig``. The engine reads no other options, and every ``set_*`` method of
+`FSDPModule` replaces fields of it.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from fullshard.errors import ShardingError
 class MixedPrecisionPolicy:
     """Dtypes of one unit; ``None`` leaves a dtype as it is.
 
-    param_dtype: unsharded parameters, hence compute and the all-gather. The optimizer keeps
+    param_dtype: of unsharded parameters, hence of compute and all-gather. The optimizer keeps
         working on the sharded parameters in their own dtype.
-    reduce_dtype: gradient reduction, and unreduced accumulation. ``None`` takes the gradients'
-        dtype. Sums are formed in float32 or wider whatever travels.
-    output_dtype: floating-point outputs of the module's forward.
+    reduce_dtype: of gradient reduction, and of gradients that accumulate unreduced. ``None`` takes
+        the gradients' dtype. Sums are formed in float32 or wider, whatever dtype is sent.
+    output_dtype: of floating-point outputs of the module's forward.
     cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
 
     Raises ShardingError for a dtype that is not floating point.
@@ -62,16 +62,18 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 class CommChoice(enum.Enum):
-    """How the ranks of a shard axis exchange bytes."""
+    """Ways in which the ranks of a shard axis exchange bytes."""
 
-    AUTO = "auto"  # peer memory where it can be had, else the process group
+    AUTO = "auto"  # peer memory where it is available, else the process group
     PEER_MEMORY = "peer_memory"  # ranks of one host read each other's memory; an error elsewhere
     PROCESS_GROUP = "process_group"  # the fastest collectives of torch.distributed for the backend
-    COLLECTIVES = "collectives"  # one all-gather, one reduce-scatter a unit and dtype, as PyTorch's
+    COLLECTIVES = (
+        "collectives"  # one all-gather and reduce-scatter per unit and dtype: PyTorch's way
+    )
 
 
 class TrainingState(enum.Enum):
-    """What a unit's modules are doing."""
+    """Phases of a unit's modules in a training step."""
 
     IDLE = enum.auto()
     FORWARD = enum.auto()
@@ -80,7 +82,7 @@ class TrainingState(enum.Enum):
 
 
 class ParamStyle(enum.Enum):
-    """What users see in place of a unit's parameters while they are sharded."""
+    """Forms in which users see a unit's parameters while they are sharded."""
 
     DTENSOR = enum.auto()  # each one as a DTensor, sharded along one of its dims
     PIECES = enum.auto()  # each one as a 1-D piece of a flat buffer
@@ -88,10 +90,10 @@ class ParamStyle(enum.Enum):
 
 
 class BackwardPrefetch(enum.Enum):
-    """When the next unit's parameters are gathered during backward.
+    """Moments at which the next unit's parameters are gathered during backward.
 
-    PRE: before the current unit's gradients are computed, for the most overlap. POST: after, which
-    saves the memory of one unit.
+    BACKWARD_PRE: before the current unit's gradients are computed, for the most overlap.
+    BACKWARD_POST: after that, which saves the memory of one unit.
     """
 
     BACKWARD_PRE = enum.auto()
@@ -100,10 +102,10 @@ class BackwardPrefetch(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommHook:
-    """A function that takes the place of a unit's reduction, and the state it is called with.
+    """A user's function that reduces a unit's gradients, and the state it is called with.
 
-    ``function(state, grads, shard)`` fills ``shard`` from the flat gradients of this rank; where
-    nothing is sharded, ``function(state, grads)`` reduces them in place.
+    ``function(state, grads, shard)`` reduces this rank's flat gradients into ``shard``. Where nothing
+    is sharded, ``function(state, grads)`` reduces them in place.
     """
 
     state: object
@@ -112,18 +114,18 @@ class CommHook:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitConfig:
-    """Everything the engine is told about one unit.
+    """All options of one unit, as the engine reads them.
 
     reshard_after_forward: True reshards over the whole shard axis, False keeps the parameters
         unsharded until backward is over, an int reshards over groups of that many ranks, None
         means True except for the root.
-    style: how sharded parameters appear, which also decides the layout: flat but for DTENSOR.
+    style: how sharded parameters appear. It also decides the layout: flat, except for DTENSOR.
     all_reduce_hook: called with each sum (1-D, divided already) before gradients are set.
     comm_hook: reduces instead of the unit. Flat styles only.
     keep_low_precision_grads: leave gradients in the reduce dtype. Flat styles only.
-    cast_root_inputs: cast_forward_inputs of the unit that turns out to be the root, if not None.
-    force_sum_reduction: let no backend average; divide what it has summed.
-    buffer_dtype: floating-point buffers of the unit's modules, cast once, at the first use.
+    cast_root_inputs: replaces cast_forward_inputs if the unit is the root's; None leaves it.
+    force_sum_reduction: let no backend average; divide its sums instead.
+    buffer_dtype: of floating-point buffers of the unit's modules, which are cast at the first use.
     reduce_scatter_max_input_buffers: how many reductions may hold their input at once.
     """
 

@@ -23,7 +23,7 @@ _EXAMPLES = """examples:
 def main() -> None:
     """Call `install`, then run the script or module as ``python`` would.
 
-    A default process group that is left when a script ends well is destroyed.
+    If the script ends without an error and leaves a default process group, that group is destroyed.
     """
     parser = argparse.ArgumentParser(
         prog="python -m fullshard.run",
@@ -48,7 +48,8 @@ def main() -> None:
     install()
     sys.argv = [script, *options.args]
     sys.path.insert(0, "" if options.module else str(Path(script).resolve().parent))
-    atexit.register(_end_group, os.getpid())  # first, so after whatever the script registers
+    # Exit functions run in reverse order: registered first, this runs after the script's own.
+    atexit.register(_end_group, os.getpid())
     try:
         if options.module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -56,7 +57,8 @@ def main() -> None:
             runpy.run_path(script, run_name="__main__")
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            atexit.unregister(_end_group)  # ending a group may wait for ranks that will not come
+            # After an error, destroying the group could wait for ranks that will not come.
+            atexit.unregister(_end_group)
         raise
 
 

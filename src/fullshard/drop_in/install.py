@@ -1,8 +1,8 @@
-"""`install()`: PyTorch's FSDP names resolve to fullshard, in libraries that know nothing of it.
+"""`install()`: makes PyTorch's FSDP names resolve to fullshard, also in libraries.
 
-The modules of ``torch.distributed.fsdp`` stay; names in them are set to ours, and so are names that
-other modules have imported from them already, torch's own among them (distributed checkpoint,
-pipelining, compile), so that their ``isinstance`` checks recognise our classes.
+The modules of ``torch.distributed.fsdp`` stay, but names in them are set to ours. So are names that
+other modules have imported from them already. Those are also torch's own modules (distributed
+checkpoint, pipelining, compile), whose ``isinstance`` checks then recognise our classes.
 """
 
 import contextlib
@@ -40,18 +40,19 @@ _FSDP1 = "torch.distributed.fsdp"
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
-    """Return the sharded class of every class that has one."""
+    """Return the FSDP2 classes of sharded modules, by original class. PyTorch's name."""
     return sharded_classes[FSDPModule]
 
 
 @contextlib.contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Let sharded classes be constructed as they are, for ``torch.compile`` unpickling guards."""
+    """Let sharded classes make instances of themselves, for ``torch.compile``. PyTorch's name."""
     with constructing_as_is():
         yield
 
 
-# Where PyTorch defines each name, and what takes its place. Packages above re-export some.
+# By module of PyTorch, the names that it defines and what replaces them. Names that other modules
+# import from there, packages above included, are found at run time.
 _REPLACED: dict[str, dict[str, Any]] = {
     f"{_ENGINE}._fully_shard": {
         "fully_shard": fully_shard,
@@ -149,9 +150,9 @@ _REPLACED: dict[str, dict[str, Any]] = {
 
 
 class _Installed:
-    """Travels with every process that `multiprocessing` starts, and installs where it arrives.
+    """A value that calls `install` where it is unpickled: in every process that is spawned.
 
-    That is before the process imports the main program again.
+    `multiprocessing` unpickles it before the process imports the main program again.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -170,10 +171,10 @@ _undo: list[tuple[types.ModuleType, str, Any]] = []
 def install() -> None:
     """Make names of ``torch.distributed.fsdp`` resolve to fullshard, until `uninstall`.
 
-    Call it before the program shards anything, best before it imports the libraries that do. What
-    `multiprocessing` starts from then on installs as well. Calling it again does nothing. Raises
-    StateError if PyTorch's FSDP was applied to a module in this process already: two engines would
-    then hold parts of one program.
+    Call it before the program shards anything, preferably before it imports libraries that do.
+    Processes that `multiprocessing` starts afterwards install as well. A second call does nothing.
+    Raises StateError if PyTorch's FSDP was applied to a module in this process already: one program
+    would then run on two engines.
     """
     if _undo:
         return
@@ -206,7 +207,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore every name that `install` set. Modules sharded meanwhile stay as they are."""
+    """Restore every name that `install` set. Modules sharded in between stay sharded by fullshard."""
     while _undo:
         module, name, value = _undo.pop()
         setattr(module, name, value)
@@ -219,7 +220,7 @@ def _set(module: types.ModuleType, name: str, value: Any) -> None:
 
 
 def _is_engine(module_name: str) -> bool:
-    """Whether a module is part of PyTorch's engine, which goes on using its own names."""
+    """Return whether a module is of PyTorch's engine or of fullshard: those keep their own names."""
     return module_name.startswith((f"{_ENGINE}.", "fullshard."))
 
 

@@ -1,4 +1,4 @@
-"""Which modules and parameters a call to shard covers."""
+"""Finds and checks the modules and parameters that one call of `fully_shard` or a wrapper covers."""
 
 from collections.abc import Callable, Iterable, Sequence, Set
 
@@ -13,7 +13,7 @@ from fullshard.errors import MisuseError, ShardingError, StateError, Unsupported
 
 
 def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are not inside another of them, in order, once each."""
+    """Return the given modules that are not inside another given one, in order, once each."""
     inside = {id(child) for module in modules for child in module.modules() if child is not module}
     return [m for m in dict.fromkeys(modules) if id(m) not in inside]
 
@@ -21,7 +21,10 @@ def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
 def covered_modules(
     roots: Iterable[nn.Module], is_covered: Callable[[nn.Module], bool] = lambda _: True
 ) -> list[nn.Module]:
-    """Return the roots and what is below them, without what is sharded or looked after already."""
+    """Return the roots and the modules below them, except those that an earlier call sharded.
+
+    is_covered: a module for which it returns False is left out with everything below.
+    """
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -40,7 +43,10 @@ def covered_modules(
 def ignored_names(
     modules: Iterable[nn.Module], ignored: Set[nn.Parameter]
 ) -> dict[nn.Module, set[str]]:
-    """Return by module the names of ignored parameters: others may be registered there later."""
+    """Return the attribute names of ignored parameters by module.
+
+    By name, since another parameter may be registered in the place of an ignored one later.
+    """
     found: dict[nn.Module, set[str]] = {}
     for module in modules if ignored else ():
         for name, parameter in module._parameters.items():
@@ -50,7 +56,11 @@ def ignored_names(
 
 
 class CoveredParameters:
-    """The parameters of covered modules: new ones, and ties to ones sharded before."""
+    """The parameters of covered modules.
+
+    slots: by parameter that is not sharded yet, where it is registered: several if it is tied.
+    ties: registrations of parameters that an earlier call has sharded, each with its owner.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], ignored: Set[nn.Parameter]) -> None:
         self.slots: dict[nn.Parameter, list[Slot]] = {}
@@ -67,14 +77,18 @@ class CoveredParameters:
                     self.slots.setdefault(parameter, []).append(slot)
 
     def connect_ties(self) -> None:
-        """Register the sharded form of parameters that another unit manages."""
+        """Register the sharded form of parameters that a unit of an earlier call manages."""
         for owner, slot in self.ties:
             owner.slots.append(slot)
             slot.register(owner.sharded)
 
 
 def check_modules(modules: Sequence[nn.Module], api: str) -> None:
-    """Refuse what ``api`` cannot be applied to, before anything is changed."""
+    """Raise for modules that ``api`` cannot be applied to: before anything is changed.
+
+    ShardingError for what is no module or has no forward to hook, StateError and MisuseError for
+    modules that are sharded already.
+    """
     if not modules:
         raise ShardingError(f"{api} got an empty list: pass at least one module.")
     for module in modules:
@@ -100,7 +114,7 @@ def check_modules(modules: Sequence[nn.Module], api: str) -> None:
 
 
 def qualified_names(roots: Iterable[nn.Module], slots: Iterable[list[Slot]]) -> list[str]:
-    """Name parameters by the module given and the path below it: "Decoder: layers.0.weight"."""
+    """Return names for messages, from the class of the root and the path: "Decoder: layers.0.weight"."""
     path_of = {
         id(module): f"{type(root).__name__}: {path + '.' if path else ''}"
         for root in roots
@@ -110,7 +124,7 @@ def qualified_names(roots: Iterable[nn.Module], slots: Iterable[list[Slot]]) -> 
 
 
 def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> None:
-    """Refuse parameters that cannot be sharded onto ``device``."""
+    """Raise ShardingError, or UnsupportedError, for parameters that cannot be sharded on ``device``."""
     for parameter, name in names.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ShardingError(

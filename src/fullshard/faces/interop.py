@@ -1,8 +1,8 @@
-"""What PyTorch itself and libraries read from a sharded module under private names.
+"""Private names under which PyTorch itself and libraries read a sharded module.
 
-Pipeline schedules reduce gradients through ``fully_shard.state(module)``, composable APIs look for a
-mark in a module's registry, ``torch.compile`` for marks on modules. These are views: they own
-nothing, compare equal if they show the same thing, and use PyTorch's names.
+Pipeline schedules reduce gradients through ``fully_shard.state(module)``. Composable APIs look for a
+mark in a module's registry, and ``torch.compile`` for marks on the module. The classes here are views
+with PyTorch's names: they own nothing, and two views of the same object are equal.
 """
 
 import collections
@@ -23,7 +23,7 @@ from fullshard.policies import MixedPrecisionPolicy, TrainingState
 
 
 class _View:
-    """Something shown under other names."""
+    """An object of the engine under other names."""
 
     def __init__(self, shown: object) -> None:
         self._shown = shown
@@ -36,7 +36,7 @@ class _View:
 
 
 class FSDPParam(_View):
-    """A managed parameter."""
+    """A managed parameter as PyTorch's ``FSDPParam``."""
 
     _shown: ManagedParameter
 
@@ -60,7 +60,7 @@ class FSDPParam(_View):
 
 
 class FSDPParamGroup(_View):
-    """A unit, of the state it belongs to."""
+    """A unit, and the state it belongs to, as PyTorch's ``FSDPParamGroup``."""
 
     _shown: Unit
 
@@ -102,13 +102,13 @@ class FSDPParamGroup(_View):
         self._shown.reshard()
 
     def post_backward(self, *_: Any) -> None:
-        """Reduce what was accumulated, as a pipeline schedule asks for after its backwards."""
+        """Reduce accumulated gradients: pipeline schedules call this after their backwards."""
         self._state.training_state = TrainingState.POST_BACKWARD
         self._state.iteration_or_initialise().after_backward(self._shown)
 
 
 class FSDPStateContext(_View):
-    """What all states of a model share."""
+    """The part of a state that all modules of a model share, as PyTorch's ``FSDPStateContext``."""
 
     _shown: Hooks
 
@@ -134,7 +134,7 @@ class FSDPStateContext(_View):
 
 
 class FSDPState(_View):
-    """A sharded module's state."""
+    """A sharded module's state as PyTorch's ``FSDPState``."""
 
     _shown: Hooks
 
@@ -189,7 +189,7 @@ class FSDPState(_View):
 
 
 class FlatHandle(_View):
-    """A flat unit, of the wrapper it belongs to."""
+    """A flat unit, and the wrapper it belongs to, as PyTorch's ``FlatParamHandle``."""
 
     _shown: Unit
 
@@ -212,7 +212,7 @@ class FlatHandle(_View):
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        """Keep the shards in this dtype, to which Accelerate casts them before it says so."""
+        """Cast the shards. Accelerate sets this after it has cast the parameters it can see."""
         unit = self._shown
         for holder in {id(param.holder): param.holder for param in unit.params}.values():
             holder.sharded.data = holder.sharded.data.to(dtype)
@@ -220,36 +220,39 @@ class FlatHandle(_View):
 
 
 def wrapped_state(module: nn.Module) -> nn.Module | None:
-    """Return the state of a module that wraps another one, which is itself; None for any other."""
+    """Return the FSDP1 state of a module: the module itself if it is a wrapper, else None."""
     wraps = state_of(module) is not None and WRAPPED_MODULE in module._modules
     return module if wraps else None
 
 
 def view_of(state: Hooks) -> FSDPState:
-    """Show a state under PyTorch's names."""
+    """Return a state under PyTorch's names."""
     return FSDPState(state)
 
 
 def state_view(module: nn.Module) -> FSDPState | None:
-    """``fully_shard.state``: the state of a sharded module, None for any other."""
+    """Return the state of a sharded module, None for any other. Public as ``fully_shard.state``."""
     state = hooks_of(module)
     return None if state is None else view_of(state)
 
 
 def is_composable(module: nn.Module) -> bool:
-    """Whether a module may be sharded: ``replicate`` keeps its parameters for itself."""
+    """Return whether a module may be sharded: not if ``replicate`` (PyTorch's or ours) was."""
     return "replicate" not in (_get_registry(module) or {})
 
 
 def mark_sharded(modules: Iterable[nn.Module], api: str) -> None:
-    """Note in the registry of composable APIs that these are sharded."""
+    """Mark modules as sharded by ``api`` in PyTorch's registry of composable APIs."""
     for module in modules:
         registry = module.__dict__.setdefault(REGISTRY_KEY, collections.OrderedDict())
         registry[api] = RegistryItem()
 
 
 def mark_managed(modules: Iterable[nn.Module], *, keeps_parameters: bool = True) -> None:
-    """Tell ``torch.compile`` not to guard on these modules' parameters, which change places."""
+    """Tell ``torch.compile`` not to guard on these modules' parameters, since they are replaced.
+
+    keeps_parameters: False if the modules' own parameters are hidden behind a flat one.
+    """
     for module in modules:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = keeps_parameters  # type: ignore[assignment]

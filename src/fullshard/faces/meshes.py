@@ -1,14 +1,14 @@
-"""From device meshes to what a unit needs: places, process groups, and DTensor descriptions.
+"""Translates device meshes into the numbers, process groups and DTensor specs that a unit needs.
 
 Three kinds of mesh reach `fully_shard`:
 
 - a data-parallel mesh: 1-D (shard) or 2-D (replicate, shard);
-- the same, under parameters that are DTensors on a mesh of their own (tensor or expert parallel):
-  the sharded parameter then lives on both meshes, one after the other;
+- such a mesh, for parameters that are DTensors on another mesh (tensor or expert parallel): the
+  sharded parameter then is a DTensor on both, with the data-parallel dims in front;
 - with ``dp_mesh_dims``, one mesh for everything (SPMD), on which parameters are DTensors already and
   whose named dims are data parallel.
 
-`ShardPlacementResult` gives single parameters a mesh of their own, such as a mixture's experts.
+`ShardPlacementResult` gives single parameters a mesh of their own, such as a mixture of experts'.
 Names are PyTorch's (``torch.distributed.fsdp._fully_shard``), because libraries build these values.
 """
 
@@ -32,7 +32,7 @@ from fullshard.plan.mesh import MeshPlan
 
 @dataclasses.dataclass
 class DataParallelMeshDims:
-    """Which dims of an SPMD mesh are data parallel, by name; several names are flattened into one.
+    """The names of an SPMD mesh's data-parallel dims; several names are flattened into one dim.
 
     shard: dims over which parameters are sharded. replicate: dims over which shards are replicated
     (HSDP), or, without ``shard``, whole parameters (DDP). Raises ValueError if both are missing.
@@ -58,9 +58,9 @@ class DataParallelMeshDims:
 
 @dataclasses.dataclass
 class DataParallelMeshInfo:
-    """A data-parallel mesh with the dims' meaning. Use one of the subclasses.
+    """A data-parallel mesh with the meaning of its dims. Use one of the subclasses.
 
-    spmd_mesh: the whole mesh that ``mesh`` was taken from, if ``dp_mesh_dims`` named its dims.
+    spmd_mesh: the whole mesh that ``mesh`` is a part of, if ``dp_mesh_dims`` named its dims.
     """
 
     mesh: DeviceMesh
@@ -86,7 +86,7 @@ class DataParallelMeshInfo:
 
 @dataclasses.dataclass
 class FSDPMeshInfo(DataParallelMeshInfo):
-    """Parameters are sharded over ``shard_mesh_dim``."""
+    """A mesh over whose ``shard_mesh_dim`` parameters are sharded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +98,7 @@ class FSDPMeshInfo(DataParallelMeshInfo):
 
 @dataclasses.dataclass
 class DDPMeshInfo(DataParallelMeshInfo):
-    """Parameters are replicated over ``replicate_mesh_dim``."""
+    """A mesh over whose ``replicate_mesh_dim`` parameters are replicated."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,12 +111,12 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
 @dataclasses.dataclass
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
-    """Sharded over one dim and replicated over the other."""
+    """A mesh with one dim to shard over and one to replicate over."""
 
 
 @dataclasses.dataclass
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` may return: a dim, and a mesh that is not the default one."""
+    """A result of ``shard_placement_fn``: the dim to shard, and a mesh instead of the default one."""
 
     placement: Shard | None
     mesh_info: FSDPMeshInfo
@@ -132,7 +132,7 @@ def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
 
 
 def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
-    """Read a mesh: 1-D is (shard,), 2-D is (replicate, shard), or as ``dims`` says.
+    """Return a mesh with the meaning of its dims: (shard,), (replicate, shard), or as ``dims`` says.
 
     Raises MeshError for any other mesh, and on ranks that are not part of it.
     """
@@ -158,7 +158,10 @@ def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
 def replicate_mesh_info(
     mesh: DeviceMesh, dims: DataParallelMeshDims | None = None
 ) -> DataParallelMeshInfo:
-    """Read a mesh on which nothing is sharded: 1-D, or as ``dims`` says. Raises as `mesh_info`."""
+    """Return a mesh on which nothing is sharded: 1-D, or as ``dims`` says.
+
+    Raises MeshError as `mesh_info` does, and if ``dims`` names dims to shard over.
+    """
     _check_mesh(mesh)
     if dims is not None:
         info = _named_mesh_info(mesh, dims)
@@ -174,7 +177,7 @@ def replicate_mesh_info(
 
 
 def unit_mesh(info: DataParallelMeshInfo) -> UnitMesh:
-    """Return the mesh as the engine wants it: numbers and process groups."""
+    """Return the mesh in the engine's form: sizes, this rank's places, and process groups."""
     shard_size, shard_rank, shard_group = info._axis(info.shard_mesh_dim)
     replicate_size, replicate_rank, replicate_group = info._axis(info.replicate_mesh_dim)
     plan = MeshPlan(shard_size, shard_rank, replicate_size, replicate_rank)
@@ -182,8 +185,11 @@ def unit_mesh(info: DataParallelMeshInfo) -> UnitMesh:
 
 
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """Return the (replicate, shard) mesh of groups of ``size`` ranks, made once for each mesh."""
-    # By identity: a mesh equals those of the same ranks, whose groups may be gone.
+    """Return the (replicate, shard) mesh whose shard groups have ``size`` ranks.
+
+    mesh: 1-D or (replicate, shard). Collective, since it makes groups: once per mesh and size.
+    """
+    # By identity: a mesh equals another one of the same ranks, whose groups may have been destroyed.
     reference, known = _smaller.get(id(mesh), (None, {}))
     if reference is None or reference() is not mesh:
         known, key = {}, id(mesh)
@@ -197,7 +203,7 @@ _smaller: dict[int, tuple[weakref.ref[DeviceMesh], dict[int, DeviceMesh]]] = {}
 
 
 def unit_device(mesh: DeviceMesh) -> torch.device:
-    """Return the device on which this rank computes. Raises MeshError if it has none like it."""
+    """Return this rank's device of the mesh's type. Raises MeshError if it has none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -214,9 +220,10 @@ def unit_device(mesh: DeviceMesh) -> torch.device:
 def param_form(
     parameter: nn.Parameter, placement: Shard | None, info: DataParallelMeshInfo, name: str
 ) -> ParamForm:
-    """Say what a parameter becomes: the DTensor it is sharded as, and what it is while unsharded.
+    """Return what a parameter becomes: its spec as a sharded DTensor, and its form while unsharded.
 
-    placement: the dim to shard, None for the first. Raises ShardingError for one that does not fit.
+    placement: the dim to shard; None for dim 0. name: for messages. Raises ShardingError for a
+    placement or a parameter that does not fit the mesh.
     """
     dim = _shard_dim(parameter, placement, info, name)
     if not isinstance(parameter, DTensor):
@@ -271,7 +278,7 @@ def _named_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParall
 
 
 def _data_parallel(info: DataParallelMeshInfo, innermost: Placement) -> tuple[Placement, ...]:
-    """Return the placements on the data-parallel mesh itself."""
+    """Return one placement per dim of the data-parallel mesh: ``innermost`` on the shard dim."""
     return tuple(
         innermost if axis == info.shard_mesh_dim else Replicate() for axis in range(info.mesh.ndim)
     )
@@ -305,14 +312,17 @@ def _shard_dim(
 
 
 def _strided(dim: int, split_factor: int) -> Placement:
-    """Return the placement of an outer mesh dim that cuts what inner dims have cut already."""
+    """Return the placement on a mesh dim in front of others that cut the same tensor dim.
+
+    split_factor: in how many parts those others cut it.
+    """
     return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
 
 
 def _tensor_parallel_form(
     parameter: DTensor, dim: int, info: DataParallelMeshInfo, name: str
 ) -> ParamForm:
-    """Of a DTensor on a mesh of its own: the data-parallel mesh comes in front of it."""
+    """Return the form of a DTensor on another mesh: the data-parallel mesh comes in front of it."""
     own = parameter._spec
     if len(own.placements) > 2:
         raise UnsupportedError(
@@ -327,10 +337,11 @@ def _tensor_parallel_form(
 def tensor_parallel_spec(
     mesh: DeviceMesh, data_parallel: tuple[Placement, ...], own: DTensorSpec
 ) -> DTensorSpec:
-    """Describe a DTensor whose parts are cut again over the data-parallel axes in front.
+    """Return the spec of a DTensor whose parts are cut again over data-parallel axes in front.
 
-    mesh: those axes, and then the DTensor's own ones. A dim that both cut is `_StridedShard` for the
-    axes in front: rank (1, 0) of (2, 2) has the second quarter of the rows, not the third.
+    mesh: the data-parallel axes, then the DTensor's own ones. On a tensor dim that both cut, the axes
+    in front have `_StridedShard`: rank (1, 0) of (2, 2) has the second quarter of the rows, while with
+    `Shard` it would have the third.
     """
     front = tuple(
         _strided(placement.dim, own.num_shards_map[placement.dim])
@@ -342,7 +353,7 @@ def tensor_parallel_spec(
 
 
 def _spmd_form(parameter: DTensor, dim: int, info: DataParallelMeshInfo, name: str) -> ParamForm:
-    """Of a DTensor on the whole mesh: its replicated data-parallel dims become sharded."""
+    """Return the form of a DTensor on the whole mesh: its data-parallel dims become sharded."""
     own, dims = parameter._spec, info.dp_mesh_dims
     assert dims is not None
     if info.spmd_mesh is not None and own.mesh != info.spmd_mesh:
@@ -384,7 +395,7 @@ def _flattened(
     replicate_axes: Sequence[int],
     info: DataParallelMeshInfo,
 ) -> tuple[DeviceMesh, list[Placement]]:
-    """Put the flattened data-parallel mesh in the place of the dims it was made of."""
+    """Return mesh and placements with the flattened data-parallel mesh in place of its dims."""
     names = mesh.mesh_dim_names
     assert names is not None
     parts: list[DeviceMesh] = []

@@ -1,4 +1,4 @@
-"""Wrapping the modules that a policy chooses, children before their parents, never the root.
+"""Wraps the modules that a policy chooses: children before their parents, and never the root.
 
 Names and signatures are those of ``torch.distributed.fsdp.wrap``, and of the functions that
 PyTorch's tests and activation checkpointing take from ``_wrap_utils``.
@@ -37,10 +37,10 @@ def auto_wrap(
 ) -> None:
     """Replace the modules below ``root`` that the policy chooses by wrapped ones, children first.
 
-    root_kwargs: what the wrapper takes besides the module, the policy excepted. Not changed.
+    root_kwargs: the arguments of the wrapper except module and policy. Not changed.
     mixed_precision: modules of the classes that it ignores are wrapped whatever the policy says,
-        with ``mixed_precision=None``, and compute in float32 between inputs and outputs of any
-        floating-point dtype. A warning names those classes.
+        with ``mixed_precision=None``. They compute in float32; inputs are cast, and outputs cast back.
+        A warning names those classes.
 
     Raises ShardingError, before anything is changed, if something is wrapped already, or if a
     `_Policy` puts frozen and trainable parameters into one unit without ``use_orig_params``.
@@ -105,7 +105,7 @@ def _refuse_wrapped(root: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> N
 
 
 def _is_wrapped_by(module: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> bool:
-    """Return whether a module is wrapped already, which a wrapper that is a function cannot tell."""
+    """Return whether a module is wrapped already; False if the wrapper is a function, not a class."""
     return isinstance(wrapper_cls, type) and isinstance(module, wrapper_cls)
 
 
@@ -116,7 +116,10 @@ def _run_mixed_precision_override_policy(
     root_kwargs: dict[str, Any],
     target_module_to_kwargs: KwargsByModule,
 ) -> KwargsByModule:
-    """Add the modules of some classes, and take mixed precision from all of them, in place."""
+    """Add the modules of some classes to the targets, without mixed precision; return the targets.
+
+    Changes ``target_module_to_kwargs`` in place. PyTorch's name and signature.
+    """
     classes = tuple(module_classes)
     for module in root_module.modules():
         if module not in ignored_modules and isinstance(module, classes):
@@ -126,7 +129,10 @@ def _run_mixed_precision_override_policy(
 
 
 def _compute_in_float32(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
-    """Make modules of some classes compute in float32, and let `_wrap` know; warn if there are any."""
+    """Make modules of some classes compute in float32, and warn of them if there are any.
+
+    Sets ``_wrap_overrides``, by which `_wrap` wraps them without mixed precision.
+    """
     found = [module for module in root.modules() if isinstance(module, classes)]
     for module in found:
         module._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]
@@ -151,7 +157,7 @@ class _Float32Forward:
     """
 
     def __init__(self) -> None:
-        self._dtype: torch.dtype | None = None  # that of the last input cast, during forward
+        self._dtype: torch.dtype | None = None  # during forward, of the last input that was cast
 
     def cast_inputs(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._dtype = None
@@ -177,11 +183,11 @@ def _validate_frozen_params(
     ignored_params: set[nn.Parameter],
     use_orig_params: bool,
 ) -> None:
-    """Look for units with both frozen and trainable parameters.
+    """Warn of units with both frozen and trainable parameters; refuse them in flat parameters.
 
-    Their gradients are reduced in one buffer that has room for the frozen ones too, so this warns;
-    without ``use_orig_params`` both are views of one parameter, so it raises ShardingError. The
-    first such unit in post-order is named. PyTorch's tests compare the whole message.
+    With ``use_orig_params`` each such unit is warned of. Without, both kinds would be views of one
+    parameter, so the first such unit in post-order raises ShardingError. PyTorch's tests compare the
+    whole message.
     """
     visited: set[nn.Module] = set()
     for path, _, module in _post_order(root_module):
@@ -217,7 +223,7 @@ def _validate_frozen_params(
 def _own_parameters(
     module: nn.Module, path: str, visited: set[nn.Module]
 ) -> dict[nn.Parameter, str]:
-    """Name the parameters of modules not visited yet, from the root on, and mark those modules."""
+    """Return the parameters of modules not visited yet, by name from the root; add to ``visited``."""
     return {
         parameter: f"{prefix}.{name}" if prefix else name
         for prefix, inner in module.named_modules(visited, path)
@@ -242,9 +248,9 @@ def _post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module | None, nn.Mod
 
 
 def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Call ``fn`` on each module, children first, and put what it returns, if not None, in place.
+    """Call ``fn`` on each module, children first, and replace the module by a result that is not None.
 
-    Raises MisuseError if it returns something else than a module, or replaces the root.
+    Raises MisuseError for a result that is no module, or for the root.
     """
     for path, parent, module in _post_order(root_module):
         new = fn(module)
@@ -268,7 +274,7 @@ def _construct_wrap_fn(
     target_module_to_kwargs: KwargsByModule,
     fsdp_fn: Callable[..., nn.Module],
 ) -> Callable[[nn.Module], nn.Module | None]:
-    """Return a function for `_post_order_apply` that wraps the targets, the root excepted."""
+    """Return a function for `_post_order_apply` that wraps the targets, except the root."""
 
     def wrap_target(module: nn.Module) -> nn.Module | None:
         if module is root_module or module not in target_module_to_kwargs:
@@ -287,10 +293,11 @@ def _recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wrap below and, unless ``only_wrap_children``, at a module as a callable policy says.
+    """Wrap the modules below one that a callable policy chooses; then perhaps the module itself.
 
-    Returns the module, wrapped or not, and how many elements of parameters are in wrapped modules.
-    Raises MisuseError if something is wrapped already, or on a policy or wrapper of None.
+    Returns (the module, wrapped or not; the number of parameter elements in wrapped modules).
+    only_wrap_children: leave the module itself. Raises MisuseError if a module inside is wrapped
+    already, or if policy or wrapper is None.
     """
     if auto_wrap_policy is None:
         raise MisuseError("Must specify auto_wrap_policy: a callable that chooses modules.")
@@ -322,7 +329,7 @@ def _recursive_wrap(
 
 
 def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
-    """Wrap a module; its own ``_wrap_overrides``, a dict, win over ``kwargs``."""
+    """Wrap a module. Arguments in its ``_wrap_overrides`` (a dict) replace those in ``kwargs``."""
     if wrapper_cls is None:
         raise MisuseError("Must specify wrapper_cls: what is called on the module.")
     overrides: Any = getattr(module, "_wrap_overrides", {})
@@ -330,7 +337,7 @@ def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: An
 
 
 class _ConfigAutoWrap:
-    """The wrapper and its arguments between entering `enable_wrap` and leaving it."""
+    """The wrapper and its arguments inside an `enable_wrap` block. PyTorch's name."""
 
     in_autowrap_context: ClassVar[bool] = False
     wrapper_cls: ClassVar[Callable[..., nn.Module] | None] = None
@@ -367,12 +374,12 @@ class _ConfigAutoWrap:
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Let `wrap` wrap, inside a with statement, with this wrapper and these arguments.
+    """Let `wrap` wrap inside the block, with this wrapper and these arguments.
 
         with enable_wrap(wrapper_cls=FSDP, mixed_precision=MixedPrecision(torch.bfloat16)):
             model = Model()  # whose __init__ says self.up = wrap(nn.Linear(1024, 4096))
 
-    Raises UnsupportedError inside another one.
+    Raises UnsupportedError inside another such block.
     """
     with _ConfigAutoWrap(wrapper_cls=wrapper_cls, **wrapper_kwargs):
         yield
@@ -381,7 +388,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """Wrap a module as the surrounding `enable_wrap` says; outside of one, return it as it is.
 
-    wrap_overrides: arguments for the wrapper that win over those of `enable_wrap`.
+    wrap_overrides: arguments for the wrapper that replace those of `enable_wrap`.
     """
     if not _ConfigAutoWrap.in_autowrap_context:
         return module

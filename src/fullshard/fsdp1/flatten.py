@@ -1,4 +1,4 @@
-"""From modules to a flat unit."""
+"""Makes one flat unit of the parameters of modules."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -30,16 +30,17 @@ def flat_unit(
     ignored_params: set[nn.Parameter],
     comms: UnitComms,
 ) -> Unit:
-    """Flatten the parameters of the covered modules into one unit.
+    """Return a unit with the parameters of the covered modules in flat buffers.
 
-    module: where a flat parameter is registered. Raises ShardingError before anything is changed.
+    module: the one on which a flat parameter is registered. Raises ShardingError before anything is
+    changed: for parameters that cannot be flattened, or that a nested instance has.
     """
     parameters = CoveredParameters(covered, ignored_params)
     paths = qualified_names([module], parameters.slots.values())
     names = dict(zip(parameters.slots, paths, strict=True))
     _check(names, parameters, config)
     specs = [_spec(parameter, name, config) for parameter, name in names.items()]
-    is_aligned = config.style is not ParamStyle.FLAT  # whose size programs compute with
+    is_aligned = config.style is not ParamStyle.FLAT  # programs rely on a FlatParameter's size
     layout = flat_layout(specs, shard_size=mesh.plan.shard_size, is_aligned=is_aligned)
     owned = _owned(layout, mesh.plan.shard_rank)
     holder = None
@@ -60,13 +61,13 @@ def flat_unit(
 
 
 def names_below(module: nn.Module, unit: Unit) -> list[str]:
-    """Return the unit's parameters by their paths below a module, as libraries read them."""
+    """Return the paths of the unit's parameters below a module, without prefixes of wrappers."""
     paths = qualified_names([module], [param.slots for param in unit.params])
     return [clean_name(path.partition(": ")[2]) for path in paths]
 
 
 def _form(parameter: nn.Parameter, name: str, mesh: UnitMesh) -> ParamForm:
-    """Say what a parameter is in sharded state dicts, and while it is unsharded."""
+    """Return a parameter's form in sharded state dicts, and while it is unsharded."""
     if mesh.mesh is None or mesh.shard_group is None:
         return ParamForm(unsharded=parameter._spec if isinstance(parameter, DTensor) else None)
     info = FSDPMeshInfo(mesh.mesh, 0) if mesh.mesh.ndim == 1 else HSDPMeshInfo(mesh.mesh, 1, 0)
@@ -128,7 +129,7 @@ def _check(
 
 
 def _warn_of_hooks(names: dict[nn.Parameter, str], config: UnitConfig) -> None:
-    """Name the parameters whose hooks no longer have anything to be called with."""
+    """Warn of parameters whose hooks after accumulation will never be called."""
     hooked = [name for parameter, name in names.items() if parameter._post_accumulate_grad_hooks]
     if config.style is ParamStyle.FLAT and hooked:
         warnings.warn(

@@ -65,32 +65,32 @@ from fullshard.policies import (
 class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameters):
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks.
 
-    What is inside ``module`` and in no nested instance becomes one unit, gathered before its
-    forward and backward and freed after. Build the optimizer afterwards.
+    All parameters in ``module`` that are in no nested instance become one unit. They are gathered
+    before its forward and backward, and freed afterwards. Build the optimizer after wrapping.
 
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
         optimizer = torch.optim.AdamW(model.parameters())
 
-    process_group: the ranks to shard over (default: all), or for a hybrid strategy a pair: to shard
-        over, and to replicate over.
+    process_group: the ranks to shard over (default: all). For a hybrid strategy, a pair of groups:
+        to shard over, and to replicate over.
     sharding_strategy: see `ShardingStrategy`. Default: FULL_SHARD.
-    auto_wrap_policy: which modules inside become instances of their own.
+    auto_wrap_policy: chooses the modules inside that become instances of their own.
     backward_prefetch, forward_prefetch: whether and when the next unit is gathered early, where
-        communication runs beside compute.
+        communication overlaps with compute.
     mixed_precision, cpu_offload: dtypes, and whether shards live in host memory.
     ignored_states, ignored_modules: parameters or modules that are left as they are.
-    param_init_fn: called on each module with parameters on the meta device; default: ``to_empty``
-        and the module's ``reset_parameters()``.
-    device_id: where to compute. Default: this process's accelerator, else the CPU.
-    sync_module_states: start from the values of the first rank.
+    param_init_fn: called on every module if some are on the meta device, to give them values. Default:
+        ``to_empty`` and the module's ``reset_parameters()``, on those that are.
+    device_id: the device to compute on. Default: this process's accelerator, else the CPU.
+    sync_module_states: begin with the parameters and buffers of the group's first rank.
     limit_all_gathers: accepted for compatibility; memory is bounded in any case.
-    use_orig_params: True keeps every parameter as itself, showing this rank's piece of it while
-        sharded; False replaces them by one `FlatParameter`.
+    use_orig_params: True keeps every parameter, which while sharded is this rank's 1-D piece of it;
+        False replaces all of them by one `FlatParameter`.
     device_mesh: instead of process_group: 1-D, or (replicate, shard) for a hybrid strategy.
 
-    Raises ShardingError before parameters are changed, and AllocationError after all was made as it
-    was before; not so if ``auto_wrap_policy`` wraps what is on an accelerator, whose memory is freed
-    module by module. Source: PyTorch FSDP, arXiv 2304.11277.
+    Raises ShardingError before parameters are changed. If memory is lacking, restores the module and
+    raises AllocationError; not all of it if ``auto_wrap_policy`` wraps modules on an accelerator, whose
+    memory is freed module by module. Source: PyTorch FSDP, arXiv 2304.11277.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
             if wrap_children is not None:
                 wrap_children()
             self._fsdp_wrapped_module = module
-            is_wrapped = state_of(module) is not None  # and then holds all there is
+            is_wrapped = state_of(module) is not None  # then its own unit has all parameters
             covered = (
                 []
                 if is_wrapped
@@ -257,7 +257,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
 
     @eager
     def _follow_mode(self) -> None:
-        """Compute in full precision if in evaluation, from the root down."""
+        """Let all instances compute in full precision in evaluation, if this one is the root."""
         if self._state.known_iteration is not None and not self._state.is_root:
             return
         for instance in wrappers_in(self):
@@ -266,7 +266,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this instance's parameters ahead of its forward. Every rank has to call it.
 
-        What is written to the unsharded parameters does not reach the shards.
+        Values written to the unsharded parameters do not reach the shards. See `FSDPModule.unshard`.
         """
         unit = self._unit
         unit.follow_changes()
@@ -305,12 +305,16 @@ def _run_wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_in_host_memory(module: nn.Module) -> bool:
-    """Whether whole parameters may live until all is wrapped. Memory of a device is too scarce."""
+    """Return whether a module is in host memory.
+
+    Restoring keeps whole parameters alive until all of a module is wrapped. Host memory has room for
+    that; an accelerator's may not.
+    """
     return all(p.device.type in ("cpu", "meta") for p in module.parameters())
 
 
 def _unit_config(instance: FullyShardedDataParallel) -> UnitConfig:
-    """Translate the constructor's options."""
+    """Return the constructor's options as the engine's."""
     precision, strategy = instance.mixed_precision, instance.sharding_strategy
     offload = instance.cpu_offload.offload_params
     return UnitConfig(

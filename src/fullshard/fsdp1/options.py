@@ -1,7 +1,7 @@
 """Options of ``FullyShardedDataParallel``: names, fields, order and defaults are PyTorch's.
 
-The dataclasses are mutable and unchecked because PyTorch's are, and code that sets a field later
-relies on it. The face translates them into a frozen ``UnitConfig``, where values are checked.
+The dataclasses are mutable and unchecked because PyTorch's are, and code exists that sets fields
+later. The wrapper translates them into a frozen ``UnitConfig``, where values are checked.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ShardingStrategy(enum.Enum):
-    """What is split over the ranks, and when parameters are gathered."""
+    """Ways to divide a model over ranks, and times at which parameters are gathered."""
 
     FULL_SHARD = enum.auto()  # parameters, gradients, optimizer state; freed after each forward
     SHARD_GRAD_OP = enum.auto()  # the same, but parameters stay gathered from forward to backward
-    NO_SHARD = enum.auto()  # nothing: every rank has it all, gradients are all-reduced
+    NO_SHARD = enum.auto()  # nothing is divided: gradients are all-reduced, as with DDP
     HYBRID_SHARD = enum.auto()  # FULL_SHARD inside a node, replicas across nodes
     _HYBRID_SHARD_ZERO2 = enum.auto()  # SHARD_GRAD_OP inside a node, replicas across nodes
 
@@ -34,13 +34,13 @@ NO_RESHARD_AFTER_FORWARD_STRATEGIES = (
 class MixedPrecision:
     """Dtypes of one unit; ``None`` leaves a dtype as it is. Only floating-point tensors are cast.
 
-    param_dtype: parameters in forward and backward. Shards and checkpoints keep their own dtype.
-    reduce_dtype: gradient reduction. ``None`` takes ``param_dtype``.
-    buffer_dtype: buffers, from the first forward on.
+    param_dtype: of parameters in forward and backward. Shards and checkpoints keep their own dtype.
+    reduce_dtype: of gradient reduction. ``None`` takes ``param_dtype``.
+    buffer_dtype: of buffers, from the first forward on.
     keep_low_precision_grads: leave reduced gradients in ``reduce_dtype`` instead of casting them
         to the dtype of the shards.
     cast_forward_inputs: whether inputs are cast to ``param_dtype``.
-    cast_root_forward_inputs: the same for the root, where it overrides ``cast_forward_inputs``.
+    cast_root_forward_inputs: overrides ``cast_forward_inputs`` for the root.
     _module_classes_to_ignore: modules of these classes become units without mixed precision where
         an ``auto_wrap_policy`` is given, and compute in float32.
     """

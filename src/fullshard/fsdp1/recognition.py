@@ -1,9 +1,9 @@
-"""Letting torch's distributed state dicts recognise the wrapper.
+"""Lets torch's distributed state dicts recognise the wrapper.
 
-``torch.distributed.checkpoint.state_dict`` asks by PyTorch's class which modules are wrapped. A model
-that it does not recognise is saved as if nothing were sharded: one rank's pieces, under wrong keys.
-So the first wrapper that is made puts a class in front of PyTorch's there, in that one module, which
-answers for both: for models with our wrappers ours does the work, for all others PyTorch's.
+``torch.distributed.checkpoint.state_dict`` finds wrapped modules by PyTorch's class. A model that it
+does not recognise would be saved as if nothing were sharded: one rank's pieces, under wrong keys.
+So when the first wrapper is made, PyTorch's class in that one module is replaced by a class that stands
+for both. Models with our wrappers are then saved by ours, all others by PyTorch's.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from fullshard.state.options import StateDictType
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 _HYBRID = "HYBRID_SHARDING_STRATEGIES"
-_wanted: set[type] = set()  # that were asked for
+_wanted: set[type] = set()  # classes that `recognise` was ever called with
 
 
 class _Either(type):
-    """The class of a class that stands for PyTorch's wrapper and ours."""
+    """Metaclass of a class that stands for PyTorch's wrapper class and ours."""
 
     ours: Any
     theirs: Any  # PyTorch's
@@ -38,7 +38,10 @@ class _Either(type):
         return getattr(cls.theirs, name)
 
     def _of(cls, model: nn.Module) -> Any:
-        """Return whose wrappers a model has; PyTorch's if none."""
+        """Return the class of a model's wrappers; PyTorch's if it has none.
+
+        Raises StateError for a model with wrappers of both.
+        """
         if not any(isinstance(module, cls.ours) for module in model.modules()):
             return cls.theirs
         if cls.theirs.fsdp_modules(model):
@@ -76,9 +79,9 @@ class _Either(type):
 
 
 def recognise(ours: type[WithStateDicts]) -> None:
-    """Let torch's distributed state dicts know models wrapped by this class, and PyTorch's as before.
+    """Make torch's distributed state dicts recognise wrappers of this class beside PyTorch's.
 
-    Does nothing where they know it already, from an earlier call or through `install`.
+    Does nothing if they do already, after an earlier call or through `install`.
     """
     _wanted.add(ours)
     module: Any = importlib.import_module(_MODULE)
@@ -96,13 +99,13 @@ def recognise(ours: type[WithStateDicts]) -> None:
 
 
 def recognise_again(ours: type[WithStateDicts]) -> None:
-    """Do as `recognise` if it was ever called: `uninstall` takes away what made that needless."""
+    """Call `recognise` again if it was called before: for `uninstall`, which undoes its effect."""
     if ours in _wanted:
         recognise(ours)
 
 
 def _as_ours(config: Any) -> Any:
-    """Return the same options as an object of our class of that name."""
+    """Return PyTorch's options object as one of our class of that name; None stays None."""
     if config is None:
         return None
     kind = getattr(options, type(config).__name__)

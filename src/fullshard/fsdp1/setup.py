@@ -1,5 +1,7 @@
-"""What happens to a module before its parameters are flattened: which are ignored, which ranks
-share it, where it computes, and which values it starts from."""
+"""Preparation of a module before its parameters are flattened.
+
+In the order of use: ignored parameters and modules, ranks to shard over, the device, first values.
+"""
 
 import os
 import socket
@@ -25,19 +27,22 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 
 
 class Ignored(NamedTuple):
-    """What is left as it is: neither sharded nor moved nor cast."""
+    """Modules and parameters that are left as they are: neither sharded nor moved nor cast."""
 
     modules: set[nn.Module]
     params: set[nn.Parameter]
 
 
 class ShardingRanks(NamedTuple):
-    """Over which ranks a module is sharded and replicated, and the strategy that results."""
+    """The ranks over which a module is sharded and replicated, and the strategy that results.
+
+    shard_group: the replicas' group if nothing is sharded. replicate_group: of hybrid strategies.
+    """
 
     mesh: UnitMesh
     strategy: ShardingStrategy
-    shard_group: dist.ProcessGroup  # or that of replicas, if nothing is sharded
-    replicate_group: dist.ProcessGroup | None  # with a hybrid strategy
+    shard_group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup | None
 
 
 # Ignored
@@ -48,7 +53,7 @@ def find_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> Ignored:
-    """Collect what is to be ignored, by nested instances as well.
+    """Return what this instance ignores, including what nested instances ignore.
 
     Raises ShardingError for a mixture of parameters and modules, TypeError for what is no iterable.
     """
@@ -122,9 +127,11 @@ def choose_ranks(
     *,
     wraps_children: bool,
 ) -> ShardingRanks:
-    """Decide over which ranks to shard, from process groups or from a mesh.
+    """Return the ranks to shard over, from process groups or from a mesh.
 
-    Raises ShardingError for groups that do not fit the strategy.
+    wraps_children: whether a policy passes the groups on; without one, a hybrid strategy needs groups
+    that nested instances can share. Collective where groups are made. Raises ShardingError for groups
+    that do not fit the strategy.
     """
     strategy = strategy or ShardingStrategy.FULL_SHARD
     if process_group is not None and mesh is not None:
@@ -179,7 +186,7 @@ def _over_one_group(
 def _hybrid_groups(
     process_group: ProcessGroups, mesh: DeviceMesh | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups to shard and to replicate over."""
+    """Return (the group to shard over, the group to replicate over)."""
     if mesh is not None:
         if mesh.ndim != 2:
             raise ShardingError(
@@ -216,7 +223,10 @@ _by_host = weakref.WeakKeyDictionary()
 def _groups_by_host(
     world: dist.ProcessGroup,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make groups of the ranks of one host, and of the ranks with the same place on each host."""
+    """Return this host's ranks, and the ranks with this one's place on each host, as groups.
+
+    Collective, once per ``world``. Raises MeshError if hosts have different numbers of ranks.
+    """
     if world not in _by_host:
         hosts: list[str] = [""] * world.size()
         dist.all_gather_object(hosts, socket.gethostname(), group=world)
@@ -243,14 +253,20 @@ def _groups_by_host(
 
 
 def full_precision_in_eval() -> bool:
-    """Whether mixed precision is for training alone: PyTorch's switch for that."""
+    """Return whether evaluation ignores mixed precision.
+
+    It is an environment variable because PyTorch's FSDP1 has no other switch for this.
+    """
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
 
 
 def compute_device(
     device_id: int | str | torch.device | None, mesh: DeviceMesh | None
 ) -> torch.device:
-    """Return the device to compute on: the one given, the mesh's, or what this process has."""
+    """Return the device to compute on: the given one, the mesh's type, or this process's own.
+
+    Raises ShardingError for a device that this process does not have.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_id is None:
         if accelerator is None or (mesh is not None and mesh.device_type == "cpu"):
@@ -288,10 +304,11 @@ def materialise(
     device: torch.device,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Give parameters on meta their memory and first values.
+    """Give parameters and buffers on the meta device memory and first values.
 
-    By ``param_init_fn(module)``, called on every module covered, or else by ``to_empty`` and the
-    module's ``reset_parameters()``. Raises ShardingError for what is no function.
+    By ``param_init_fn(module)``, called on every covered module, or else by ``to_empty`` and the
+    module's ``reset_parameters()``. Raises ShardingError if ``param_init_fn`` cannot be called, and
+    StateError for a module without ``reset_parameters``.
     """
     modules = list(covered)
     if param_init_fn is not None and not callable(param_init_fn):
@@ -328,7 +345,7 @@ def _is_on_meta(module: nn.Module) -> bool:
 
 
 def check_one_device(covered: Iterable[nn.Module], ignored: Ignored, device_id: object) -> None:
-    """Refuse parameters on several devices, unless ``device_id`` says where they are to go."""
+    """Raise StateError for parameters on several devices, unless ``device_id`` tells the target."""
     devices = {
         p.device
         for module in covered
@@ -343,7 +360,7 @@ def check_one_device(covered: Iterable[nn.Module], ignored: Ignored, device_id: 
 
 
 def check_layouts(covered: Iterable[nn.Module], ignored: Ignored) -> None:
-    """Refuse parameters that have no rows to flatten."""
+    """Raise UnsupportedError for sparse and other parameters that are not strided."""
     for module in covered:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.layout is not torch.strided and parameter not in ignored.params:
@@ -357,7 +374,10 @@ def check_layouts(covered: Iterable[nn.Module], ignored: Ignored) -> None:
 def move(
     covered: Iterable[nn.Module], ignored: Ignored, device: torch.device, *, offload: bool
 ) -> None:
-    """Move parameters and buffers to the compute device; parameters to be offloaded stay."""
+    """Move parameters and buffers to ``device``, or parameters to the CPU if they are offloaded.
+
+    Parameters stay the same objects, since users and optimizers may hold them.
+    """
     for module in covered:
         for parameter in module.parameters(recurse=False):
             target = torch.device("cpu") if offload else device
@@ -377,7 +397,10 @@ def move(
 def broadcast_states(
     covered: Iterable[nn.Module], ignored: Ignored, groups: Iterable[dist.ProcessGroup]
 ) -> None:
-    """Give every rank the parameters and buffers of the group's first rank, group by group."""
+    """Give every rank the parameters and buffers of the group's first rank, group by group.
+
+    The shard group comes first and then the replicas', so all ranks end with the first one's values.
+    """
     for group in groups:
         source = dist.get_global_rank(group, 0)
         for tensor in _states(covered, ignored):

@@ -1,13 +1,13 @@
-"""Policies: which modules become units of their own.
+"""Policies that choose which modules become units of their own.
 
-Two kinds exist. A `_Policy` looks at the whole tree at once and returns the modules to wrap with the
-arguments of each. A callable, the older kind, is asked twice about each module:
+There are two kinds. A `_Policy` looks at the whole tree at once and returns the modules to wrap, with
+the arguments of each. A callable, the older kind, is called twice for each module:
 
-    policy(module=m, recurse=True, nonwrapped_numel=n)   going down: shall m's children be asked?
-    policy(module=m, recurse=False, nonwrapped_numel=n)  coming up: shall m be wrapped?
+    policy(module=m, recurse=True, nonwrapped_numel=n)   on the way down: consider m's children?
+    policy(module=m, recurse=False, nonwrapped_numel=n)  on the way up: wrap m?
 
-where n counts the elements of m's parameters that are in no wrapped module: coming up, without
-those that wrapped children took. Names and signatures are those of ``torch.distributed.fsdp.wrap``.
+n is the number of elements of m's parameters; on the way up, without those in wrapped children.
+Names and signatures are those of ``torch.distributed.fsdp.wrap``.
 """
 
 # ruff: noqa: ARG001 -- every policy is called with the same arguments
@@ -24,7 +24,7 @@ KwargsByModule = dict[nn.Module, dict[str, Any]]
 
 
 class _Policy(abc.ABC):
-    """A choice of modules, made by looking at the whole tree."""
+    """A policy that chooses modules by looking at the whole tree."""
 
     @abc.abstractmethod
     def _run_policy(
@@ -33,15 +33,17 @@ class _Policy(abc.ABC):
         ignored_modules: set[nn.Module],
         root_kwargs: dict[str, Any],
     ) -> KwargsByModule:
-        """Return the modules to wrap, each with arguments of its own for the wrapper."""
+        """Return the modules to wrap, each with its arguments for the wrapper."""
 
 
 class CustomPolicy(_Policy):
-    """Wrap what a function says: False or {} no, True as the root, a dict with other arguments.
+    """Wrap the modules for which a function returns True, or a dict of arguments for the wrapper.
+
+    True means the root's arguments, a dict replaces some of them; False and {} leave the module.
 
         CustomPolicy(lambda m: {"sharding_strategy": NO_SHARD} if m is model.head else False)
 
-    Raises ShardingError, when it is run, for any other answer.
+    Raises ShardingError, when the policy is run, for any other result.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
@@ -70,7 +72,7 @@ class CustomPolicy(_Policy):
 
 
 class ModuleWrapPolicy(_Policy):
-    """Wrap every module of some classes, with the root's arguments. Also a callable policy."""
+    """Wrap every module of some classes, with the root's arguments. It is a callable policy too."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._module_classes = set(module_classes)
@@ -150,10 +152,10 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap a module as soon as it has ``min_num_params`` elements that no wrapped child took.
+    """Wrap a module that has at least ``min_num_params`` elements outside of wrapped children.
 
-    force_leaf_modules: classes whose children stay as they are. Default: FORCE_LEAF_MODULES.
-    exclude_wrap_modules: classes never wrapped themselves. Default: EXCLUDE_WRAP_MODULES.
+    force_leaf_modules: classes whose children are left as they are. Default: FORCE_LEAF_MODULES.
+    exclude_wrap_modules: classes that are never wrapped themselves. Default: EXCLUDE_WRAP_MODULES.
     """
     if nonwrapped_numel < min_num_params:
         return False
@@ -167,7 +169,7 @@ def size_based_auto_wrap_policy(
     return not isinstance(module, tuple(refused))
 
 
-# Attributes of the function, so that users extend them: {*policy.FORCE_LEAF_MODULES, MyAttention}.
+# Attributes of the function, so that users can extend them: {*policy.FORCE_LEAF_MODULES, Attention}.
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
 
@@ -178,7 +180,7 @@ def _or_policy(
     nonwrapped_numel: int,
     policies: Iterable[Callable[..., bool]],
 ) -> bool:
-    """Do what any of the policies says."""
+    """Return whether any of the policies says yes."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies

@@ -1,4 +1,4 @@
-"""`fully_shard`: parameters sharded one by one, as DTensors on the module itself.
+"""`fully_shard`: shards a module's parameters one by one, as DTensors on the module itself.
 
 Names, signatures, defaults and state-dict keys are those of ``torch.distributed.fsdp``.
 """
@@ -58,31 +58,30 @@ def fully_shard(
 ) -> Any:
     """Shard a module's parameters, gradients and hence optimizer state over data-parallel ranks.
 
-    Everything in ``module`` that an earlier call did not take becomes one unit, whose parameters
-    are gathered before its forward and backward and freed after. So call it bottom-up: on each
-    block, then on the model. Build the optimizer afterwards.
+    All parameters in ``module`` that no earlier call took become one unit. They are gathered before
+    its forward and backward, and freed afterwards. So call it bottom-up: on each block, then on the
+    model. Build the optimizer afterwards.
 
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
 
-    module: a module, or several to be one unit. Changed in place and returned.
+    module: a module, or a list of modules that become one unit. Changed in place and returned.
     mesh: 1-D (shard), or 2-D (replicate, shard) for hybrid sharding. Default: all ranks. Parameters
         that are DTensors over other ranks (tensor, expert parallel) become DTensors over both.
     reshard_after_forward: True frees the parameters after forward and gathers them again for
         backward; False keeps them; an int reshards over groups of that many ranks; None means True,
-        but False for the root, whose backward comes first.
-    shard_placement_fn: returns ``Shard(dim)`` for a parameter, or None for ``Shard(0)``, along
-        which any size works; other dims have to divide evenly. A ``ShardPlacementResult`` shards
-        the parameter over a mesh of its own.
+        except for the root (False), whose backward comes first.
+    shard_placement_fn: returns ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Dim 0 may
+        have any size; other dims have to divide evenly. A ``ShardPlacementResult`` shards the
+        parameter over a mesh of its own.
     mp_policy, offload_policy: dtypes, and whether shards live in host memory.
     ignored_params: left as they are, neither sharded nor reduced.
-    dp_mesh_dims: names the data-parallel dims of ``mesh``, which is then the mesh of everything, on
-        which all parameters are DTensors already, replicated over those dims.
+    dp_mesh_dims: names the data-parallel dims of ``mesh``. All parameters then have to be DTensors on
+        ``mesh`` already, replicated over those dims.
 
-    Raises ShardingError or MeshError before anything is changed, and AllocationError after all was
-    made as it was before. Source: ZeRO-3, arXiv 1910.02054;
-    PyTorch FSDP2.
+    Raises ShardingError or MeshError before anything is changed. If memory is lacking, restores the
+    module and raises AllocationError. Source: ZeRO-3, arXiv 1910.02054; PyTorch FSDP2.
     """
     return make_units(
         module,

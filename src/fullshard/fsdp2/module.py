@@ -1,4 +1,4 @@
-"""`FSDPModule`: what can be done with a module that `fully_shard` was applied to."""
+"""`FSDPModule`: the methods of a module that `fully_shard` was applied to."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -25,14 +25,14 @@ from fullshard.fsdp2.communication import (
 
 
 class FSDPModule:
-    """What `fully_shard` adds to a module: its class becomes a subclass of this and its own."""
+    """Methods of a sharded module, whose class becomes a subclass of this and of its own class."""
 
     applied_by: ClassVar = "fully_shard"
-    _prefix: ClassVar = "FSDP"  # of the names of such classes
-    _orig_cls_mro_index: ClassVar = 2  # where in their ``__mro__`` the module's own class is
+    _prefix: ClassVar = "FSDP"  # of class names: ``Linear`` becomes ``FSDPLinear``
+    _orig_cls_mro_index: ClassVar = 2  # the module's own class in ``__mro__``; PyTorch reads this
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct the original class: slicing a sharded container makes a plain one."""
+        """Return an instance of the original class, so that slicing a sharded container works."""
         if is_constructing_as_is():
             return super().__new__(cls)
         original = cls.__mro__[cls._orig_cls_mro_index]
@@ -43,12 +43,14 @@ class FSDPModule:
     # Parameters
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather this module's parameters (not those of sharded modules inside it).
+        """Gather this module's parameters, but not those of sharded modules inside it.
 
-        Every rank has to call it. What is written to the unsharded parameters does not reach the
-        shards. async_op: return a handle to wait on instead of waiting.
+        Every rank has to call it. Values written to the unsharded parameters do not reach the shards.
+        async_op: return a handle to wait on, instead of waiting and returning None.
         """
         units = _state(self).units
+        # Two fences: peers have written their shards before anybody reads, and nobody still reads
+        # when the caller goes on and may write.
         for unit in units:
             unit.follow_changes()
             unit.read_privately()
@@ -69,7 +71,10 @@ class FSDPModule:
             unit.settle()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward`` to True or False."""
+        """Free parameters after forward, or keep them until backward.
+
+        Raises ShardingError for what is no bool.
+        """
         if not isinstance(reshard_after_forward, bool):
             raise ShardingError(
                 f"reshard_after_forward should be a bool, got {reshard_after_forward!r}."
@@ -83,23 +88,23 @@ class FSDPModule:
         self._configure(recurse=recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Skip gathering in backward where the parameters are not needed (an embedding)."""
+        """Gather parameters for backward, or not: an embedding's backward does not read its weight."""
         self._configure(recurse=False, unshard_in_backward=unshard_in_backward)
 
     # Order
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Start gathering these when this module's forward starts, instead of the next one."""
+        """Start gathering these modules when this one's forward starts, not the next one in order."""
         _state(self).forward_prefetch = _states(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Start gathering these when this module's backward starts, instead of the next one."""
+        """Start gathering these modules when this one's backward starts, not the next one in order."""
         _state(self).backward_prefetch = _states(modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last of this iteration (several per forward).
+        """Set whether the next backward is the last one of this iteration, if a forward has several.
 
-        It holds for the whole model. Before the first forward, what the root was told counts.
+        It holds for the whole model. Set before the first forward, it counts on the root alone.
         """
         _state(self).say(is_last_backward=is_last_backward)
 
@@ -111,26 +116,29 @@ class FSDPModule:
         _state(self).say(post_optim_event=event)
 
     def reset_iter_state(self) -> None:
-        """Forget an iteration that an exception ended. The root's next forward does so itself."""
+        """Drop what an iteration that an exception ended left behind.
+
+        The root's next forward does this itself. Raises StateError on a module that is not the root.
+        """
         state = _state(self)
         if state.known_iteration is not None and not state.is_root:
             raise StateError("reset_iter_state must be called on the root FSDP module.")
         state.reset()
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for compatibility: nothing is to be traded here.
+        """Do nothing; accepted for compatibility.
 
         In PyTorch's FSDP it moves the all-gathers' allocations to the default stream, at the price
-        of implicit prefetch. Here they are always made there, and prefetch is explicit.
+        of implicit prefetch. Here they are always made there, and prefetch works all the same.
         """
 
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients: of parameters that are unsharded now as well, and those not reduced yet.
+        """Drop or zero all gradients, also those not reduced yet and those of hidden parameters.
 
-        Between forward and backward those that are registered may be unsharded, and what is trained
-        has the gradients of earlier backwards.
+        Between forward and backward the registered parameters may be the unsharded ones, while the
+        sharded ones, which are trained, still have the gradients of earlier backwards.
         """
         cast(Any, super()).zero_grad(set_to_none)
         for unit in self._units(recurse=True):
@@ -149,11 +157,11 @@ class FSDPModule:
         )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Sum over the replicate axis in backward, or keep sums over the shard axis (HSDP)."""
+        """Sum gradients over the replicate axis in backward, or keep those of the shard axis (HSDP)."""
         self._configure(recurse=recurse, all_reduce_grads=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by this instead of the number of data-parallel ranks."""
+        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks."""
         if not factor > 0:
             raise ShardingError(
                 f"set_gradient_divide_factor({factor!r}): expected a positive number."
@@ -166,19 +174,19 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Divide sums of gradients apart from forming them, if ``enable``.
+        """Let NCCL sum gradients and divide the sums afterwards, instead of letting it average.
 
-        NCCL forms means by itself, which saves a kernel. Other backends are only asked for sums.
+        Averaging by NCCL saves a kernel. Other backends are always asked for sums.
         """
         self._configure(recurse=False, force_sum_reduction=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce units none of whose parameters were used here, as zeros.
+        """Reduce a unit also if this rank used none of its parameters, with zeros.
 
         For models in which only some ranks run a module: all of them have to take part in its
-        reduction. The gradients are then set, to zeros where no rank had any.
+        reduction. Gradients are then always set, to zeros where no rank had one.
         """
         self._configure(recurse=recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
 
@@ -187,8 +195,9 @@ class FSDPModule:
     ) -> None:
         """Let this many reduce-scatters hold their input at once (default 1).
 
-        More of them let backward run ahead where communication is slower than compute, at the cost
-        of their memory. The largest number among a model's units counts for all.
+        With more, backward can run ahead where communication is slower than compute, at the cost of
+        their memory. The largest number among a model's units counts for all. Raises TypeError or
+        ShardingError for what is no positive int.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
@@ -213,7 +222,7 @@ class FSDPModule:
 
         For reductions over ranks that are not in the mesh, such as replicas that may fail. ``sums``
         is 1-D, divided already, and to be changed in place; with HSDP it is summed over the
-        replicate axis first. stream: run it there (not with HSDP).
+        replicate axis first. stream: on which to run the hook (not with HSDP).
         """
         unit = self._only_unit("set_all_reduce_hook")
         if stream is not None and unit.mesh.replicate_group is not None:
@@ -223,21 +232,21 @@ class FSDPModule:
     # Communication
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this module's parameters through this object: one call per dtype."""
+        """Gather this module's parameters through ``comm``: one call per dtype."""
         use_collectives(self._only_unit("set_custom_all_gather"), gather=comm)
         self._reconnect()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this module's gradients through this object: one call per dtype."""
+        """Reduce this module's gradients through ``comm``: one call per dtype."""
         use_collectives(self._only_unit("set_custom_reduce_scatter"), reduce=comm)
         self._reconnect()
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Give reduce-scatters a process group of their own, so that they overlap all-gathers.
+        """Run reduce-scatters in a process group of their own, so that they overlap all-gathers.
 
-        One new group for each different set of ranks. Every rank has to call it. No effect where
+        Makes one new group per distinct set of ranks, so every rank has to call it. No effect where
         ranks read each other's memory.
         """
         use_separate_reduce_groups(self._units(recurse=recurse), enable=enable)
@@ -269,7 +278,7 @@ class FSDPModule:
         return view_of(_state(self))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert sharded parameters, whatever is registered now."""
+        """Convert the sharded parameters, as ``.to()`` and ``.half()`` ask, also if now unsharded."""
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         _state(self).follow_changes()
@@ -302,7 +311,7 @@ class FSDPModule:
 
 
 class ReplicateModule(FSDPModule):
-    """What `replicate` adds to a module: an `FSDPModule` of which every rank has all parameters."""
+    """Methods of a module that `replicate` was applied to; every rank has all of its parameters."""
 
     applied_by = "replicate"
     _prefix = "Replicate"
@@ -310,13 +319,13 @@ class ReplicateModule(FSDPModule):
 
 
 class UnshardHandle:
-    """An unshard under way."""
+    """Handle of an asynchronous `FSDPModule.unshard`."""
 
     def __init__(self, units: Iterable[Unit] = ()) -> None:
         self._units = list(units)
 
     def wait(self) -> None:
-        """Make the unsharded parameters usable."""
+        """Wait until the unsharded parameters can be used."""
         for unit in self._units:
             unit.wait_unshard()
             unit.show_earlier_gradients()
@@ -324,10 +333,10 @@ class UnshardHandle:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make another method of a sharded module gather parameters as its forward does.
+    """Let a method of a sharded module gather parameters, as its forward does.
 
-    For models that are called through ``generate`` or ``encode``. No effect on a module that is
-    not sharded. Raises ShardingError if there is no such method.
+    For models that are called through ``generate`` or ``encode``. No effect on a module that is not
+    sharded. Raises ShardingError if the module has no such method.
     """
     state = hooks_of(module)
     if state is None:
@@ -335,7 +344,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method: Any = getattr(module, method_name, None)
     if not callable(method):
         raise ShardingError(f"{type(module)} does not have a method {method_name}.")
-    # A method of the class is kept unbound: what the module keeps must not keep the module.
+    # A method of the class is kept unbound: the module keeps it, and would otherwise keep itself.
     unbound = getattr(method, "__func__", None)
     is_bound = getattr(method, "__self__", None) is module and unbound is not None
     function: Any = unbound if is_bound else (lambda _, *args, **kwargs: method(*args, **kwargs))
@@ -343,10 +352,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accepted for compatibility: roots on one device share their streams from the start.
+    """Check the modules and do nothing more; accepted for compatibility.
 
-    In PyTorch's FSDP every root (every pipeline stage's chunk) has streams of its own unless they
-    are shared like this. Raises ShardingError for what is no FSDPModule.
+    In PyTorch's FSDP every root (every chunk of a pipeline stage) has streams of its own unless they
+    are shared like this. Here roots on one device always share them. Raises ShardingError for what is
+    no FSDPModule.
     """
     _states(modules)
 

@@ -25,10 +25,11 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
-    """Average a module's gradients over all ranks of a mesh, and shard nothing.
+    """Average a module's gradients over all ranks of a mesh, without sharding anything.
 
-    Arguments are those of `fully_shard`. mesh: 1-D; default: all ranks. Parameters become DTensors
-    replicated over it, so that state dicts and optimizers are those of a sharded model.
+    The arguments mean what they mean for `fully_shard`. mesh: 1-D; default: all ranks. Parameters
+    become DTensors that are replicated over it, so state dicts and optimizers work as for a sharded
+    model.
 
     Raises MeshError for a mesh with another number of dims, or if ``dp_mesh_dims`` names dims to
     shard over.

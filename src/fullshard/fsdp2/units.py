@@ -1,4 +1,4 @@
-"""Turn modules into units: what every face has in common."""
+"""Makes units of modules, for `fully_shard` and `replicate`."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -48,7 +48,10 @@ def unit_config(
     offload_policy: OffloadPolicy,
     reshard_after_forward: bool | int | None = None,
 ) -> UnitConfig:
-    """Translate a face's options. Raises ShardingError for one that is no policy of ours."""
+    """Return the options of `fully_shard` or `replicate` as the engine's.
+
+    Raises ShardingError for a policy that is no `fullshard` policy, such as PyTorch's.
+    """
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -75,10 +78,13 @@ def make_units(
     ignored_params: set[nn.Parameter] | None,
     shard_placement_fn: ShardPlacementFn | None = None,
 ) -> Any:
-    """Make one unit a mesh of what a module, or several, has and no earlier call took.
+    """Make units, one per mesh, of the parameters that no earlier call took; return ``module``.
 
-    kind: what the modules become. default: the mesh of parameters for which ``shard_placement_fn``
-    names none. Raises before anything is changed; where memory is lacking, all is made as before.
+    module: one or several, which then share their units. kind: the class that they become a subclass
+    of. default: the mesh of parameters for which ``shard_placement_fn`` names none.
+
+    Raises ShardingError, MeshError or StateError before anything is changed. If memory is lacking
+    later, everything is restored and AllocationError is raised.
     """
     given = module if isinstance(module, (list, tuple)) else [module]
     check_modules(given, kind.applied_by)
@@ -103,7 +109,7 @@ def make_units(
             ]
             units.append((managed, place, device, own_config))
         made = [Unit(*arguments, comms=own) for arguments, own in zip(units, comms, strict=True)]
-    # From here on nothing is allocated.
+    # Nothing below allocates memory of parameters, so nothing below has to be restored.
     parameters.connect_ties()
     state = Hooks(roots, made)
     state.ignored.update(m for r in roots for m in r.modules() if not is_composable(m))
@@ -120,7 +126,10 @@ def _group_by_mesh(
     default: DataParallelMeshInfo,
     placement_fn: ShardPlacementFn | None,
 ) -> list[tuple[DataParallelMeshInfo, dict[nn.Parameter, ParamForm]]]:
-    """Say what each parameter becomes, parameters of one mesh together, in order of appearance."""
+    """Return each mesh with the forms of its parameters, both in order of appearance.
+
+    names: by parameter, for messages. Raises ShardingError for placements that do not fit.
+    """
     groups: dict[int, tuple[DataParallelMeshInfo, dict[nn.Parameter, ParamForm]]] = {}
     if placement_fn is not None and default.shard_mesh_dim is None:
         raise ShardingError(
@@ -179,7 +188,7 @@ def _move_to_device(
     device: torch.device,
     config: UnitConfig,
 ) -> None:
-    """Move what was built on the CPU to the mesh's device; offloaded parameters stay."""
+    """Move parameters and buffers that are on the CPU to ``device``; offloaded parameters stay."""
     if device.type == "cpu":
         return
     moving: list[torch.Tensor] = [b for m in covered for b in m.buffers(recurse=False)]
@@ -188,6 +197,7 @@ def _move_to_device(
     for tensor in moving:
         if tensor.is_meta or tensor.device == device or isinstance(tensor, DTensor):
             continue
+        # A subclass (float8, int8) is swapped as a whole: setting `.data` would not move its inner tensors.
         if type(tensor.data) is torch.Tensor:
             tensor.data = tensor.to(device)
             continue

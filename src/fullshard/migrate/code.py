@@ -1,4 +1,4 @@
-"""The `fully_shard` calls that take the place of a wrapped model, and the program they make."""
+"""The `fully_shard` calls that replace a model's wrappers, and the source code of the program."""
 
 import dataclasses
 import itertools
@@ -20,9 +20,11 @@ _WIDTH = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """The call that takes an instance's place. options: by keyword, as source text.
+    """The call that replaces one instance.
 
-    ignored: the names of parameters below the module that are left as they are.
+    path, kind, height: of the wrapped module, as for `Instance`; kind is the name of its class.
+    function: "fully_shard" or "replicate". options: (keyword, source text of the value).
+    ignored: the names of ignored parameters below the module.
     """
 
     path: str
@@ -36,14 +38,20 @@ class Call:
         return dict(self.options).get(name)
 
     def on(self, module: str) -> str:
-        """Write the call: ``fully_shard(model, mesh=mesh)``."""
+        """Return the call as source text, such as ``fully_shard(model, mesh=mesh)``.
+
+        module: the first argument, as source text.
+        """
         options = (f"{name}={value}" for name, value in self.options)
         return f"{self.function}({', '.join([module, *options])})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of a model, one an instance, and the variables that their options name."""
+    """The calls for a model, one per instance, and the variables that their options name.
+
+    variables: (name, source text), to be assigned first.
+    """
 
     variables: tuple[tuple[str, str], ...]
     calls: tuple[Call, ...]
@@ -52,7 +60,7 @@ class Calls:
 
 
 def plan_calls(model: nn.Module, instances: Sequence[Instance]) -> Calls:
-    """Translate every instance, those that need no call of their own included."""
+    """Return one call per instance, in the same order, also for those that need none."""
     meshes = [None if i.skipped else mesh_expression(i) for i in instances]
     policies = [None if i.skipped else _policy_expression(i) for i in instances]
     mesh_names, policy_names = _named("mesh", meshes), _named("mp_policy", policies)
@@ -77,7 +85,7 @@ def plan_calls(model: nn.Module, instances: Sequence[Instance]) -> Calls:
 
 
 def source_code(planned: Calls, instances: Sequence[Instance]) -> str:
-    """Write the program: what is imported, variables, then the calls, bottom-up."""
+    """Return the program: imports, variables, then the calls bottom-up, with loops for equal ones."""
     made = [c for c, i in zip(planned.calls, instances, strict=True) if i.skipped is None]
     body = [_assignment(name, expression) for name, expression in planned.variables]
     body += [""] if body else []
@@ -134,7 +142,7 @@ def _policy_expression(instance: Instance) -> str | None:
 
 
 def _named(name: str, expressions: Iterable[str | None]) -> dict[str, str]:
-    """Give each expression a variable: name, or name_1, name_2 if there are several."""
+    """Return a variable for each distinct expression: name, or name_1, name_2 if several."""
     distinct = [e for e in dict.fromkeys(expressions) if e is not None]
     if len(distinct) == 1:
         return {distinct[0]: name}
@@ -142,7 +150,7 @@ def _named(name: str, expressions: Iterable[str | None]) -> dict[str, str]:
 
 
 def _ignored_names(model: nn.Module, instances: Iterable[Instance]) -> dict[str, nn.Parameter]:
-    """Name the parameters that any instance ignores, each once."""
+    """Return the parameters that any instance ignores, by name before wrapping, each once."""
     ignored = {p for instance in instances for p in instance.kept.ignored.params}
     names: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
@@ -159,7 +167,7 @@ def _below(instance: Instance, ignored: dict[str, nn.Parameter]) -> tuple[str, .
 
 
 def _buffers(model: nn.Module) -> tuple[tuple[tuple[str, torch.dtype], ...], bool]:
-    """Return the buffers that instances cast, and whether those are all, to one dtype."""
+    """Return (name, dtype) of buffers that instances cast, and whether one cast of all does it."""
     wrappers = {
         name: module
         for name, module in model.named_modules()
@@ -194,12 +202,15 @@ def _assignment(name: str, expression: str) -> str:
 
 
 def _order(call: Call) -> tuple[int, str, str, tuple[tuple[str, str], ...], str]:
-    """Bottom-up, and what can be one loop together: blocks.0 and blocks.1, but not blocks.0.norm."""
+    """Return a sort key: bottom-up, and calls that can be one loop next to each other.
+
+    Those of blocks.0 and blocks.1 can, that of blocks.0.norm cannot.
+    """
     return call.height, call.kind, call.function, call.options, re.sub(r"\d+", "#", call.path)
 
 
 def _loop(calls: Sequence[Call]) -> list[str]:
-    """Write one call, or a loop over the paths of several."""
+    """Return the lines of one call, or of a loop over the paths of several equal ones."""
     first = calls[0]
     if len(calls) == 1:
         target = f'model.get_submodule("{first.path}")' if first.path else "model"
@@ -220,9 +231,10 @@ def _loop(calls: Sequence[Call]) -> list[str]:
 
 
 def _ranges(paths: Sequence[str]) -> dict[int, list[int]] | None:
-    """Return what numbers stand where, if the paths are all combinations of them.
+    """Return the numbers at each place of the paths, if the paths are all combinations of them.
 
-    blocks.0 and blocks.1: {1: [0, 1]}. Paths are alike but for numbers.
+    For blocks.0 and blocks.1: {1: [0, 1]}. The paths may differ in numbers alone. None if numbers
+    are missing in between, or at more than three places.
     """
     columns = list(zip(*(path.split(".") for path in paths), strict=True))
     differing = {at: set(column) for at, column in enumerate(columns) if len(set(column)) > 1}
@@ -262,7 +274,7 @@ def _tuple(names: Iterable[str]) -> str:
 
 
 def _imports(body: str) -> list[str]:
-    """Import what is used."""
+    """Return the imports of the names that the body uses."""
     used = set(re.findall(r"\w+", body))
     ours = ("CPUOffloadPolicy", "MixedPrecisionPolicy", "fully_shard", "replicate")
     meshes = [name for name in ("DeviceMesh", "init_device_mesh") if name in used]

@@ -1,4 +1,4 @@
-"""The wrapped modules of a model, and where they lie in the model before it was wrapped."""
+"""The wrapped modules of a model, with their paths in the model before it was wrapped."""
 
 import dataclasses
 import enum
@@ -14,7 +14,7 @@ from fullshard.plan.units import clean_name
 
 
 class Skipped(enum.Enum):
-    """Why an instance needs no call of its own."""
+    """Reasons why an instance needs no call of its own."""
 
     WRAPPED_AGAIN = "an instance inside wraps the same module and makes the call"
     CONTAINER = "a container without forward, which fully_shard refuses: what is inside is enough"
@@ -22,9 +22,11 @@ class Skipped(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instance:
-    """One wrapper: ``path`` is that of its module in the model before it was wrapped.
+    """One wrapper, as the migration report sees it.
 
-    height: 0 if no other instance is inside, else one more than the highest inside.
+    path: of the wrapped module, in the model before it was wrapped.
+    parent: the instance around this one, None for an outermost one.
+    height: 0 if no other instance is inside, else one more than the largest height inside.
     """
 
     path: str
@@ -36,7 +38,7 @@ class Instance:
 
     @property
     def kept(self) -> KeptArguments:
-        """Arguments of its constructor that are no public attributes."""
+        """Arguments of the wrapper's constructor that are no public attributes of it."""
         return kept_arguments(self.wrapper)
 
     @property
@@ -45,12 +47,12 @@ class Instance:
 
     @property
     def strategy(self) -> ShardingStrategy:
-        """What resulted. What was asked for is not kept: see `is_alone`."""
+        """The strategy in effect; the one asked for is not kept: see `is_alone`."""
         return self.wrapper.sharding_strategy
 
     @property
     def is_alone(self) -> bool:
-        """Whether its group has one rank, where every strategy that is not hybrid is NO_SHARD."""
+        """Whether the group has one rank, which turned any strategy (except hybrid) into NO_SHARD."""
         return self.wrapper.world_size == 1 and self.strategy is ShardingStrategy.NO_SHARD
 
     @property
@@ -59,7 +61,7 @@ class Instance:
 
     @property
     def computes_in_float32(self) -> bool:
-        """Whether mixed precision spares it, as it does normalisations under an auto_wrap_policy."""
+        """Whether mixed precision leaves the module in float32, as it does batch norms by default."""
         overrides: object = getattr(self.wrapper.module, "_wrap_overrides", None)
         return overrides == {"mixed_precision": None}
 
@@ -98,14 +100,14 @@ def find_instances(model: nn.Module) -> list[Instance]:
 
 
 def owner_among(wrappers: dict[str, FullyShardedDataParallel], name: str) -> str | None:
-    """Return the innermost of the wrappers that the module of this name is, or is in."""
+    """Return the name of the innermost wrapper that is, or contains, the module ``name``."""
     while name and name not in wrappers:
         name = name.rpartition(".")[0]
     return name if name in wrappers else None
 
 
 def original_path(name: str) -> str:
-    """Return a module's path without wrappers, for activation checkpoints and compilation too."""
+    """Return a module's path without prefixes of FSDP, activation checkpointing and compilation."""
     return ".".join(part for part in clean_name(name).split(".") if part != "_orig_mod")
 
 

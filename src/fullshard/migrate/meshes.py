@@ -1,4 +1,4 @@
-"""The device mesh of a wrapped module, as the expression that makes it."""
+"""A wrapped module's device mesh as source text: the expression that makes it."""
 
 import itertools
 from collections.abc import Iterable
@@ -19,25 +19,26 @@ class _Axis(NamedTuple):
 
     @property
     def stride(self) -> int | None:
-        """How far apart neighbours are: 0 for a single rank, None if it differs."""
+        """The distance of neighbouring ranks: 0 for a single rank, None if it is not constant."""
         steps = {after - before for before, after in itertools.pairwise(self.ranks)} or {0}
         return steps.pop() if len(steps) == 1 else None
 
     @property
     def offsets(self) -> list[int]:
-        """Ranks less this one."""
+        """The group's ranks relative to this one."""
         return [rank - dist.get_rank() for rank in self.ranks]
 
 
 def mesh_expression(instance: Instance) -> str | None:
-    """Return the source text of an instance's mesh, or None where the default is the same.
+    """Return the source text of an instance's mesh, or None if it is the default one.
 
-    From this rank's groups, with those of other ranks continuing the pattern: to ask them would
-    make the report a collective. Ranks 0, 2 of four and replicas 0, 1 come to
+    It is derived from this rank's groups alone; those of other ranks are assumed to continue the
+    pattern, since asking them would make the report a collective. On four ranks, a shard group of
+    ranks 0 and 2 and replicas 0 and 1 give
 
         DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
 
-    Hybrid groups without a pattern leave an ellipsis for the ranks, which cannot be run.
+    For hybrid groups without a pattern, "..." stands for the ranks, which the user has to fill in.
     """
     device, axes = instance.wrapper.compute_device.type, _axes(instance)
     everyone = list(range(dist.get_world_size()))
@@ -84,7 +85,10 @@ def _grid(axes: list[_Axis]) -> list[int] | None:
 
 
 def _slice_of(axis: _Axis, num_ranks: int) -> list[tuple[str, int]] | None:
-    """Return the 2-D mesh of all ranks, by name and size, one dim of which is this axis."""
+    """Return (name, size) of the dims of a 2-D mesh of all ranks that has this axis as one dim.
+
+    None if there is no such mesh.
+    """
     size, first = len(axis.ranks), axis.ranks[0]
     others, rest = divmod(num_ranks, size)
     if rest:
@@ -102,7 +106,7 @@ def _init(device: str, dims: list[tuple[str, int]]) -> str:
 
 
 def _names(names: Iterable[str]) -> str:
-    """Write a tuple of names: ("replicate", "shard")."""
+    """Return a tuple of names as source text: ("replicate", "shard")."""
     quoted = [f'"{name}"' for name in names]
     return f"({', '.join(quoted)}{',' if len(quoted) == 1 else ''})"
 

@@ -1,4 +1,4 @@
-"""`migrate_report`: what a model wrapped with `FullyShardedDataParallel` is with `fully_shard`."""
+"""`migrate_report`: says how to shard a `FullyShardedDataParallel` model with `fully_shard`."""
 
 import dataclasses
 import textwrap
@@ -16,9 +16,11 @@ _WIDTH = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InstanceReport:
-    """One instance. path: of its module in the model before it was wrapped, "" for the model.
+    """The report on one instance.
 
-    call: with variables of the report's code, "" if none is needed, as ``note`` says.
+    path: of the wrapped module, in the model before it was wrapped; "" for the model itself.
+    call: as source text, using variables of the report's code; "" if none is needed, and ``note``
+        then says why.
     """
 
     path: str
@@ -30,10 +32,10 @@ class InstanceReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MigrationReport:
-    """A wrapped model as `fully_shard` calls; ``str()`` prints it, its program last.
+    """A wrapped model in terms of `fully_shard`; ``str()`` gives a text that ends with the code.
 
-    program: what changes elsewhere: arguments that instances do not keep, and methods.
-    code: shards ``model``, the model before it was wrapped, as the instances do.
+    program: changes elsewhere in the program: arguments that instances do not keep, and methods.
+    code: a program that shards ``model``, the model before it was wrapped, as the instances do.
     """
 
     instances: tuple[InstanceReport, ...]
@@ -68,7 +70,7 @@ class MigrationReport:
 
 
 def migrate_report(model: nn.Module) -> MigrationReport:
-    """Say what `fully_shard` calls a model wrapped with `FullyShardedDataParallel` comes to.
+    """Return the `fully_shard` calls that replace a model's `FullyShardedDataParallel` instances.
 
         print(migrate_report(model))
         exec(migrate_report(model).code, {"model": unwrapped_copy})
@@ -97,7 +99,7 @@ def _dicts(translations: Sequence[Translation]) -> list[dict[str, Any]]:
 
 
 def _alike(instances: Sequence[InstanceReport]) -> list[list[InstanceReport]]:
-    """Put instances together that differ in their path alone."""
+    """Return groups of instances that differ in their path alone."""
     groups: dict[object, list[InstanceReport]] = {}
     for each in instances:
         shape = each.call.replace(f'"{each.path}"', "")

@@ -21,8 +21,9 @@ Groups = tuple[dist.ProcessGroup, ...]
 class _Part(NamedTuple):
     """A gradient, or a run of a flat one, with the groups over which it is divided.
 
-    grad: what is scaled; None where this rank has none. dtype: of the parameter, the same on every
-        rank. counted: what the norm is taken of, nearly always ``grad`` itself.
+    grad: the local tensor that is scaled; None where this rank has none. dtype: the parameter's, which
+        is the same on every rank.
+    counted: the tensor whose norm is taken: ``grad`` itself, except for partial sums.
     """
 
     groups: Groups
@@ -41,14 +42,14 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their norm is at most ``max_norm``; return the norm before.
 
-    parameters: sharded on any meshes, plain, or both; of unsharded ones, what is trained counts.
-        Every rank has to call it. Plain gradients count once, so they have to be the same on every
-        rank.
+    parameters: sharded on any meshes, plain, or both. For a parameter that is unsharded at the
+        moment, the gradient of its sharded form counts. Plain gradients count once, so they have to
+        be the same on every rank.
     norm_type: 1, 2, any positive p, or infinity.
 
-    Returns a 0-dim plain tensor, the norm over all ranks, the same on each. One all-reduce for each
-    different set of mesh axes, and for each axis in it. Raises RuntimeError on a norm that is not
-    finite, if asked to.
+    Returns a 0-dim plain tensor, the norm over all ranks, the same on each. Every rank has to call
+    it; there is one all-reduce per distinct set of mesh axes and axis in it. With
+    ``error_if_nonfinite``, raises RuntimeError, before scaling, if the norm is inf or NaN.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -83,7 +84,7 @@ def clip_grad_norm_(
 
 
 def _trained(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what has the gradient of a parameter, given what modules show while it is unsharded."""
+    """Return the parameter that has the gradient: for an unsharded form, the sharded one."""
     manager = manager_of(parameter)  # type: ignore[arg-type]
     if manager is None or manager.unsharded is not parameter:
         return parameter
@@ -91,10 +92,10 @@ def _trained(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(parameters: Iterable[torch.Tensor]) -> Iterator[_Part]:
-    """Yield gradients by the groups that divide them: on every rank the same, in the same order.
+    """Yield parts with their groups, in an order and with groups that are the same on all ranks.
 
-    What is divided is yielded without a gradient, too, since other ranks may have one for their
-    piece, and wait for this rank's zero.
+    A parameter that is divided over ranks is yielded even if it has no gradient here: other ranks may
+    have one for their piece, and wait for this rank in the all-reduce.
     """
     groups_of = functools.cache(_shard_groups)
     for parameter in parameters:
@@ -116,10 +117,11 @@ def _parts(parameters: Iterable[torch.Tensor]) -> Iterator[_Part]:
 
 
 def _plain_parts(parameter: torch.Tensor, grad: torch.Tensor | None) -> Iterator[_Part]:
-    """Yield the gradient of a plain parameter: a piece of a flat buffer, a whole buffer, or neither.
+    """Yield the parts of a plain tensor's gradient.
 
-    A flat parameter may stand for some that tensor parallel divides and some that it repeats. Only
-    the first are summed over its axis, so their runs are yielded apart.
+    The tensor is a piece of a flat buffer, a whole flat parameter, or not sharded. A flat parameter
+    may contain parameters that tensor parallel divides, and others that it replicates. Only the former
+    are summed over the tensor-parallel axis, so their runs are yielded apart.
     """
     owner = owner_of(parameter)  # type: ignore[arg-type]
     if owner is None:
@@ -146,24 +148,24 @@ def _plain_parts(parameter: torch.Tensor, grad: torch.Tensor | None) -> Iterator
 
 
 def _for_group(power: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a number where the group can sum it: of offloaded gradients it is in host memory."""
-    devices = getattr(group, "_device_types", [])  # a stand-in has none
+    """Return a number on a device that the group serves: offloaded gradients are in host memory."""
+    devices = getattr(group, "_device_types", [])  # process groups made in Python may have none
     if not devices or power.device.type in {device.type for device in devices}:
         return power
     return power.to(devices[0])
 
 
 def _groups_below(spec: DTensorSpec | None) -> Groups:
-    """Return the groups that divided a parameter before it was flattened, as tensor parallel does."""
+    """Return the groups over which tensor parallel divided a parameter before it was flattened."""
     return () if spec is None else _shard_groups(spec.mesh, spec.placements)
 
 
 def _shard_groups(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Groups:
-    """Return the groups over which a tensor is divided; replicas hold the same and do not count."""
+    """Return the groups over which a tensor is divided, without those over which it is replicated."""
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(placements)
-        # `_StridedShard`, which comes with tensor parallel, is no subclass of `Shard`.
+        # `_StridedShard`, which comes with tensor parallel, is no subclass of `Shard` (torch 2.13).
         if isinstance(placement, (Shard, _StridedShard)) and mesh.size(axis) > 1
     )
 
@@ -174,8 +176,9 @@ def _is_partial(placements: tuple[Placement, ...]) -> bool:
 
 
 def _local_power(parts: list[_Part], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of p-th powers, or the maximum for infinity, in float32 or wider."""
-    # From the parameters' dtypes: every rank has to reduce the same, whatever it has a part of.
+    """Return the sum of p-th powers, or the maximum for infinity: 0-dim, float32 or float64."""
+    # By the parameters' dtypes, not the gradients': all ranks have to all-reduce the same dtype, and
+    # a rank may have no gradient.
     wide = {part.dtype for part in parts} & {torch.float64, torch.complex128}
     dtype = torch.float64 if wide else torch.float32
     counted = [part.counted for part in parts if part.counted is not None and part.counted.numel()]

@@ -19,10 +19,10 @@ class ShardedGradScaler(GradScaler):
         scaler.update()         # a smaller scale after a skip, a larger one after many steps
 
     Differs from ``torch.amp.GradScaler`` in three ways: ranks of ``process_group`` (default: all)
-    agree in one all-reduce a step; gradients may be float16, DTensors, on several devices, or
+    agree in one all-reduce per step; gradients may be float16, DTensors, on several devices, or
     missing on a rank; scaled outputs keep their dtype.
 
-    device: the type on which ranks communicate if all of their gradients are in host memory.
+    device: the device type on which ranks communicate if all their gradients are in host memory.
     Arguments, methods and errors are otherwise those of ``torch.amp.GradScaler``.
     """
 
@@ -61,18 +61,19 @@ class ShardedGradScaler(GradScaler):
         optimizer: torch.optim.Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
-        allow_fp16: bool = True,  # the base class says False where it means masters of AMP
+        allow_fp16: bool = True,  # ignored: AMP passes False, for masters in float32
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply the gradients by ``inv_scale`` and agree on whether one was not finite.
 
-        Returns, for each device with gradients, a tensor shaped as ``found_inf`` that is 0 or, if
-        any rank has an inf or NaN, 1. Both `unscale_` and the check made for fused optimizers,
-        which unscale for themselves, end here, so neither can act on one rank's view.
+        Returns, per device with gradients, a tensor shaped as ``found_inf``: 1 if any rank has an inf
+        or NaN, else 0. `unscale_` calls this, and so does the check for fused optimizers, which
+        unscale by themselves; so neither can act on one rank's gradients alone. Collective.
         """
         params = [_local_view(p) for group in optimizer.param_groups for p in group["params"]]
         local: Any = types.SimpleNamespace(param_groups=[{"params": params}])
         found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16=True)
-        # One tensor and one collective, whatever devices hold gradients on a rank, even if none.
+        # One tensor and one collective on every rank, whichever devices its gradients are on, and
+        # also if it has none.
         found = found or {found_inf.device: found_inf}
         device = next((d for d in found if d.type != "cpu"), self._device)
         agreed = torch.stack([each.to(device) for each in found.values()]).amax(0)
@@ -83,9 +84,9 @@ class ShardedGradScaler(GradScaler):
 
 
 def _local_view(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose gradient is this rank's part of the parameter's, sharing its memory.
+    """Return a tensor whose ``grad`` is this rank's part of the parameter's gradient, sharing memory.
 
-    The kernel that unscales takes plain tensors or DTensors, not both at once.
+    torch's unscaling kernel takes plain tensors or DTensors, but not both in one call (torch 2.13).
     """
     if not isinstance(parameter.grad, DTensor):
         return parameter

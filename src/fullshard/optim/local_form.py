@@ -1,12 +1,12 @@
-"""What an optimizer works on, in two forms: as users see it, and as this rank's plain tensors.
+"""Two forms of an optimizer's parameters, gradients and state: DTensors, and their local tensors.
 
-                shown                                  local
+                shown (to users)                       local (in a step)
     parameter   DTensor                                its local tensor, the shard
     gradient    DTensor, the parameter's ``grad``      its local tensor, the shard's ``grad``
     state       DTensors, by parameter                 their local tensors, by shard
 
-Both forms of a tensor share memory, so only references are exchanged. Parameters that are no
-DTensors, and their state, are the same in both forms.
+Both forms of a tensor share memory, so switching forms exchanges references and copies nothing.
+Parameters that are no DTensors, and their state, are the same in both forms.
 """
 
 from collections import defaultdict
@@ -23,14 +23,16 @@ from fullshard.errors import StateError
 
 State = dict[Any, Any]
 
-# Plain scalars even where the parameter is a scalar DTensor, as optimizers of PyTorch keep them.
+# State of these names stays a plain 0-dim tensor, even if the parameter is a 0-dim DTensor: so do
+# PyTorch's optimizers keep it.
 _SCALARS = {"step", "mu", "mu_product", "eta"}
 
 
 def local_gradient(grad: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     """Return this rank's part of a gradient, divided over ranks as the parameter is.
 
-    Tensor parallelism may leave partial sums; they are completed here, as DTensor arithmetic would.
+    Tensor parallel may leave partial sums; they are completed here, as DTensor arithmetic would, by a
+    collective. Raises StateError for a gradient that is no DTensor.
     """
     if not isinstance(grad, DTensor):
         raise StateError(
@@ -44,7 +46,10 @@ def local_gradient(grad: torch.Tensor, parameter: DTensor) -> torch.Tensor:
 
 
 def localize(shown: Mapping[Any, Any], parameters: Sequence[DTensor]) -> State:
-    """Return the local form of an optimizer's state."""
+    """Return the local form of an optimizer's state, by local tensor instead of parameter.
+
+    Raises StateError for state that is not divided as its parameter is.
+    """
     shard_of = {parameter: parameter._local_tensor for parameter in parameters}
     state: State = defaultdict(dict)
     for key, own in shown.items():
@@ -62,9 +67,10 @@ def show(
     shards: Sequence[torch.Tensor],
     shown: State | None = None,
 ) -> State:
-    """Return the shown form of an optimizer's state.
+    """Return the shown form of an optimizer's state, by parameter.
 
-    shown: as it was before. It is brought up to date, with every object in it that is still right.
+    shown: an earlier shown form, which users may hold. It is updated in place and returned, and
+        DTensors in it that still have the right local tensor stay the same objects.
     """
     shown = defaultdict(dict) if shown is None else shown
     parameter_of = dict(zip(shards, parameters, strict=True))
@@ -115,7 +121,10 @@ def _shown_value(value: Any, parameter: DTensor, name: str, before: Any) -> Any:
 
 
 def _refuse_parts(value: Any, parameter: DTensor, name: str) -> None:
-    """Refuse state that is neither a scalar nor divided as the parameter: no rank could save it."""
+    """Raise StateError for state that is neither a scalar nor divided as the parameter.
+
+    It would differ between ranks, and no state dict could describe it.
+    """
     for tensor in _tensors_in(value):
         if isinstance(tensor, DTensor) or tensor.numel() > 1:
             raise StateError(
@@ -135,7 +144,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _spec_of(parameter: DTensor, dtype: torch.dtype) -> DTensorSpec:
-    """Describe a tensor of this dtype that is divided as the parameter."""
+    """Return the spec of a tensor of this dtype that is divided as the parameter."""
     spec = parameter._spec
     if parameter.dtype == dtype:
         return spec

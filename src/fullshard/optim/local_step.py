@@ -1,12 +1,12 @@
-"""Exchanges what an optimizer works on, for the time of a step.
+"""Switches an optimizer to local tensors while it steps, and back.
 
 Between steps an optimizer is an ordinary one over DTensors. Its shown state (see `local_form`) is
-made only when somebody asks for it, and lives as long as somebody may write to it:
+made only when somebody reads ``optimizer.state``, and is kept as long as somebody may write to it:
 
-    nobody asks      the local state stays, and a step exchanges parameters and gradients alone
-    somebody asks    the state is shown, and is the state until the next step
-    next step        takes what was written there; lets go of it, or, if somebody still refers to
-                     it, brings it up to date afterwards
+    nobody reads it    the local state stays; a step switches parameters and gradients alone
+    somebody reads it  the shown state is made, and is the optimizer's state until the next step
+    the next step      takes over what was written to the shown state. Then it is dropped, or, if
+                       somebody still refers to it, updated after the step
 """
 
 import sys
@@ -24,28 +24,28 @@ from fullshard.optim.local_form import State, local_gradient, localize, show
 
 
 class LocalStep:
-    """What one optimizer works on, in both forms."""
+    """Switches one optimizer between the shown and the local form."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._is_entered = False
-        self._state: State = {}  # local; what counts unless a state is shown
-        self._still_shown: State | None = None  # while a step runs
-        # Of the last step, and used again while they are right. By parameter group, as shown:
+        self._state: State = {}  # the local state; empty while a shown one is the optimizer's
+        self._still_shown: State | None = None  # during a step, a shown state to update after it
+        # Caches from the last step, checked at the next one. Per parameter group, in both forms:
         self._shown_lists: list[list[torch.Tensor]] = []
         self._local_lists: list[list[torch.Tensor]] = []
-        # The DTensors among them:
+        # The DTensors of all groups, their local tensors, and the specs of gradients that fitted.
         self._parameters: list[DTensor] = []
         self._shards: list[torch.Tensor] = []
         self._grad_specs: list[DTensorSpec | None] = []
-        # The gradients, if all fitted as they are. See [Note: Lasting gradients].
+        # The last step's gradients if all of them fitted. See [Note: Lasting gradients].
         self._grads: list[weakref.ref[torch.Tensor]] = []
-        self._gradients_last = False
-        # What to put back after a step.
+        self._gradients_last = False  # whether the shards' ``grad`` stay set between steps
+        # During a step, the groups' lists of parameters, to put back after it.
         self._put_aside: list[list[torch.Tensor]] = []
 
     def shown_state(self) -> State:
-        """Return the optimizer's state as users see it. What they write there counts."""
+        """Return the optimizer's shown state. The next step takes over what is written to it."""
         attributes = self._attributes()
         if "state" not in attributes:
             attributes["state"] = show(self._state, self._parameters, self._shards)
@@ -54,7 +54,10 @@ class LocalStep:
         return state
 
     def enter(self) -> None:
-        """Let the optimizer see local tensors. On an exception nothing has changed."""
+        """Switch the optimizer to local tensors. If this raises, it is as it was before.
+
+        Raises StateError for gradients or state that are not divided as their parameter.
+        """
         self._find_parameters()
         attributes = self._attributes()
         if "state" in attributes:
@@ -74,7 +77,7 @@ class LocalStep:
             raise
 
     def leave(self) -> None:
-        """Let the optimizer be seen as before. No effect if it is."""
+        """Switch the optimizer back to DTensors. No effect if it was not switched."""
         if not self._is_entered:
             return
         self._is_entered = False
@@ -92,7 +95,7 @@ class LocalStep:
             self._state = {}
 
     def left_for(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a closure, which computes gradients, to find everything as it is between steps."""
+        """Wrap the closure of a step, so that it runs on the shown form, as between steps."""
 
         def call() -> Any:
             self.leave()
@@ -103,7 +106,7 @@ class LocalStep:
         return call
 
     def _find_parameters(self) -> None:
-        """Look up the DTensors in the parameter groups, and their shards."""
+        """Find the DTensors in the parameter groups and their local tensors, unless known."""
         lists = [group["params"] for group in self._groups()]
         shards = [parameter._local_tensor for parameter in self._parameters]
         if (
@@ -112,7 +115,8 @@ class LocalStep:
             and _are_same(shards, self._shards)
         ):
             return
-        # Others have added or replaced parameters, or moved shards: state is by shard.
+        # Parameters were added or replaced, or shards moved. The local state is by shard, so it is
+        # shown first, while the old shards are known.
         self.shown_state()
         self._shown_lists = [list(params) for params in lists]
         self._local_lists = [
@@ -125,12 +129,12 @@ class LocalStep:
         self._gradients_last = False
 
     def _give_gradients(self) -> None:
-        """Set the shards' gradients.
+        """Set the shards' ``grad`` to their parts of the parameters' gradients.
 
-        [Note: Lasting gradients] The engine uses the memory of gradients again, and the DTensors
-        over it. If a step finds those of the step before, it leaves the shards' gradients set, so
-        that the next one has nothing to do. They hold no memory that the engine would free: what it
-        frees does not come again.
+        [Note: Lasting gradients] The engine reuses the memory of gradients from step to step, and the
+        DTensors over it. If a step finds the same DTensors as the step before, it leaves the shards'
+        ``grad`` set, so that the next step has nothing to do. Keeping these references is safe:
+        gradient memory that the engine frees never comes back as the same tensor.
         """
         grads = [parameter.grad for parameter in self._parameters]
         is_known = self._grads and all(map(is_, grads, [known() for known in self._grads]))
@@ -151,7 +155,7 @@ class LocalStep:
             if grad is None:
                 shard.grad = None
                 all_fit = False
-            elif getattr(grad, "_spec", grad) is spec:  # which fitted last time
+            elif getattr(grad, "_spec", grad) is spec:  # the spec that fitted last time
                 shard.grad = grad._local_tensor
             else:
                 parameter = self._parameters[index]
@@ -177,7 +181,7 @@ def _are_same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
 
 
 def _is_kept(attributes: dict[str, Any]) -> bool:
-    """Whether anybody else refers to the shown state or to that of a parameter."""
+    """Return whether anybody but the optimizer refers to the shown state or a parameter's part."""
     state = attributes["state"]
     return _references([state]) > _references([[]]) + 2 or _references(
         state.values()
@@ -185,5 +189,5 @@ def _is_kept(attributes: dict[str, Any]) -> bool:
 
 
 def _references(objects: Iterable[object]) -> int:
-    """Count who refers to an object, the container included: the most of several."""
+    """Return the largest reference count among objects, their container included."""
     return max(map(sys.getrefcount, objects), default=0)

@@ -1,9 +1,9 @@
-"""`step_on_shards`: an optimizer over DTensors steps on plain tensors.
+"""`step_on_shards`: lets an optimizer over DTensors step on their local tensors.
 
 Every operation on a DTensor passes through its dispatcher, which costs tens of microseconds of host
-time. An elementwise update does not need it: this rank's part of the new parameter follows from its
-parts of the old one, of the gradient and of the state. So the optimizer is given a class of its own
-(as `fully_shard` gives one to modules), whose ``step`` runs on those parts.
+time. An elementwise update does not need that: this rank's part of the new parameter depends only on
+its parts of the old parameter, of the gradient and of the state. So the optimizer gets a class of its
+own (as `fully_shard` gives one to modules), whose ``step`` runs on those parts.
 """
 
 import functools
@@ -30,7 +30,7 @@ _ELEMENTWISE = {
     optim.Rprop,
     optim.SGD,
 }
-# By name, wherever they are from.
+# By class name, from whichever library, with the reason.
 _NOT_ELEMENTWISE = {
     "Adafactor": "scales by norms over rows, columns and whole parameters",
     "LAMB": "scales by norms of whole parameters",
@@ -42,21 +42,20 @@ _NOT_ELEMENTWISE = {
 
 
 def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> OptimizerT:
-    """Let an optimizer step on this rank's shards as plain tensors; return the same optimizer.
+    """Make an optimizer step on this rank's shards as plain tensors; return the same optimizer.
 
         optimizer = fullshard.step_on_shards(torch.optim.AdamW(model.parameters()))
 
-    Between steps parameters, gradients and state are DTensors as ever, also in ``state_dict()``, so
-    checkpoints are those of the optimizer without this; hooks and closures see what they always
-    see. Results are equal in every bit. Call it before anything replaces the optimizer's ``step``,
-    as learning rate schedulers do.
+    Between steps parameters, gradients and state are DTensors as before, also in ``state_dict()``,
+    in hooks and in closures, so checkpoints do not change. Results are bitwise equal. Call it before
+    anything replaces the optimizer's ``step``, as learning rate schedulers do.
 
-    elementwise: that no element of an update depends on other elements of the parameter. It is
-        known of most of ``torch.optim``; say it of others. An update by a norm or a matrix product
-        would take this rank's shard for the parameter, and be wrong.
+    elementwise: states that no element of an update depends on other elements of the parameter. This
+        is known of most of ``torch.optim``; pass True for other optimizers of which it holds. An
+        update by a norm or a matrix product would silently use this rank's shard alone.
 
-    Raises ShardingError for an optimizer that is not known to be elementwise or known not to be,
-    and for ``differentiable=True``.
+    Raises ShardingError for an optimizer that is known not to be elementwise, or not known to be
+    without ``elementwise=True``, and for ``differentiable=True``; StateError if ``step`` was replaced.
     """
     if not isinstance(optimizer, _OnShards):
         _check(optimizer, elementwise=elementwise)
@@ -65,14 +64,14 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
 
 
 class _StateOnDemand:
-    """The attribute ``state``, while the optimizer's dictionary has none."""
+    """The attribute ``state``: found here while the optimizer's ``__dict__`` has none."""
 
     def __get__(self, optimizer: Any, _: type) -> Any:
         return self if optimizer is None else optimizer._local_step.shown_state()
 
 
 class _OnShards:
-    """What the class of an optimizer that steps on shards has before its original class."""
+    """Base of the classes that optimizers get here, in front of the original class."""
 
     state = _StateOnDemand()
     _local_step: LocalStep
@@ -84,7 +83,7 @@ class _OnShards:
 
 
 def _create_empty(original: type[optim.Optimizer]) -> optim.Optimizer:
-    """Return an optimizer to which ``__setstate__`` gives everything but what it is."""
+    """Return an optimizer of the right class, whose attributes ``__setstate__`` is to set."""
     optimizer = original.__new__(original)
     _put_on_shards(optimizer, original)
     return optimizer
@@ -97,7 +96,8 @@ def _put_on_shards(optimizer: Any, original: Any) -> None:
 
 @functools.cache
 def _class_on_shards(original: type[Any]) -> type[Any]:
-    # PyTorch puts the hooks around `step`. They go around ours instead, to see what users see.
+    # PyTorch runs step hooks around `step`, by a wrapper that it marks `hooked`. Here they go around
+    # our step instead of the inner one, so that they see DTensors.
     step: Any = original.step
     if getattr(step, "hooked", False):
         step = step.__wrapped__

@@ -1,9 +1,9 @@
-"""What the ranks have of an optimizer's state, agreed on before any of it is exchanged.
+"""Agreement of all ranks on which optimizer state there is, before any of it is exchanged.
 
-A rank that owns nothing of a parameter may have no state of it, or old state. Mostly all ranks have
-the same, which digests tell, and nothing else travels: 1,000 ranks send 40 bytes each. Where they
-differ, each distinct report travels once. Pieces of flat parameters make many distinct reports, but
-each of few parameters; ownership of rows makes few.
+A rank that owns nothing of a parameter may have no state of it, or outdated state. So each rank makes
+a report. Mostly all reports are equal; comparing digests shows that, and nothing else is sent: 1,000
+ranks send 40 bytes each. Where reports differ, each distinct one is sent once. With pieces of flat
+parameters there are many distinct reports, each of few parameters; with ownership of rows, few.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ Others = dict[int, dict[str, Any]]
 
 
 class Report(NamedTuple):
-    """What a rank has of a unit's state.
+    """The state of one unit that one rank has.
 
-    dtypes: of state tensors, by parameter and name. others: what is no tensor of the parameter's
-    size. owned: parameters of which it owns something.
+    dtypes: of state tensors, by parameter and name. others: values that are no tensor of the
+    parameter's size. owned: the parameters of which the rank owns at least one element.
     """
 
     dtypes: dict[int, dict[str, torch.dtype]]
@@ -33,7 +33,7 @@ class Report(NamedTuple):
 
 
 class _Scalar(NamedTuple):
-    """A tensor of no dimensions. Its pickle is larger, and another one in each process."""
+    """A 0-dim tensor as plain values. Its own pickle is larger, and differs between processes."""
 
     number: float
     dtype: torch.dtype
@@ -41,9 +41,10 @@ class _Scalar(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What ranks have of a unit's state together.
+    """The state of one unit that any rank has.
 
-    kinds: the dtype of each state of each parameter, None for what is no tensor of its size.
+    kinds: the dtype of each state of each parameter; None for a value that is no tensor of the
+    parameter's size, which is then in ``others``.
     """
 
     kinds: Kinds
@@ -55,8 +56,8 @@ def agree(
 ) -> list[Agreed]:
     """Merge the reports of all ranks, unit by unit. Every rank has to call it.
 
-    names: of each unit's parameters. Raises StateError on all ranks if one has no state of what it
-    owns and others have.
+    names: of each unit's parameters. Raises StateError, on all ranks alike, if a rank owns a part of
+    a parameter but has no state of it, while others have.
     """
     sent = [report._replace(others=_map(report.others, _to_scalar)) for report in mine]
     everyones: list[Any] = [None] * dist.get_world_size(group)
@@ -86,7 +87,7 @@ def agree(
 def _distinct(
     mine: list[Report], everyones: Sequence[Any], group: dist.ProcessGroup | None
 ) -> dict[Any, list[Report]]:
-    """Return the reports that differ, by digest, in the order of the first ranks that have them."""
+    """Return each distinct report by its digest, in the order of the first ranks that have them."""
     first = {digest: everyones.index(digest) for digest in dict.fromkeys(everyones)}
     rank = dist.get_rank(group)
     speaks = rank in first.values()
@@ -104,7 +105,7 @@ def _distinct(
 
 
 def _merge(reports: Sequence[Report]) -> Agreed:
-    """Take what owners have, and where none has anything, what others have."""
+    """Return what owners have; of state that no owner has, what the other ranks have."""
     kinds: Kinds = {}
     others: Others = {}
     for of_owners in (True, False):
@@ -146,7 +147,7 @@ def _from_scalar(value: Any) -> Any:
 
 
 def _text(value: Any) -> str | bytes:
-    """Write a value as every process writes it; if it cannot be known, as a pickle."""
+    """Return a text that is equal in all processes for equal values; a pickle for unknown types."""
     plain = (bool, int, float, str, type(None), _Scalar)
     return repr(value) if type(value) in plain else pickle.dumps(value)
 

@@ -1,8 +1,8 @@
-"""Moving parameters between ranks from one division to another.
+"""Moving parameters between ranks, from one division over them to another.
 
-What moves is planned by `regrid`, on every rank by itself and without a message. Only what changes
-ranks travels, as bytes, so that any mix of dtypes fits into one collective. Alive at once are the
-local tensors, the results, one buffer of what this rank sends and one of what it receives.
+Every rank plans by itself what moves (`plan.regrid`), without a message. Only elements that change
+ranks are sent, as bytes, so that any mix of dtypes fits into one collective. At its peak, memory holds
+the local tensors, the results, one send buffer and one receive buffer.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from fullshard.plan.regrid import Division, Transfer, local_numel, regrid
 
 
 class _Copies(NamedTuple):
-    """Runs of bytes, in local tensors and in results.
+    """Runs of bytes as uint8 views of local tensors and of results.
 
-    kept: pairs of where a run is and where it goes, without leaving the rank.
-    sent, received: for each rank, the runs in the order in which they travel.
+    kept: (source, target) of the runs that stay on this rank.
+    sent, received: by the other rank, the runs in the order in which they are sent.
     """
 
     kept: list[tuple[torch.Tensor, torch.Tensor]]
@@ -37,13 +37,14 @@ def exchange(
     device: torch.device,
     wire_device: torch.device | None = None,
 ) -> list[torch.Tensor]:
-    """Move this rank's parts of several parameters to where the new divisions want them.
+    """Return this rank's parts of several parameters in the new divisions. Collective.
 
     tensors: one 1-D contiguous tensor per parameter, possibly empty. A parameter's dtype is the
         same on every rank. old, new: its divisions over the ranks of ``group``.
-    group: None is this rank alone. Every rank has to call; there is one all-to-all, whatever moves,
-        and none in a group of one.
-    device: where the results are to be. wire_device: where the group communicates, if elsewhere.
+    group: None is this rank alone. There is one all-to-all, even if nothing moves, and none in a
+        group of one.
+    device: the results' device. wire_device: the device on which the group communicates, if that is
+        another one.
 
     Two parameters of 4 elements on 2 ranks, flat -> whole: each rank sends 2 elements of each, in
     one call, and returns two new tensors of 4 elements. Result elements that no piece of ``new``
@@ -79,7 +80,7 @@ def exchange(
 
 
 def _plan(divisions: Sequence[tuple[Division, Division]], rank: int) -> list[tuple[Transfer, ...]]:
-    """Plan each parameter, once for those that share divisions, as the states of one do."""
+    """Return each parameter's transfers; tensors with the same divisions share one plan."""
     plans: dict[tuple[int, int], tuple[Transfer, ...]] = {}
     for before, after in divisions:
         # Identities are safe as keys, since `divisions` keeps all of them alive.
@@ -121,7 +122,10 @@ def _communicate(
     device: torch.device,
     wire_device: torch.device,
 ) -> None:
-    """Send and receive everything; ranks agree on the order, as it is the order of the plans."""
+    """Send and receive everything in one all-to-all.
+
+    Ranks agree on the order of runs, because it is the order of their plans, which are equal.
+    """
     sent_nbytes, received_nbytes = (
         [sum(run.numel() for run in runs) for runs in by_rank]
         for by_rank in (copies.sent, copies.received)
@@ -132,7 +136,7 @@ def _communicate(
     if sent:
         torch._foreach_copy_(outgoing.split([run.numel() for run in sent]), sent)
     dist.all_to_all_single(incoming, outgoing, received_nbytes, sent_nbytes, group=group)
-    del outgoing
+    del outgoing  # before `incoming` may be copied to another device, which takes as much again
     received = [run for runs in copies.received for run in runs]
     if received:
         # Moved in one piece: runs may be many, and copies between devices are slow to start.

@@ -1,4 +1,4 @@
-"""The state that an optimizer will have, before it has any.
+"""The state that an optimizer begins with, before its first step has made it.
 
 Most optimizers make their state in their first step, so a new process has nothing to load a
 checkpoint into. Here it is made as if that step had begun, on a copy of the optimizer and of one
@@ -17,9 +17,9 @@ from fullshard.errors import StateError
 
 
 def lacking_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, int]]:
-    """Yield (group, position in it) of each trainable parameter without state.
+    """Yield (number of the group, position in it) of each trainable parameter without state.
 
-    Frozen ones are left out: they need none, and theirs may be larger than that of all others.
+    Frozen parameters are left out: they need no state, and it might be larger than all the rest.
     """
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -32,8 +32,8 @@ def lacking_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, int]]
 def first_state(optimizer: torch.optim.Optimizer, group: int, position: int) -> dict[str, Any]:
     """Return a parameter's state as it is before the first step: AdamW's moments 0 and step 0.
 
-    Empty if the optimizer keeps none. Raises StateError if the optimizer cannot say it without a
-    step of its own, such as LBFGS, whose steps take a closure.
+    Empty if the optimizer keeps none. Raises StateError if it can be known only by a real step, as
+    with LBFGS, whose steps take a closure.
     """
     own = optimizer.param_groups[group]
     stand_in = nn.Parameter(own["params"][position].detach().clone())
@@ -58,12 +58,12 @@ def first_state(optimizer: torch.optim.Optimizer, group: int, position: int) -> 
 def with_first_states(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], parameters: set[nn.Parameter]
 ) -> dict[str, Any]:
-    """Complete an optimizer's state dict by the first state of those parameters that have none."""
+    """Return an optimizer's state dict with the first state of the parameters that have none yet."""
     keys = [group["params"] for group in state_dict["param_groups"]]
     added = {}
     for group, position in lacking_state(optimizer):
         parameter = optimizer.param_groups[group]["params"][position]
-        # Of what this rank owns nothing, optimizers keep no state once they have stepped.
+        # After a step, an optimizer has no state of parameters that are empty on this rank.
         if parameter in parameters and (parameter.numel() or not state_dict["state"]):
             state = first_state(optimizer, group, position)
             if state:
@@ -78,18 +78,22 @@ def _copy_without_state(optimizer: torch.optim.Optimizer) -> Any:
     # Schedulers replace the instance's `step` by one that counts the steps of the original.
     vars(copy).update({name: value for name, value in settings.items() if name != "step"})
     copy.state = collections.defaultdict(dict)
-    if "_local_step" in settings:  # of `step_on_shards`
+    if "_local_step" in settings:  # of `step_on_shards`: it refers to the original
         copy._local_step = type(settings["_local_step"])(copy)
     return copy
 
 
 def _initialise(copy: Any) -> bool:
-    """Let an optimizer of torch.optim initialise its state, without a step. Return whether it did."""
+    """Let an optimizer of torch.optim make its state without a step; return whether it did.
+
+    By ``_init_group``, a private method that those of torch 2.13 have; others return False.
+    """
     initialise = getattr(copy, "_init_group", None)
     if initialise is None:
         return False
     (group,) = copy.param_groups
-    lists = len(inspect.signature(initialise).parameters) - 1  # that it fills with what it finds
+    # Beside the group, it takes lists to fill with what it finds; how many depends on the class.
+    lists = len(inspect.signature(initialise).parameters) - 1
     initialise(group, *([] for _ in range(lists)))
     return bool(copy.state.get(group["params"][0]))
 

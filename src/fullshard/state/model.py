@@ -1,13 +1,14 @@
 """State dicts of modules whose parameters are pieces of a flat buffer.
 
-Keys are those of the module before it was wrapped; what wrappers add is taken off after saving and
-put back before loading. A value is
+Keys are those of the module before it was wrapped: the prefixes that wrappers add are removed after
+saving and put back before loading. A value is
 
     FULL      the whole tensor, gathered one unit at a time
-    SHARDED   this rank's rows of it (see `values`), exchanged for its pieces: never a whole copy
+    SHARDED   this rank's rows (see `values`), exchanged for its pieces without a whole copy
     LOCAL     this rank's shard of the flat buffer, under ``_flat_param``
 
-Any of them can be loaded whatever the settings say, and by any number of ranks but for LOCAL.
+A state dict of any of these kinds can be loaded, whatever the settings say. LOCAL takes the number of
+ranks and the wrapping that it was saved with; the others take any.
 """
 
 import warnings
@@ -56,7 +57,10 @@ def before_saving(module: nn.Module) -> None:
 def after_saving(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, settings: StateDictSettings
 ) -> None:
-    """Take prefixes off, and put values in place of pieces."""
+    """Remove prefixes, and replace pieces by values of the kind that the settings ask for.
+
+    Collective, except for LOCAL. Changes ``state_dict`` in place.
+    """
     state, unit = _state(module), _unit(module)
     if not unit.is_whole:
         _hide_pieces(unit)
@@ -70,7 +74,7 @@ def after_saving(
     config, kind = settings.state_dict_config, settings.state_dict_type
     drops = isinstance(config, FullStateDictConfig) and config.rank0_only and dist.get_rank() != 0
     saved = _buffers(module, state, prefix, casts=kind is not StateDictType.LOCAL_STATE_DICT)
-    saved = {key: buffer for key, buffer in saved.items() if key in state_dict}  # persistent
+    saved = {key: buffer for key, buffer in saved.items() if key in state_dict}  # persistent ones
     if kind is StateDictType.LOCAL_STATE_DICT:
         for _, key in _keys(module, unit, prefix):
             del state_dict[key]
@@ -127,7 +131,11 @@ def _local_values(unit: Unit, prefix: str) -> dict[str, torch.Tensor | ShardedTe
 def before_loading(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str]
 ) -> None:
-    """Put prefixes back, and this rank's pieces in place of values."""
+    """Put prefixes back, and replace values of any kind by this rank's pieces. Collective.
+
+    Changes ``state_dict`` in place. Values of another shape are described in ``errors``, for which
+    ``load_state_dict`` then raises RuntimeError on all ranks.
+    """
     unit = _unit(module)
     if not unit.is_whole:
         unit.settle()
@@ -174,7 +182,7 @@ def _fits(value: Any, expected: tuple[int, ...], name: str, errors: list[str]) -
 
 
 def after_loading(module: nn.Module, incompatible: Any) -> None:
-    """Hide pieces again, and name what is missing or unexpected as the user knows it."""
+    """Hide pieces again, and rename missing and unexpected keys to the names before wrapping."""
     unit = _unit(module)
     if not unit.is_whole:
         _hide_pieces(unit)
@@ -209,7 +217,7 @@ def _load_flat(unit: Unit, values: list[Any]) -> None:
 
 
 def _keys(module: nn.Module, unit: Unit, prefix: str) -> list[tuple[int, str]]:
-    """Return each parameter's keys below a prefix: several if it is shared."""
+    """Return (index, key) of each parameter below a prefix; a shared parameter has several keys."""
     paths = _paths(module)
     return [
         (index, f"{prefix}{path}{slot.name}")
@@ -230,7 +238,10 @@ def _paths(module: nn.Module) -> dict[int, list[str]]:
 def _buffers(
     module: nn.Module, state: ModuleState, prefix: str, *, casts: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the buffers of modules that are in no nested instance, in the dtypes they had."""
+    """Return buffers of the modules that are in no nested instance, by key.
+
+    casts: return copies in the dtypes they had before mixed precision cast them.
+    """
     paths = _paths(module)
     found = {}
     for own in state.own_modules():
@@ -253,7 +264,7 @@ def _flat_key(position: int) -> str:
 
 
 def _filled(bucket: BucketLayout) -> list[int]:
-    """Return how many elements of each shard come before the padding at the buffer's end."""
+    """Return the number of elements per shard without the padding at the buffer's end."""
     stop = max(param.unsharded_offset + param.spec.numel for param in bucket.params)
     size = bucket.shard_numel
     return [min(max(stop - rank * size, 0), size) for rank in range(bucket.shard_size)]

@@ -10,7 +10,7 @@ from fullshard.errors import StateError
 
 
 class StateDictType(enum.Enum):
-    """What the values of a model's state dict are."""
+    """The kind of values in a model's state dict."""
 
     FULL_STATE_DICT = enum.auto()  # whole tensors, as of the model that was wrapped
     LOCAL_STATE_DICT = enum.auto()  # this rank's flat shards; only the same wrapping can load them
@@ -81,7 +81,7 @@ class StateDictSettings:
 
 
 class OptimStateKeyType(enum.Enum):
-    """What an optimizer state dict calls its parameters."""
+    """The kind of keys by which an optimizer state dict identifies parameters."""
 
     PARAM_NAME = enum.auto()  # "blocks.0.weight"
     PARAM_ID = enum.auto()  # position in the optimizer, as torch.optim does
@@ -99,7 +99,10 @@ def default_settings(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Complete the settings of a kind of state dict. Raises StateError for options of another."""
+    """Return the settings of a kind of state dict, with default options where none are given.
+
+    Raises StateError for an options object of another kind.
+    """
     types = _CONFIGS[kind]
     config, optim_config = config or types[0](), optim_config or types[1]()
     for given, expected, name in (

@@ -1,7 +1,8 @@
-"""Between what ranks hold of a unit's parameters and the values of state dicts.
+"""Conversion between the ranks' parts of a unit's parameters and the values of state dicts.
 
-A *local* is this rank's part of a parameter, or of a tensor of its size (optimizer state): a piece
-of a flat buffer, or rows. Everything moves by one planned exchange, never through a whole copy.
+A *local* is this rank's part of a parameter, or of a tensor of the parameter's size (optimizer state):
+a piece of a flat buffer, or rows. The parts of all of a unit's tensors move in one planned exchange;
+values that are divided already never pass through a whole copy.
 """
 
 import math
@@ -25,12 +26,12 @@ from fullshard.state.values import LocalPart, local_part, sharded_dtensor, shard
 
 
 def division_group(unit: Unit) -> dist.ProcessGroup | None:
-    """Return the ranks among which values are divided; all have all if nothing is sharded."""
+    """Return the group among whose ranks values are divided; replicas if nothing is sharded."""
     return unit.mesh.shard_group or unit.mesh.replicate_group
 
 
 def divisions_of(unit: Unit) -> list[Division]:
-    """Return how each parameter is divided over the `division_group`."""
+    """Return each parameter's division over the `division_group`: the elements that each rank has."""
     group = division_group(unit)
     size = 1 if group is None else group.size()
     if unit.mesh.shard_group is None:
@@ -55,10 +56,10 @@ def sharded_values(
     *,
     dtensors: bool = False,
 ) -> list[torch.Tensor | ShardedTensor]:
-    """Make the values of a sharded state dict. Every rank has to take part.
+    """Return the values of a sharded state dict, one per local. Collective.
 
-    indices: of the parameters that the locals belong to; one may come several times.
-    dtensors: make DTensors, also where the unit was given no mesh.
+    indices: the parameter that each local belongs to; one may occur several times.
+    dtensors: make DTensors, also where the unit was given no mesh. Otherwise those are ShardedTensors.
     """
     if not unit.params.is_flat:
         rows = [
@@ -79,7 +80,10 @@ def whole_values(
     *,
     rank0_only: bool,
 ) -> list[torch.Tensor | None]:
-    """Make the values of a full state dict; None on ranks that are to have none."""
+    """Return the values of a full state dict, one per local. Collective.
+
+    rank0_only: the other ranks get None, and send without receiving.
+    """
     group = division_group(unit)
     divisions = divisions_of(unit)
     wanted = [
@@ -105,7 +109,10 @@ def whole_values(
 
 
 def locals_of(unit: Unit, indices: Sequence[int], values: Sequence[Any]) -> list[torch.Tensor]:
-    """Take this rank's locals of values of any kind. Every rank has to take part."""
+    """Return this rank's locals of values of any kind, in the shape of its shards. Collective.
+
+    values: whole tensors, DTensors or ShardedTensors, divided in any way; one per index.
+    """
     divisions, group = divisions_of(unit), division_group(unit)
     rank = 0 if group is None else group.rank()
     found: dict[int, torch.Tensor] = {}
@@ -134,7 +141,7 @@ def locals_of(unit: Unit, indices: Sequence[int], values: Sequence[Any]) -> list
 
 
 def _rows(unit: Unit, indices: Sequence[int], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Exchange pieces for rows along dim 0, in their shape."""
+    """Exchange pieces of flat buffers for rows along dim 0: (rows of this rank, *shape[1:])."""
     divisions, group = divisions_of(unit), division_group(unit)
     shapes = [unit.params[index].shape for index in indices]
     size = 1 if group is None else group.size()
@@ -177,14 +184,14 @@ _meshes_around: weakref.WeakKeyDictionary[
 
 
 def _mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """Return the mesh of a group, the same every time."""
+    """Return the 1-D mesh of a group, the same object every time."""
     if group not in _meshes:
         _meshes[group] = DeviceMesh.from_group(group, device_type)
     return _meshes[group]
 
 
 def _mesh_around(group: dist.ProcessGroup, inner: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of a group whose ranks are each part of an inner mesh, the same every time.
+    """Return the mesh of a group each of whose ranks has an inner mesh, the same object every time.
 
     Group (0, 2) around ranks (0, 1) is [[0, 1], [2, 3]]. Every rank of the group has to call it.
     """
@@ -216,7 +223,7 @@ def _whole(numel: int, group: dist.ProcessGroup | None, *, rank0_only: bool) -> 
 
 
 def _take(full: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
-    """Return some pieces of a whole tensor, one after the other."""
+    """Return pieces of a whole tensor as one 1-D tensor; a single piece shares memory with it."""
     flat = full.reshape(-1)
     taken = [flat[piece.param_start : piece.param_start + piece.numel] for piece in pieces]
     if len(taken) == 1:
@@ -225,7 +232,10 @@ def _take(full: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
 
 
 def _own_part(value: Any, spec: DTensorSpec, device: torch.device) -> torch.Tensor:
-    """Return this rank's part, over the axes that are not data parallel, of a value of any kind."""
+    """Return this rank's tensor-parallel part of a value of any kind, not yet cut for data parallel.
+
+    spec: of the parameter over its own mesh. Collective.
+    """
     if isinstance(value, DTensor):
         num_outer = value.device_mesh.ndim - spec.mesh.ndim
         if num_outer >= 0 and _ranks_of(value.device_mesh)[num_outer:] == _ranks_of(spec.mesh):
@@ -243,5 +253,5 @@ def _own_part(value: Any, spec: DTensorSpec, device: torch.device) -> torch.Tens
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[list[int]]:
-    """Return the ranks beside which this one is along each axis."""
+    """Return this rank's group along each axis of a mesh, as global ranks."""
     return [dist.get_process_group_ranks(group) for group in mesh.get_all_groups()]

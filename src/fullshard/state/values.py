@@ -1,7 +1,7 @@
-"""The tensors of sharded state dicts: whole by shape, of which each rank holds some rows.
+"""Tensors of sharded state dicts, which have the whole shape while each rank holds some rows.
 
-A value is a ``ShardedTensor``, or a ``DTensor`` where the model was sharded over a device mesh.
-Both are divided along dim 0 as ``torch.chunk`` does; what is read may be divided otherwise.
+A value is a ``ShardedTensor``, or a ``DTensor`` where the model was sharded over a device mesh. Those
+made here are divided along dim 0 as ``torch.chunk`` does; those read may be divided in any way.
 """
 
 import math
@@ -24,7 +24,7 @@ from fullshard.state.exchange import exchange
 
 
 class LocalPart(NamedTuple):
-    """What a rank holds of a value, 1-D, and what every rank of a group holds."""
+    """This rank's part of a value, as a 1-D tensor, and the value's division over a group."""
 
     local: torch.Tensor
     division: Division
@@ -33,7 +33,10 @@ class LocalPart(NamedTuple):
 def sharded_tensor(
     rows: torch.Tensor, shape: Shape, group: dist.ProcessGroup | None
 ) -> ShardedTensor:
-    """Make a ShardedTensor of this rank's rows; the others' follow from the shape."""
+    """Return a ShardedTensor of this rank's rows, without communication.
+
+    The rows of other ranks follow from ``shape``, the whole one, by ``torch.chunk``'s rule.
+    """
     size = 1 if group is None else group.size()
     rank = 0 if group is None else group.rank()
     rows_per_rank = -(-shape[0] // size)
@@ -57,7 +60,7 @@ def sharded_tensor(
 
 
 def sharded_dtensor(rows: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Make a DTensor of this rank's rows."""
+    """Return a DTensor that is divided as ``spec`` says, of this rank's part, in that part's dtype."""
     meta = TensorMeta(spec.shape, spec.stride, rows.dtype)
     return DTensor(
         rows, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False
@@ -67,7 +70,7 @@ def sharded_dtensor(rows: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def flat_sharded_tensor(
     local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> ShardedTensor:
-    """Make a 1-D ShardedTensor of ranks' ranges of these sizes, one after the other."""
+    """Return a 1-D ShardedTensor whose ranks hold ranges of these sizes, one after the other."""
     shards, start = [], 0
     mine: list[LocalShard] = []
     for rank, size in enumerate(sizes):
@@ -89,7 +92,11 @@ def flat_sharded_tensor(
 def local_part(
     value: object, shape: Shape, group: dist.ProcessGroup | None, device: torch.device
 ) -> LocalPart:
-    """Say what the ranks of a group hold of a value of any kind: whole or divided in any way."""
+    """Return this rank's part of a value of any kind, and the division of all ranks of ``group``.
+
+    shape: of the whole value. Collective for a value that is divided over other ranks than
+    ``group``: it is made whole first, and the division says that every rank has all of it.
+    """
     size = 1 if group is None else group.size()
     if isinstance(value, ShardedTensor):
         return _part_of_sharded_tensor(value, shape, group, device)
@@ -156,7 +163,10 @@ def _as_division(pieces: Sequence[Sequence[tuple[int, int, int]]]) -> Division:
 
 
 def _place(rank: int, device: torch.device, group: dist.ProcessGroup | None) -> _remote_device:
-    """Name a rank's device as ShardedTensor does: by the global rank."""
+    """Return a rank's device as ShardedTensor names it, by the global rank.
+
+    rank: in ``group``, or the global one if that is None.
+    """
     rank = rank if group is None else dist.get_global_rank(group, rank)
     if device.type == "cpu":
         return _remote_device(f"rank:{rank}/cpu")

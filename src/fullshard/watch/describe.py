@@ -1,4 +1,4 @@
-"""What is in effect, as values and as text."""
+"""`describe(model)`: the configuration in effect, as values and as text."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,13 @@ from fullshard.plan.layout import Route
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitDescription:
-    """One unit as it is: sizes in bytes, on this rank. Parameters are direct, packed or flat.
+    """One unit's configuration in effect. Sizes are in bytes and of this rank.
 
-    extended: parameters that say themselves what is gathered of them; sizes do not count them.
+    direct, packed, flat: names of parameters, by how they are communicated (see `plan.layout`).
+    extended: names of parameters that define their own all-gather; sizes do not count them.
+    in_place: whether peers' shards are read where they are, instead of being copied.
+    is_written: whether somebody was seen to write to parameters while the model ran.
+    divide_factor: what summed gradients are divided by.
     """
 
     name: str
@@ -85,7 +89,11 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shown:
-    """A unit as it is described: by itself, or as its root will change it when it first runs."""
+    """A unit with the names and parameters to describe it by.
+
+    They are the unit's own once the model has run. Before, they are those that the first forward
+    will give it: paths below the root, and tied parameters moved to the unit that will own them.
+    """
 
     unit: Unit
     name: str
@@ -95,10 +103,10 @@ class _Shown:
 
 
 def describe(model: nn.Module) -> Description:
-    """Return what is in effect for a sharded model: not what was asked for, what it came to.
+    """Return the configuration in effect for a sharded model, which may differ from what was asked.
 
-    Before the first forward, as if the model were its root, without making it one. Raises
-    StateError if it is not sharded.
+    Before the first forward, it is described as if ``model`` were the root, without making it one.
+    Communicates nothing. Raises StateError if the model is not sharded.
     """
     state = state_of(model)
     if state is None:
@@ -106,7 +114,7 @@ def describe(model: nn.Module) -> Description:
             f"{type(model).__name__} is not sharded. Pass the module given to fully_shard last, or the "
             "outermost wrapper."
         )
-    iteration = state.known_iteration  # of the whole model, though ``model`` be a part of it
+    iteration = state.known_iteration  # the whole model's, even if ``model`` is a part of it
     units = _expected(model, state) if iteration is None else map(_as_it_is, iteration.units)
     return Description(tuple(map(_describe, units)))
 
@@ -116,7 +124,7 @@ def _as_it_is(unit: Unit) -> _Shown:
 
 
 def _expected(model: nn.Module, root: ModuleState) -> list[_Shown]:
-    """Return the units as they will be: called by their paths, and tied parameters moved."""
+    """Return the units as the first forward will make them: named by path, tied parameters moved."""
     named = named_states(model)
     names = names_of_parameters(model, dict.fromkeys(named.values()))
     params = {unit: list(unit.params) for state in named.values() for unit in state.all_units}
@@ -183,5 +191,5 @@ def _dtype(dtype: torch.dtype | None) -> str:
 
 
 def format_nbytes(nbytes: int) -> str:
-    """Write a size as people read it."""
+    """Write a size in MiB, or in KiB below 1 MiB."""
     return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:,.1f} KiB"

@@ -1,13 +1,14 @@
-"""What a rank's memory is used for, now: the numbers behind `fullshard.memory_report`.
+"""`memory_report(model)`: what this rank's memory is used for at the moment.
 
-Every owner of memory says what it holds (`Unit`, `UnitBuffers`, `UnitGradients`, `Comm`, `Scratch`);
-here it is only put into categories and counted. Nothing is allocated, gathered or waited for, so it
-may be asked at any moment, from a hook in the middle of backward too.
+Every owner of memory lists the tensors that it holds (`Unit`, `UnitBuffers`, `UnitGradients`, `Comm`,
+`Scratch`); this file only puts them into categories and counts them. It allocates, gathers and waits
+for nothing, so a report may be made at any moment, also from a hook in the middle of backward.
 
-[Note: Counting once] A byte counts for the first category, in the order of `MemoryCategory`, that has it:
-storages may lie within another (a shard has a storage of its own within its unit's buffer), and a
-gradient may be known to the unit and to the user. Of memory that the ranks of a host share, a rank
-counts its own part: its shards, and what it stages. What is mapped in all is given apart.
+[Note: Counting once] A byte that several categories claim counts for the first of them, in the order
+of `MemoryCategory`. That happens because one storage may lie within another (a shard has a storage of
+its own within its unit's buffer), and because a gradient may be listed by the unit and by its
+parameter. Of memory that the ranks of a host share, a rank counts its own part: its shards, and what
+it stages. The whole of that memory is reported apart, as ``mapped_nbytes``.
 """
 
 import bisect
@@ -36,14 +37,14 @@ from fullshard.watch.describe import format_nbytes
 
 
 class MemoryCategory(enum.Enum):
-    """What memory is used for. Where two claim the same bytes, the first one here has them."""
+    """Uses of memory. Bytes that two of them claim count for the one that comes first here."""
 
     SHARDS = "sharded parameters"
     UNSHARDED = "unsharded parameters"
     FULL_GRADIENTS = "full gradients"  # autograd's, those not reduced yet, sums not all-reduced
-    GRADIENT_SHARDS = "gradient shards"  # what ``.grad`` is
-    KEPT = "kept for gradients"  # that the next step uses again: of shards, and to accumulate in
-    COMMUNICATION = "communication"  # staging, what collectives under way read, and scratch
+    GRADIENT_SHARDS = "gradient shards"  # the memory of ``.grad``
+    KEPT = "kept for gradients"  # free memory of gradients, kept for the next step
+    COMMUNICATION = "communication"  # staging, inputs of collectives under way, and scratch
     OPTIMIZER = "optimizer state"
     UNMANAGED = "not sharded"  # ignored parameters with their gradients, and buffers
     OTHER = "activations and other"  # known where the device's allocator can be asked
@@ -51,7 +52,10 @@ class MemoryCategory(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes of one category. unit: its name, "" for the root's, None for what is no unit's."""
+    """Bytes of one category, unit and device.
+
+    unit: the unit's name, "" for the root's, None for memory that belongs to no unit.
+    """
 
     category: MemoryCategory
     unit: str | None
@@ -63,8 +67,9 @@ class Holding:
 class MemoryReport:
     """This rank's memory at one moment; ``str()`` prints it, ``to_dict()`` is for JSON.
 
-    shared_nbytes: what of it is in memory that the ranks of this host share.
-    mapped_nbytes: that memory, as a whole.
+    shared_nbytes: this rank's part of the memory that the ranks of this host share; counted in
+        ``holdings`` too.
+    mapped_nbytes: the whole of that shared memory.
     """
 
     rank: int
@@ -80,7 +85,7 @@ class MemoryReport:
         unit: str | None = None,
         device: str | None = None,
     ) -> int:
-        """Sum the bytes of what matches; None matches everything."""
+        """Return the sum of the bytes of matching holdings; None matches everything."""
         return sum(
             holding.nbytes
             for holding in self.holdings
@@ -90,7 +95,7 @@ class MemoryReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, with totals."""
+        """Return the report as dicts, lists, strings and integers, with totals."""
         values = dataclasses.asdict(self)
         for holding in values["holdings"]:
             holding["category"] = holding["category"].value
@@ -125,12 +130,13 @@ def memory_report(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
 ) -> MemoryReport:
-    """Return what this rank's memory is used for now, by category and unit.
+    """Return what this rank's memory is used for at the moment, by category, unit and device.
 
-    model: sharded, or with sharded modules in it; before its first forward as well.
-    optimizer: one or several, whose state is to be counted.
+    model: sharded, or with sharded modules in it. It need not have run yet.
+    optimizer: one or several, whose state is counted as well.
 
-    Waits for nothing and for no other rank. Raises StateError if nothing in the model is sharded.
+    Communicates nothing and does not wait for the device. Raises StateError if nothing in the model
+    is sharded.
     """
     states = _states_of(model)
     names = _names_of_units(states)
@@ -166,7 +172,7 @@ _Use = tuple[MemoryCategory, torch.Tensor]
 
 
 def _buffers_of(unit: Unit) -> Iterator[_Use]:
-    """Yield the memory of a unit that does not take a walk over its parameters."""
+    """Yield the memory that a unit lists without a visit to each of its parameters."""
     if unit.params.buffers is not None:
         for tensor in unit.params.buffers.shard_memory:
             yield MemoryCategory.SHARDS, tensor
@@ -183,7 +189,7 @@ def _buffers_of(unit: Unit) -> Iterator[_Use]:
 
 
 def _walk(unit: Unit) -> Iterator[_Use]:
-    """Yield the rest, which does."""
+    """Yield the tensors that only a visit to every parameter finds."""
     for param in unit.params:
         if param.is_extended or unit.params.buffers is None:
             yield MemoryCategory.SHARDS, param.local
@@ -200,14 +206,14 @@ def _walk(unit: Unit) -> Iterator[_Use]:
 
 
 def _autograds(unit: Unit) -> Iterator[torch.Tensor]:
-    """Yield the gradients that autograd has left and nobody has taken yet."""
+    """Yield the full gradients that autograd has set and no reduction has taken yet."""
     for param in unit.params:
         if param.unsharded is not None and (grad := own_gradient(param.unsharded)) is not None:
             yield grad
 
 
 def _in_flight(iteration: Iteration | None) -> Iterator[tuple[Unit, MemoryCategory, torch.Tensor]]:
-    """Yield what reductions under way hold, and whose they are."""
+    """Yield the tensors that reductions under way hold, each with the unit it belongs to."""
     if iteration is None:
         return
     for reduction in iteration.reductions.held:
@@ -245,7 +251,7 @@ def _states_of(model: nn.Module) -> dict[str, ModuleState]:
 
 
 def _names_of_units(states: Mapping[str, ModuleState]) -> dict[int, str]:
-    """Name units as their root does, or, before it is known, by their place in this model."""
+    """Return each unit's name by id: the root's name for it, or its path here if no root is known."""
     return {
         id(unit): path if state.known_iteration is None else unit.name
         for path, state in states.items()
@@ -254,7 +260,7 @@ def _names_of_units(states: Mapping[str, ModuleState]) -> dict[int, str]:
 
 
 def _staged_nbytes(units: Sequence[Unit]) -> dict[str, int]:
-    """Return this rank's part of the memory that reductions are staged in, by device."""
+    """Return this rank's part of staging memory in bytes, by device."""
     devices = {comm: str(unit.device) for unit in units for comm in comms_of([unit])}
     staged: dict[str, int] = collections.defaultdict(int)
     for comm, device in devices.items():
@@ -292,7 +298,7 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with memory that a tensor is made of."""
+    """Yield the plain tensors whose memory a DTensor, subclass or sparse tensor is made of."""
     if isinstance(tensor, DTensor):
         yield from _plain(tensor._local_tensor)
     elif hasattr(tensor, "__tensor_flatten__"):
@@ -306,14 +312,14 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Ranges:
-    """Sorted ranges of addresses that do not touch each other."""
+    """A set of addresses, as sorted ranges [start, stop) that do not touch each other."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
 
     def add(self, start: int, stop: int) -> int:
-        """Add a range; return how many bytes of it were in none before."""
+        """Add a range; return how many of its bytes are new to the set."""
         first = bisect.bisect_left(self._stops, start)
         last = bisect.bisect_right(self._starts, stop)
         met = [*zip(self._starts[first:last], self._stops[first:last], strict=True)]
@@ -324,7 +330,7 @@ class _Ranges:
 
 
 class _Ledger:
-    """Collects what memory is used for, and counts it. See [Note: Counting once]."""
+    """Collects tensors with their use, and counts their bytes. See [Note: Counting once]."""
 
     def __init__(self) -> None:
         self._uses: list[tuple[MemoryCategory, str | None, torch.Tensor]] = []
@@ -337,8 +343,8 @@ class _Ledger:
     ) -> tuple[Holding, ...]:
         """Count every byte once.
 
-        staged_nbytes: this rank's part of staging memory, which is no tensor, by device.
-        devices: what else is allocated there is OTHER, where that can be told.
+        staged_nbytes: this rank's part of staging memory, by device; it is not listed as tensors.
+        devices: where an allocator tells how much is in use, what is left over counts as OTHER.
         """
         totals: dict[tuple[MemoryCategory, str | None, str], int] = {
             (MemoryCategory.COMMUNICATION, None, device): nbytes
@@ -365,7 +371,7 @@ class _Ledger:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str | int]]) -> list[str]:
-    """Lay out rows of a name and sizes, which are aligned to the right."""
+    """Return the lines of a table. Each row is a name and sizes, which are aligned to the right."""
     texts = [[str(row[0]), *(_size(value) for value in row[1:])] for row in rows]
     widths = [max(len(text) for text in column) for column in zip(head, *texts, strict=True)]
     return [

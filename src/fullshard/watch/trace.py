@@ -1,10 +1,11 @@
-"""Record where the time and memory of training steps go: `fullshard.trace`.
+"""`fullshard.trace`: records where the time and memory of training steps go.
 
-`Tracer` turns what the engine tells an `Observer` into one timeline (see `plan.trace`): at every
-moment the innermost of what has begun and not ended. Moments are read from the clock on the CPU.
-Elsewhere they are events on the streams, read when the recording is over, so the host waits for
-nothing in between: a wait is what passes on the compute stream between an event before it and one
-after it.
+`Tracer` turns what the engine tells an `Observer` into one timeline (see `plan.trace`). The timeline
+shows, at every moment, the innermost activity that has begun and not ended.
+
+On the CPU, moments are read from the clock. On other devices they are events on the streams, whose
+times are read when the recording is over, so that recording never makes the host wait. A wait for a
+collective is then the time between two events on the compute stream, one before it and one after.
 """
 
 import collections
@@ -44,7 +45,7 @@ from fullshard.watch.trace_memory import CATEGORIES, MemoryMeter
 
 Moment = int | torch.Event
 
-# A transfer on the CPU is over when somebody has waited for it.
+# The CPU cannot tell when a transfer ended; the end of the wait for it stands for that.
 _ENDS_WITH = {
     Kind.WAIT_ALL_GATHER: Kind.ALL_GATHER,
     Kind.WAIT_REDUCE_SCATTER: Kind.REDUCE_SCATTER,
@@ -53,7 +54,11 @@ _LANE = {Kind.ALL_GATHER: Lane.ALL_GATHER, Kind.REDUCE_SCATTER: Lane.REDUCE}
 
 
 class _Moments:
-    """Takes moments, and says later how many nanoseconds after the origin they were."""
+    """Takes moments during the recording, and gives their times afterwards.
+
+    Times are in nanoseconds after ``origin_ns`` on this host's clock. error_ns: how far the ranks'
+    clocks may be apart. Construction is collective: ranks leave a barrier together.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -70,7 +75,7 @@ class _Moments:
         return event
 
     def finish(self) -> None:
-        """Wait until everything that was asked about has happened."""
+        """Wait until every moment taken so far has passed on the device."""
         if self._runtime.has_streams:
             torch.accelerator.synchronize(self._runtime.device)
 
@@ -81,7 +86,7 @@ class _Moments:
         return round(self._anchor.elapsed_time(moment) * 1e6)
 
     def _meet(self) -> int:
-        """Leave a barrier together; return how long it took once all were near."""
+        """Leave a barrier together; return how long a second one took, when all ranks were near."""
         if dist.get_world_size() == 1:
             self.finish()
             return 0
@@ -104,7 +109,8 @@ class Tracer:
         self._meter = meter
         self._labels = ProfilerLabels()
         self._stack: list[tuple[Kind, int]] = []
-        self._turns: list[tuple[Moment, Kind, int]] = []  # what follows each moment
+        # Each moment at which the innermost activity changed, and the activity from then on.
+        self._turns: list[tuple[Moment, Kind, int]] = []
         self._samples: list[tuple[Moment, tuple[int, ...]]] = []
         self._open: dict[tuple[Kind, int], collections.deque[tuple[Moment, Moment]]]
         self._open = collections.defaultdict(collections.deque)
@@ -117,7 +123,7 @@ class Tracer:
         self._moments = _Moments(runtime)
         self._step_start = self._turn()
 
-    # What the engine says
+    # Called by the engine (`Observer`)
 
     def begin(self, kind: Kind, of: Any = None) -> None:
         unit = self._number.get(id(of), NO_UNIT)
@@ -131,7 +137,7 @@ class Tracer:
 
     def end(self) -> None:
         if not self._stack:
-            return  # an exception came in between
+            return  # `forget` was called in between, because of an exception
         kind, unit = self._stack.pop()
         self._labels.end()
         if kind is Kind.ALL_GATHER:
@@ -157,7 +163,7 @@ class Tracer:
 
     def leave(self, kind: Kind, units: Sequence[Any]) -> None:
         for open_kind, number in self._stack:
-            if open_kind is Kind.BACKWARD:  # the gradients of all that are open grow
+            if open_kind is Kind.BACKWARD:  # any unit in backward may have got gradients
                 self._meter.count_full_gradients(self._units[number])
         for unit in units:
             entry = (kind, self._number.get(id(unit), NO_UNIT))
@@ -175,7 +181,7 @@ class Tracer:
         self._labels.forget()
         self._turn()
 
-    # What the user says
+    # Called by the user, or by hooks of the user's optimizer
 
     def begin_optimizer(self, *_: Any) -> None:
         self.begin(Kind.OPTIMIZER)
@@ -194,11 +200,11 @@ class Tracer:
         self._step_start = self._turn()
 
     def result(self, *, recording: str, first_step: int) -> RankTrace:
-        """Return what was recorded until now."""
+        """Return the recording until now. Waits for the device."""
         end = self._turn()
         self._moments.finish()
         resolve = self._moments.resolve
-        # Events of several streams that users compute on may be out of order by a little.
+        # A user may compute on several streams, so events can be slightly out of order.
         times = list(itertools.accumulate((resolve(turn[0]) for turn in self._turns), max))
         bounds = [self._turns[0][0], *(self._optimizer_ends or [end])]
         steps = [
@@ -236,7 +242,7 @@ class Tracer:
     # Inside
 
     def _turn(self) -> Moment:
-        """Note that from now on the innermost of what is open goes on."""
+        """Note the moment, and that the innermost open activity goes on from here; return it."""
         now = self._moments.take()
         self._turns.append((now, *(self._stack[-1] if self._stack else (Kind.OTHER, NO_UNIT))))
         self._sample(now)
@@ -258,17 +264,17 @@ class Tracer:
 
 
 class Tracing:
-    """What `trace` gives to the block it guards."""
+    """Handle that a ``with trace(...)`` block gets, to say where steps end."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def step(self) -> None:
-        """Say that a step is over, and the next one begins."""
+        """End the current step and begin the next one."""
         self._tracer.end_step()
 
     def skip(self) -> None:
-        """Leave what happened since the last step out of the next one, such as a checkpoint."""
+        """Begin the next step here, so that what came since the last one (a checkpoint) is left out."""
         self._tracer.start_step()
 
 
@@ -281,19 +287,19 @@ def trace(
     first_step: int = 1,
     activations: bool = True,
 ) -> Iterator[Tracing]:
-    """Record the steps inside the block, and write one file a rank for `fullshard report FOLDER`.
+    """Record the steps inside the block, and write one file per rank for `fullshard report FOLDER`.
 
         with fullshard.trace(model, "runs/a/trace", optimizer=optimizer):
             for _ in range(3):
                 train_step()
 
-    All ranks have to enter; they wait for each other once. A step ends where ``step()`` of what
-    the block gets is called; if it never is, where ``optimizer.step()`` returns; without both, the
-    block is one step. What was recorded in the folder before is replaced.
+    All ranks have to enter; they wait for each other once. A step ends where the block calls
+    ``Tracing.step()``. If it never does, a step ends where ``optimizer.step()`` returns; without an
+    optimizer either, the block is one step. An earlier recording in the folder is replaced.
 
-    model: the outermost sharded module, of either API. Before its first forward this makes it the
-        root, as that forward would.
-    optimizer: so that its time and the memory of its state are shown.
+    model: the outermost sharded module, of either API. If it has not run yet, this makes it the
+        root, as its first forward would.
+    optimizer: given, its time and the memory of its state are recorded too.
     first_step: the number of the first step, for the report.
     activations: whether to count what autograd saves; torch.func transforms do not allow it.
 
@@ -345,7 +351,7 @@ def _describe(unit: Unit) -> TracedUnit:
 
 
 def _host_id() -> str:
-    """Name the machine start, which is what its clock counts from."""
+    """Return a name of this machine's boot: clocks count from there, so equal names share a clock."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{platform.node()}"

@@ -1,8 +1,9 @@
 """Memory by category while steps are traced.
 
-Owners of memory say what they hold, as they do for `memory`, which counts everything at one moment.
-Here a unit is asked again whenever it changes, the optimizer after each of its steps, and what
-autograd saves is counted as it is saved and dropped; so reading the sum costs nothing.
+`memory_report` counts everything at one moment, which is too slow to do hundreds of times in a step.
+Here totals are kept up to date instead: a unit is counted again whenever it changes, the optimizer
+after each of its steps, and tensors that autograd saves when they are saved and dropped. Reading the
+totals then costs next to nothing.
 """
 
 import itertools
@@ -33,9 +34,10 @@ CATEGORIES = (
 
 
 class SavedTensors:
-    """Hooks for what autograd saves for backward: the bytes of their distinct storages.
+    """Counts what autograd saves for backward, as a pair of saved-tensor hooks.
 
-    Parameters do not count, since the units' own memory does.
+    nbytes: of the distinct storages that are saved at the moment. ignored: tensors that are counted
+    elsewhere, such as parameters, whose storages count for their unit.
     """
 
     def __init__(self, ignored: Sequence[torch.Tensor]) -> None:
@@ -67,7 +69,7 @@ class SavedTensors:
 
 
 class _Saved:
-    """A tensor for as long as autograd keeps it."""
+    """A saved tensor. Autograd drops it with the graph, and ``__del__`` then counts it off."""
 
     __slots__ = ("_key", "_nbytes", "_owner", "tensor")
 
@@ -105,7 +107,7 @@ class MemoryMeter:
         self._put(_UNSHARDED, unit, nbytes)
 
     def count_full_gradients(self, unit: Unit) -> None:
-        """Count again what autograd has left, what waits for a reduction, and memory for that."""
+        """Count a unit's full gradients again, with those that wait for a reduction."""
         forms = [param.unsharded for param in unit.params]
         grads = [form.grad for form in forms if form is not None and form.grad is not None]
         kept = (*unit.gradients.unreduced.spare_memory, *unit.gradients.partial_sums)
@@ -121,7 +123,10 @@ class MemoryMeter:
         self._put(_GRADIENT_SHARDS, unit, unit.gradients.shard_nbytes)
 
     def count_all(self) -> None:
-        """Count everything but the optimizer again. Between steps: nothing is under way."""
+        """Count everything except the optimizer again.
+
+        For the time between steps only: what is under way in a step is not looked at.
+        """
         for unit in self._units:
             self.count_unsharded(unit)
             self.count_full_gradients(unit)
