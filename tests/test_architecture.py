@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fullshard"
 MODULES = sorted(SOURCE.rglob("*.py"))
+PACKAGES = [module for module in MODULES if module.name == "__init__.py"]
 
 # Every room and top-level file, and what it may import from the package (its own room always).
 # `__init__` is the package itself: the public names.
@@ -175,6 +176,22 @@ def test_init_holds_public_names_and_nothing_else() -> None:
     allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
     body = _tree(SOURCE / "__init__.py").body
     assert not [ast.unparse(node) for node in body if not isinstance(node, allowed)]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=_name)
+def test_no_package_binds_a_name_of_its_submodules(package: Path) -> None:
+    # `import fullshard.trace` and `fullshard.trace` would be two things, by the order of imports.
+    submodules = {path.stem for path in package.parent.glob("*.py")}
+    submodules |= {path.parent.name for path in package.parent.glob("*/__init__.py")}
+    bound = set()
+    for node in _tree(package).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.Assign):
+            bound |= {ast.unparse(target) for target in node.targets}
+    assert not bound & submodules
 
 
 def test_file_map_matches_the_tree() -> None:
