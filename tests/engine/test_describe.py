@@ -21,9 +21,15 @@ def test_description_names_every_unit_and_the_comm_path(api: Api) -> None:
     for layer in model:
         api.fully_shard(layer, mp_policy=policy)
     api.fully_shard(model, mp_policy=policy)
-    text = str(api.describe(model))
-    for word in ("0", "1", "2", "bfloat16", "float32", api.name.replace("_", " ")):
-        assert word in text, text
+    head, *lines = str(api.describe(model)).splitlines()
+    assert head.startswith("3 units, ")  # the root has nothing of its own
+    units = [lines[index : index + 4] for index in range(0, len(lines), 4)]
+    assert [name for name, *_ in units] == ["0", "1", "2"]
+    for _, place, dtypes, _ in units:
+        assert place.startswith(f"    mesh shard 2; {api.name.replace('_', ' ')}")
+        assert dtypes.startswith(
+            "    parameters float32 -> bfloat16; gradients reduced in float32, summed in float32; "
+        )
 
 
 @on_ranks(2)
@@ -38,18 +44,21 @@ def test_description_is_the_same_before_and_after_a_step(api: Api) -> None:
 
 @on_ranks(2)
 def test_description_says_what_is_direct_and_what_is_packed(api: Api) -> None:
-    model = api.fully_shard(nn.Linear(1024, 512))
-    text = str(api.describe(model)).lower()
-    assert "direct" in text
-    assert "packed" in text
+    description = api.describe(api.fully_shard(nn.Linear(1024, 512)))
+    (unit,) = description.units
+    *_, line = str(description).splitlines()
+    if api.name == "peer_memory":
+        assert (unit.direct, unit.packed) == (("weight", "bias"), ())
+        assert line.startswith("    direct 2 (read in place), packed 0; ")
+    else:  # one call for many small parameters beats many calls
+        assert (unit.direct, unit.packed) == (("weight",), ("bias",))
+        assert line.startswith("    direct 1, packed 1; ")
 
 
 @on_ranks(4)
 def test_description_shows_both_axes(api: Api) -> None:
     model = api.fully_shard(mlp(), mesh=mesh_of(2, 2))
-    text = str(api.describe(model))
-    assert "replicate" in text
-    assert "shard" in text
+    assert "    mesh replicate 2 x shard 2; " in str(api.describe(model))
 
 
 @on_ranks(2)
