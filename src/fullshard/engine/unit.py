@@ -13,7 +13,8 @@ from fullshard.comm.interface import Work
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.gradients.reduction import InFlight
 from fullshard.engine.observer import Observer
-from fullshard.engine.params.managed import DTensorParameter, ManagedParameter
+from fullshard.engine.params.dtensor import DTensorParameter
+from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.params.write_counts import WriteCounts
 from fullshard.engine.runtime import Lane, no_grad, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh

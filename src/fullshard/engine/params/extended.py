@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.interface import Done, Work
 from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.engine.params.managed import DTensorParameter
+from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.errors import MisuseError
 from fullshard.plan.layout import ALIGNMENT_NBYTES
 from fullshard.policies import MixedPrecisionPolicy

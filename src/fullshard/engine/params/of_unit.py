@@ -13,15 +13,10 @@ import torch
 
 from fullshard.comm.interface import Comm
 from fullshard.engine.params.buffers import UnitBuffers
+from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.extended import ExtendedParameters
 from fullshard.engine.params.flat import FlatHolder
-from fullshard.engine.params.managed import (
-    DTensorParameter,
-    ManagedParameter,
-    ShardHolder,
-    mark_owner,
-    owner_of,
-)
+from fullshard.engine.params.managed import ManagedParameter, ShardHolder, mark_owner, owner_of
 from fullshard.engine.params.shown import ShownForm
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit_mesh import UnitMesh

@@ -1,0 +1,163 @@
+"""Parameters that are sharded one by one: the sharded form is a DTensor."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fullshard.engine.params.form import ParamForm, Slot, with_dtype
+from fullshard.engine.params.managed import STANDS_FOR, ManagedParameter, Reference, mark_owner
+from fullshard.errors import MisuseError, StateError
+from fullshard.plan.mesh import MeshPlan
+
+_PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+class DTensorParameter(ManagedParameter):
+    """One whose sharded form is a DTensor."""
+
+    def __init__(
+        self, original: nn.Parameter, slots: list[Slot], form: ParamForm, mesh: MeshPlan
+    ) -> None:
+        super().__init__(original, slots, form)
+        self._post_forward: nn.Parameter | None = None
+        self._mesh = mesh
+        assert form.spec is not None
+        self._spec = form.spec
+        full = original.detach()
+        if isinstance(full, DTensor):
+            full = full._local_tensor
+        self.sharded = self._as_parameter(full, original.requires_grad)
+        if original._post_accumulate_grad_hooks:
+            # The same dictionary, so that removing a hook there removes it here.
+            self.sharded._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
+        mark_owner(original, self)
+
+    def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "DTensorParameter":
+        other = super().copy(sharded, slots)
+        assert isinstance(other, DTensorParameter)
+        other._post_forward = None
+        return other
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.sharded._local_tensor  # type: ignore[attr-defined]
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return tuple(self.local.shape)
+
+    @property
+    def local_grad(self) -> torch.Tensor | None:
+        grad: Any = self.sharded.grad
+        return None if grad is None else grad._local_tensor
+
+    @property
+    def is_extended(self) -> bool:
+        return has_extension(self.local, self.name) or type(self.local) is not torch.Tensor
+
+    def check_extension(self) -> None:
+        """Refuse a tensor subclass that does not say how it is gathered."""
+        if not hasattr(self.local, _PRE_ALL_GATHER):
+            raise StateError(
+                f"{self.name} is a {type(self.local).__name__}, which cannot be gathered as it is. "
+                "Define fsdp_pre_all_gather and fsdp_post_all_gather on it, or pass the parameter "
+                "in ignored_params."
+            )
+
+    def wrap_shard(self, local: torch.Tensor) -> DTensor:
+        spec = self._spec
+        if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
+            spec = self._spec = with_dtype(spec, local.dtype)
+        return DTensor(local, spec, requires_grad=False)
+
+    def show_sharded(self) -> None:
+        self._post_forward = None
+        super().show_sharded()
+
+    def show_unsharded(self) -> None:
+        self._post_forward = None
+        super().show_unsharded()
+
+    @property
+    def forms(self) -> tuple[nn.Parameter | None, ...]:
+        return (self.sharded, self.unsharded, self._post_forward)
+
+    def show_post_forward(self, local: torch.Tensor, mesh: DeviceMesh) -> None:
+        """Register what is kept between forward and backward: a shard over a smaller group."""
+        meta = TensorMeta(self._spec.shape, self._spec.stride, local.dtype)
+        spec = DTensorSpec(mesh, (Replicate(), self._spec.placements[-1]), tensor_meta=meta)
+        self._post_forward = nn.Parameter(
+            DTensor(local, spec, requires_grad=False), requires_grad=self.requires_grad
+        )
+        setattr(self._post_forward, STANDS_FOR, Reference(self))
+        for slot in self.slots:
+            slot.register(self._post_forward)
+
+    def follow_replacement(self) -> None:
+        for slot in self.slots:
+            current = slot.current
+            if current is None or any(current is form for form in self.forms):
+                continue
+            if not isinstance(current, DTensor):
+                if self.form.unsharded is not None:
+                    raise StateError(
+                        f"{self.name} was replaced by a plain tensor, but it is a DTensor over "
+                        f"{self._spec.mesh}. Distribute the new one over that mesh."
+                    )
+                with torch.no_grad():
+                    current = self._as_parameter(current.detach(), current.requires_grad)
+            self.sharded = current
+            mark_owner(self.sharded, self)
+            break
+        else:
+            return
+        self.show_sharded()
+
+    def is_at(self, memory: torch.Tensor) -> bool:
+        return self.local is memory
+
+    def has_moved(self, memory: torch.Tensor) -> bool:
+        slot, sharded = self.slots[0], self.sharded
+        if slot.registry.get(slot.name) is sharded and sharded._local_tensor is memory:  # type: ignore[attr-defined]
+            return False  # as it nearly always is
+        return super().has_moved(memory)
+
+    def move_shard(self, target: torch.Tensor) -> None:
+        local = self.local
+        if local is target:
+            return
+        with torch.no_grad():
+            if not local.is_meta:
+                target.copy_(local)
+            self.sharded._local_tensor = target  # type: ignore[attr-defined]
+
+    def _as_parameter(self, full: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        """Shard a whole tensor: a DTensor parameter with this rank's part of it."""
+        part = _chunk(full, self.form.shard_dim, self._mesh.shard_size, self._mesh.shard_rank)
+        # A copy, so that the whole tensor can be freed; the unit's buffer takes it over.
+        local = part.new_zeros(part.shape).copy_(part)
+        parameter = nn.Parameter(self.wrap_shard(local), requires_grad=requires_grad)
+        mark_owner(parameter, self)
+        return parameter
+
+
+def has_extension(local: torch.Tensor, name: str) -> bool:
+    """Whether a tensor says itself what travels. Raises MisuseError if it says half of it."""
+    has = [hasattr(local, method) for method in (_PRE_ALL_GATHER, _POST_ALL_GATHER)]
+    if any(has) and not all(has):
+        raise MisuseError(
+            f"{name}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+            f"all-gather extensions, but {type(local).__name__} has only one."
+        )
+    return has[0]
+
+
+def _chunk(full: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:
+    """Return one part as ``torch.chunk`` cuts them, an empty one beyond the last."""
+    rows = -(-full.size(dim) // parts)
+    start = min(part * rows, full.size(dim))
+    return full.narrow(dim, start, min(rows, full.size(dim) - start))
