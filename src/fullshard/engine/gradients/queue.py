@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Callable, Sequence
 
-from fullshard.engine.gradients.reduction import InFlight
+from fullshard.engine.gradients.in_flight import InFlight
 from fullshard.engine.observer import Observer
 from fullshard.plan.trace import Kind
 

@@ -9,7 +9,6 @@ different parameters still agree on every collective. A parameter that no rank h
 keeps ``grad=None``.
 """
 
-import dataclasses
 import functools
 import itertools
 import operator
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from fullshard.comm.hooked import reduce_by_hook
-from fullshard.comm.interface import Comm, Reduction
+from fullshard.comm.interface import Comm
 from fullshard.engine.gradients.accumulation import (
     Accumulation,
     FlatAccumulation,
@@ -28,7 +27,7 @@ from fullshard.engine.gradients.accumulation import (
 )
 from fullshard.engine.gradients.buckets import GradientBuckets
 from fullshard.engine.gradients.deposits import BucketGradients, PartialSum, run_gradient_hooks
-from fullshard.engine.gradients.recipe import Recipe
+from fullshard.engine.gradients.in_flight import BucketInFlight, InFlight
 from fullshard.engine.gradients.shards import GradientShards
 from fullshard.engine.params.managed import ShardHolder
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
@@ -36,61 +35,6 @@ from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 
 _BLOCK = 1 << 16  # elements that stay in cache
-
-
-@dataclasses.dataclass(slots=True)
-class _BucketInFlight:
-    gradients: BucketGradients
-    recipe: Recipe
-    reduction: Reduction
-    total: torch.Tensor
-    shards: GradientShards | None  # whose memory ``total`` is, or None: scratch
-    takers: tuple[bool, ...] | None  # of a flat bucket: who gets something
-
-
-@dataclasses.dataclass(slots=True)
-class InFlight:
-    """A unit's reduction between start and finish, with everything it needs."""
-
-    gradients: "UnitGradients"
-    buckets: list[_BucketInFlight]
-    grads: list[torch.Tensor | None]
-    event: torch.Event | None = None
-    is_finished: bool = False
-
-    @property
-    def is_for_host(self) -> bool:
-        """Whether the host has to wait before anybody reads the gradients."""
-        return self.event is not None and self.gradients.are_on_host
-
-    def finish(self) -> None:
-        """Form the sums and give them to the sharded parameters."""
-        self.gradients.finish(self)
-        self.is_finished = True
-
-    def release(self) -> None:
-        """Let compute wait for it, and drop what it held."""
-        self.gradients.runtime.wait(self.event)
-        self.buckets.clear()
-        self.grads.clear()
-
-    @property
-    def results(self) -> list[torch.Tensor]:
-        """The memory of gradients that are reduced into place."""
-        return [item.shards.flat for item in self.buckets if item.shards is not None]
-
-    @property
-    def temporaries(self) -> list[torch.Tensor]:
-        """What else it holds."""
-        totals = () if self.is_finished else (i.total for i in self.buckets if i.shards is None)
-        sources = (tensor for item in self.buckets for tensor in item.reduction.tensors)
-        return [*totals, *sources, *(grad for grad in self.grads if grad is not None)]
-
-    def discard(self) -> None:
-        """Wait for what is under way and forget the result."""
-        if not self.is_finished and self.gradients.overlaps:
-            for item in self.buckets:
-                item.reduction.wait()
 
 
 class CompleteGradients(NamedTuple):
@@ -232,7 +176,7 @@ class UnitGradients:
 
     def _start_buckets(
         self, grads: Sequence[torch.Tensor | None], config: UnitConfig, *, accumulated: bool
-    ) -> list[_BucketInFlight]:
+    ) -> list[BucketInFlight]:
         in_flight = []
         buckets = self.buckets.current()
         if self._mesh.replicate_size > 1:
@@ -254,7 +198,7 @@ class UnitGradients:
                 else ()
             )
             takers = each.takers(owed) if bucket.is_flat else None
-            in_flight.append(_BucketInFlight(each, recipe, reduction, total, shards, takers))
+            in_flight.append(BucketInFlight(each, recipe, reduction, total, shards, takers))
         return in_flight
 
     def finish(self, in_flight: InFlight) -> None:
@@ -268,7 +212,7 @@ class UnitGradients:
                 self._finish_bucket(item)
             in_flight.event = self.runtime.record()
 
-    def _finish_bucket(self, item: _BucketInFlight) -> None:
+    def _finish_bucket(self, item: BucketInFlight) -> None:
         present: tuple[bool, ...] | None
         present, recipe = item.reduction.wait(), item.recipe
         if recipe.is_deposited:
@@ -353,7 +297,7 @@ class UnitGradients:
             each.partial = None
 
     def _reduce_replicas(
-        self, item: _BucketInFlight, present: tuple[bool, ...]
+        self, item: BucketInFlight, present: tuple[bool, ...]
     ) -> tuple[bool, ...] | None:
         """Sum over the replicate axis. Returns which gradients there are; None if it is put off.
 
