@@ -213,10 +213,10 @@ class RowsAccumulation:
             if param.accumulated_grad is not None:
                 param.accumulated_grad.add_(grad)
             else:
-                param.accumulated_grad = self._first(index, grad)
+                param.accumulated_grad = self._begin_sum(index, grad)
         self._lent.clear()
 
-    def _first(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+    def _begin_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Return where a parameter's gradients are added from now on, holding this one."""
         if grad is self._lent.get(index):
             return grad  # autograd has added to it

@@ -59,7 +59,7 @@ class BucketGradients:
         self.recipe: Recipe | None = None
         self.pool: list[GradientShards] = []
         # One holder gets the whole bucket.
-        self.is_whole = bucket.is_flat and not isinstance(holders[0], ManagedParameter)
+        self.has_one_holder = bucket.is_flat and not isinstance(holders[0], ManagedParameter)
         self._shard_rank = shard_rank
         self._runtime = runtime
         self._alive = alive
@@ -189,7 +189,7 @@ class BucketGradients:
 
     def _views(self, total: torch.Tensor) -> list[torch.Tensor]:
         """View a sum as what each holder gets of it."""
-        if self.is_whole:
+        if self.has_one_holder:
             return [total]
         return shard_views(self.bucket, total, self._shard_rank)
 
@@ -203,14 +203,14 @@ class BucketGradients:
                 self._shard_rank,
                 device,
                 [holder.wrap_shard for holder in self.holders],
-                whole=self.is_whole,
+                as_one=self.has_one_holder,
                 pin_memory=device != self._runtime.device,
             )
         self._alive.add(shards)
         return shards
 
     def _is_unused(self, shards: GradientShards) -> bool:
-        return shards.is_unused_but_by(holder.local for holder in self.holders)
+        return shards.is_unused_except_on(holder.local for holder in self.holders)
 
     def _is_in_use(self, shards: GradientShards) -> bool:
         return all(

@@ -34,7 +34,7 @@ from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 
-_BLOCK = 1 << 16  # elements that stay in cache
+_BLOCK_NUMEL = 1 << 16  # elements that stay in cache
 
 
 class CompleteGradients(NamedTuple):
@@ -136,7 +136,11 @@ class UnitGradients:
         buckets = self.buckets.current()
         for each in buckets:
             recipe = self.buckets.recipe(each, config, accumulated=False, label=self.label)
-            if not recipe.is_final or recipe.reduce_dtype != each.bucket.dtype or each.is_whole:
+            if (
+                not recipe.is_final
+                or recipe.reduce_dtype != each.bucket.dtype
+                or each.has_one_holder
+            ):
                 return False
         with no_grad():
             for each in buckets:
@@ -358,5 +362,5 @@ def _round(total: torch.Tensor, dtype: torch.dtype) -> None:
     """
     if dtype.itemsize < total.itemsize:
         # In blocks that stay in cache; on other devices a block would cost its launch.
-        for block in total.split(_BLOCK) if total.is_cpu else (total,):
+        for block in total.split(_BLOCK_NUMEL) if total.is_cpu else (total,):
             block.copy_(block.to(dtype))

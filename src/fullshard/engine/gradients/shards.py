@@ -12,7 +12,7 @@ from fullshard.plan.layout import BucketLayout
 class GradientShards:
     """One bucket's reduced gradients, as one tensor and as views of it.
 
-    whole: hand it out as one.
+    as_one: hand it out as one.
     wrapped: the views as they are handed out, each made by its function of ``wraps``.
 
     The memory is reused for the next step once nobody but this object refers to it, so a gradient
@@ -26,7 +26,7 @@ class GradientShards:
         device: torch.device,
         wraps: Sequence[Callable[[torch.Tensor], torch.Tensor]],
         *,
-        whole: bool,
+        as_one: bool,
         pin_memory: bool,
     ) -> None:
         self.device = device
@@ -36,7 +36,7 @@ class GradientShards:
             device=device,
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )
-        self.views = [self.flat] if whole else shard_views(bucket, self.flat, rank)
+        self.views = [self.flat] if as_one else shard_views(bucket, self.flat, rank)
         self.wrapped = [wrap(view) for wrap, view in zip(wraps, self.views, strict=True)]
         self._storages = [view.untyped_storage() for view in self.views]
         self._addresses = [storage._cdata for storage in self._storages]
@@ -47,7 +47,7 @@ class GradientShards:
         """Whether no gradient is in use any more."""
         return tensor_uses is not None and self._uses() == self._own_uses
 
-    def is_unused_but_by(self, shards: Iterable[torch.Tensor]) -> bool:
+    def is_unused_except_on(self, shards: Iterable[torch.Tensor]) -> bool:
         """The same, but for what a step on shards leaves on them: their gradients of the last one."""
         if tensor_uses is None:
             return False

@@ -35,23 +35,23 @@ class _Unsharded:
     """One bucket's unsharded buffer, from element ``first`` on; what precedes is read in place."""
 
     flat: torch.Tensor
-    first: int
+    offset: int
     nbytes: int
-    is_kept: bool = False
+    stays_allocated: bool = False
 
     def __post_init__(self) -> None:
-        self.is_kept = self.flat.is_cpu and self.nbytes <= KEPT_NBYTES
+        self.stays_allocated = self.flat.is_cpu and self.nbytes <= KEPT_NBYTES
 
     @property
     def is_allocated(self) -> bool:
-        return self.is_kept or self.flat.untyped_storage().size() == self.nbytes
+        return self.stays_allocated or self.flat.untyped_storage().size() == self.nbytes
 
     def allocate(self) -> None:
         if not self.is_allocated:
             self.flat.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
-        if not self.is_kept:
+        if not self.stays_allocated:
             self.flat.untyped_storage().resize_(0)
 
 
@@ -90,9 +90,9 @@ class UnitBuffers:
             for param, shard in zip(buffer.bucket.params, buffer.shards, strict=True)
         }
         self.shards = [shards[index] for index in range(len(shards))]
-        self._kept: list[ShardBuffer] = []
-        self._smaller: dict[tuple[int, int], BucketLayout] = {}  # by bucket and group size
-        self._post_forward: ProcessGroupComm | None = None
+        self._post_forward_shards: list[ShardBuffer] = []
+        self._smaller_buckets: dict[tuple[int, int], BucketLayout] = {}  # by bucket and group size
+        self._post_forward_comm: ProcessGroupComm | None = None
         self._bind(allow_in_place=True)
         self.may_be_in_place = self.in_place
 
@@ -113,7 +113,7 @@ class UnitBuffers:
     @property
     def unsharded_memory(self) -> list[torch.Tensor]:
         """The memory of unsharded parameters and of what is kept for backward, not of shards."""
-        kept = (buffer.flat for buffer in self._kept)
+        kept = (buffer.flat for buffer in self._post_forward_shards)
         return [flat for flat in (*(u.flat for u in self._unsharded), *kept) if flat is not None]
 
     @property
@@ -124,7 +124,7 @@ class UnitBuffers:
     @property
     def moves(self) -> bool:
         """Whether unsharding moves anything: not if all parameters are read in place."""
-        return self._moves or bool(self._kept)
+        return self._moves or bool(self._post_forward_shards)
 
     def unsharded(self, index: int) -> torch.Tensor:
         """The whole parameter in compute dtype; valid between unshard and free."""
@@ -155,7 +155,7 @@ class UnitBuffers:
         private = [each.flat.untyped_storage() for each in self._unsharded if each.nbytes]
         if not self.in_place or self._comm.size == 1:
             return private
-        return [*private, *(each.untyped_storage() for each in self._gathered())]
+        return [*private, *(each.untyped_storage() for each in self._readable_in_place())]
 
     def own_uses(self, storages: dict[int, torch.UntypedStorage]) -> int:
         """Count who refers to these storages when the unit alone does.
@@ -163,7 +163,7 @@ class UnitBuffers:
         Private ones are new. Those of shards may have been read before, and be kept by somebody.
         """
         self.forget_landings()
-        in_place = {each.untyped_storage()._cdata for each in self._gathered()}
+        in_place = {each.untyped_storage()._cdata for each in self._readable_in_place()}
         uses = {address: storage_uses(address) for address in storages}
         for address in uses.keys() & in_place:
             known = self._in_place_uses.get(address, uses[address])
@@ -188,7 +188,7 @@ class UnitBuffers:
     def _landings(self) -> list[list[torch.Tensor]]:
         return [buffer.landing_views for buffer in self._buckets]
 
-    def _gathered(self) -> list[torch.Tensor]:
+    def _readable_in_place(self) -> list[torch.Tensor]:
         return [each for buffer in self._buckets for each in buffer.gathered]
 
     def _uses(self) -> int:
@@ -211,7 +211,7 @@ class UnitBuffers:
                     return False
                 continue
             for position, param in enumerate(bucket.params):
-                if unsharded.first and position < len(buffer.gathered):
+                if unsharded.offset and position < len(buffer.gathered):
                     continue  # read in place
                 start, stop = param.rows(self._comm.rank)
                 whole = self._views[param.index]
@@ -241,15 +241,15 @@ class UnitBuffers:
             works = self._start_gathers(label, ordered=False)
             self._comm.fence(label)
             return works
-        if self._kept:
-            assert self._post_forward is not None
-            kept, self._kept = self._kept, []
+        if self._post_forward_shards:
+            assert self._post_forward_comm is not None
+            kept, self._post_forward_shards = self._post_forward_shards, []
             return [
-                self._post_forward.all_gather(buffer, unsharded.flat, label=label)
+                self._post_forward_comm.all_gather(buffer, unsharded.flat, label=label)
                 for buffer, unsharded in zip(kept, self._unsharded, strict=True)
             ]
         return [
-            self._comm.all_gather(buffer, unsharded.flat, first=unsharded.first, label=label)
+            self._comm.all_gather(buffer, unsharded.flat, first=unsharded.offset, label=label)
             for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True)
         ]
 
@@ -280,25 +280,25 @@ class UnitBuffers:
 
         Returns them by parameter. The next unshard gathers them over ``comm``.
         """
-        self._post_forward = comm
+        self._post_forward_comm = comm
         kept: dict[int, torch.Tensor] = {}
         for bucket, unsharded in zip(self.layout.buckets, self._unsharded, strict=True):
-            key = (len(self._kept), comm.size)
-            if key not in self._smaller:  # planned once, not in every forward
-                self._smaller[key] = regroup(bucket, shard_size=comm.size)
-            smaller = self._smaller[key]
+            key = (len(self._post_forward_shards), comm.size)
+            if key not in self._smaller_buckets:  # planned once, not in every forward
+                self._smaller_buckets[key] = regroup(bucket, shard_size=comm.size)
+            smaller = self._smaller_buckets[key]
             buffer = comm.allocate_shards(smaller, self._runtime.device, pin_memory=False)
             for param, shard in zip(smaller.params, buffer.shards, strict=True):
                 start, stop = param.rows(comm.rank)
                 whole = self._views[param.index]
                 shard.copy_(whole.narrow(param.spec.shard_dim, start, stop - start))
                 kept[param.index] = shard
-            self._kept.append(buffer)
+            self._post_forward_shards.append(buffer)
             unsharded.free()
         return kept
 
     def drop_kept(self) -> None:
-        self._kept = []
+        self._post_forward_shards = []
 
     def _bind(self, *, allow_in_place: bool) -> None:
         bound: list[_Unsharded] = []
@@ -306,15 +306,15 @@ class UnitBuffers:
         in_place = False
         with torch.inference_mode(False):
             for buffer in self._buckets:
-                is_read = allow_in_place and self._is_readable(buffer)
-                bound.append(self._bind_bucket(buffer, views, in_place=is_read))
-                in_place |= is_read
+                reads_in_place = allow_in_place and self._is_readable_in_place(buffer)
+                bound.append(self._bind_bucket(buffer, views, in_place=reads_in_place))
+                in_place |= reads_in_place
         # Only now, when there is memory for all: until then things are as they were.
         self._unsharded, self._views, self.in_place = bound, views, in_place
-        self._freed = [unsharded for unsharded in bound if not unsharded.is_kept]
+        self._freed = [unsharded for unsharded in bound if not unsharded.stays_allocated]
         self._moves = any(unsharded.nbytes for unsharded in bound)
 
-    def _is_readable(self, buffer: ShardBuffer) -> bool:
+    def _is_readable_in_place(self, buffer: ShardBuffer) -> bool:
         """Whether parameters may be read where the shards are."""
         bucket, device = buffer.bucket, self._runtime.device
         return (
@@ -328,10 +328,10 @@ class UnitBuffers:
     ) -> _Unsharded:
         """Make one bucket's unsharded buffer, and add the parameters in it to ``views``."""
         bucket = buffer.bucket
-        first = bucket.direct_numel if in_place else 0
-        numel = bucket.unsharded_numel - first
+        offset = bucket.direct_numel if in_place else 0
+        numel = bucket.unsharded_numel - offset
         flat = torch.empty(numel, dtype=bucket.compute_dtype, device=self._runtime.device)
-        unsharded = _Unsharded(flat, first, flat.untyped_storage().size())
+        unsharded = _Unsharded(flat, offset, flat.untyped_storage().size())
         for position, param in enumerate(bucket.params):
             if in_place and position < len(buffer.gathered):
                 views[param.index] = buffer.gathered[position]
@@ -339,7 +339,10 @@ class UnitBuffers:
             # Not a view of `flat`: the all-gather writes there, and must not advance the version
             # counter of what autograd has saved.
             views[param.index] = tensor_over(
-                flat.untyped_storage(), param.unsharded_offset - first, param.spec.shape, flat.dtype
+                flat.untyped_storage(),
+                param.unsharded_offset - offset,
+                param.spec.shape,
+                flat.dtype,
             )
         unsharded.free()  # after `set_`, which makes a storage as large as the view needs
         return unsharded
