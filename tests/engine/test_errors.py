@@ -258,7 +258,7 @@ def test_nothing_is_changed_where_peer_memory_cannot_be_had(api: Api, face: str)
     api.set_default_comm("peer_memory")  # the fixture restores it
     with (
         mock.patch("fullshard.comm.select._peer_memory", return_value="none here"),
-        pytest.raises(api.CommError, match="cannot be had: none here"),
+        pytest.raises(api.CommError, match="cannot use it: none here"),
     ):
         shard()
     assert _fingerprint(model) == before

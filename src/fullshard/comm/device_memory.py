@@ -205,8 +205,8 @@ class DeviceMemoryComm(Comm):
         memory = self._device.allocate(nbytes)
         if memory.device != device:
             raise CommError(
-                f"{self.name}: shards have to be on {memory.device}, not on {device}. Offloaded "
-                "ones take set_default_comm('process_group')."
+                f"{self.name}: shards have to be on {memory.device}, not on {device}. For "
+                "offloaded shards use set_default_comm('process_group')."
             )
         parts = self._share(memory, "allocating shards")
         ranks = [part[: bucket.shard_nbytes].view(bucket.dtype) for part in parts]

@@ -73,7 +73,10 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
     where = f"{label} (rank {dist.get_rank()})"
     lost = _lost_ranks(group)
     if not lost:
-        raise CommError(f"{where}: a rank could not be reached: {error}") from error
+        raise CommError(
+            f"{where}: a rank could not be reached, though no process of the group has ended on this "
+            f"host. Look for the cause in the output of the other ranks. The backend says: {error}"
+        ) from error
     # Ranks that wait for this one in shared memory learn whom it lost, instead of losing it.
     SharedMemory.give_up(lost[0])
     names = ", ".join(f"rank {rank}" for rank in lost)

@@ -122,7 +122,10 @@ def _without_peer_memory(
     group: dist.ProcessGroup, device: torch.device, choice: CommChoice, reason: str
 ) -> Comm:
     if choice is CommChoice.PEER_MEMORY:
-        raise CommError(f"Peer memory was asked for but cannot be had: {reason}. Use 'auto'.")
+        raise CommError(
+            f"Peer memory was asked for, but these ranks cannot use it: {reason}. "
+            "Use set_default_comm('auto')."
+        )
     return _process_group(group, device, f"no peer memory: {reason}")
 
 

@@ -295,7 +295,7 @@ class SharedMemory:
                 if waited > self.timeout_s:
                     raise PeerTimeoutError(
                         self._describe_wait(counter, value, label, waited)
-                        + " Giving up: look for a rank that took another path through the model."
+                        + " Giving up. Look for a rank that hangs or took another path through the model."
                     )
         self._fence()
 
@@ -313,10 +313,10 @@ class SharedMemory:
         return [peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value]
 
     def _describe_wait(self, counter: int, value: int, label: str, waited: float) -> str:
-        late = ", ".join(str(rank) for rank in self._late(counter, value))
+        late = ", ".join(f"rank {rank}" for rank in self._late(counter, value))
         return (
-            f"{label} (rank {self._peers[self.rank].global_rank}): waited {waited:.0f} s for "
-            f"rank {late}, which is alive but has not arrived."
+            f"{label} (rank {self._peers[self.rank].global_rank}): waited {waited:.0f} s. Alive, but "
+            f"not here yet: {late}."
         )
 
     def _check_alive(self, counter: int, value: int, label: str) -> None:

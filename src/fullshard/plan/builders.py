@@ -39,7 +39,7 @@ def rows_layout(
         if not 0 <= spec.shard_dim < len(spec.shape):
             raise LayoutError(
                 f"{spec.name}: cannot shard dim {spec.shard_dim} of a parameter of shape "
-                f"{spec.shape}. Choose one of its {len(spec.shape)} dims."
+                f"{spec.shape}. Choose one of its dims: there are {len(spec.shape)}, from 0 on."
             )
     return UnitLayout(
         shard_size,
@@ -103,8 +103,8 @@ def retype(layout: UnitLayout, specs: Sequence[ParamSpec]) -> UnitLayout:
         params = [dataclasses.replace(param, spec=specs[param.index]) for param in bucket.params]
         if len({(param.spec.dtype, param.spec.compute_dtype) for param in params}) > 1:
             raise LayoutError(
-                f"{', '.join(param.spec.name for param in params)} lie in one flat buffer, but are "
-                "of different dtypes now. Change the dtype of all of them."
+                f"{', '.join(param.spec.name for param in params)} lie in one flat buffer, but have "
+                "different dtypes now. Change the dtype of all of them."
             )
         buckets.append(
             dataclasses.replace(

@@ -104,7 +104,7 @@ def row_division(shape: Shape, *, dim: int, num_ranks: int) -> tuple[tuple[Piece
     if not 0 <= dim < len(shape):
         raise LayoutError(
             f"cannot divide dim {dim} of a parameter of shape {shape}. "
-            f"Choose one of its {len(shape)} dims."
+            f"Choose one of its dims: there are {len(shape)}, from 0 on."
         )
     chunk = rows_per_rank(shape[dim], num_ranks)
     division = []

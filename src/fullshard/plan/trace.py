@@ -150,7 +150,7 @@ class RankTrace:
         if not numbers <= {NO_UNIT, *range(len(self.units))}:
             raise TraceError(f"rank {self.rank}: a span names a unit that is not listed")
         if any(len(sample.nbytes) != len(self.categories) for sample in self.samples):
-            raise TraceError(f"rank {self.rank}: a sample has not one figure for each category")
+            raise TraceError(f"rank {self.rank}: a sample does not have one number per category")
 
     def unit_name(self, unit: int) -> str:
         """Return a unit's name for people: "(root)" if it is the root, "" for NO_UNIT."""
