@@ -121,6 +121,8 @@ class _SymmetricMemory(CommBuffer):
 
 
 class _GatherCall(AllGather):
+    """The call of ``torch.distributed``'s all-gather; subclasses add the memory."""
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -132,6 +134,8 @@ class _GatherCall(AllGather):
 
 
 class _ReduceCall(ReduceScatter):
+    """The call of ``torch.distributed``'s reduce-scatter; subclasses add the memory."""
+
     def __call__(
         self,
         output_tensor: torch.Tensor,

@@ -73,15 +73,20 @@ class PeerDevice(Protocol):
     def open(self, handle: Handle) -> torch.Tensor:
         """Return another process's memory. Raises an exception that says why if it cannot."""
 
-    def create_event(self) -> Any: ...
+    def create_event(self) -> Any:
+        """Return a new event that can be exported."""
 
-    def export_event(self, event: Any) -> Handle: ...
+    def export_event(self, event: Any) -> Handle:
+        """Return a handle by which other processes can open the event, any number of them."""
 
-    def open_event(self, handle: Handle) -> Any: ...
+    def open_event(self, handle: Handle) -> Any:
+        """Return another process's event."""
 
-    def record(self, event: Any) -> None: ...
+    def record(self, event: Any) -> None:
+        """Record an event of this process on the current stream. The host does not wait."""
 
-    def wait(self, event: Any) -> None: ...
+    def wait(self, event: Any) -> None:
+        """Let the current stream wait for the event's latest record. The host does not wait."""
 
     def mark(self) -> Any:
         """Record a new event for this process alone, and return it."""

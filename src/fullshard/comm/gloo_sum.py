@@ -72,6 +72,7 @@ def exchange_rows(
 
     for param, grad in zip(bucket.params, grads, strict=True):
         if param.route is Route.DIRECT:
+            # May be the gradient itself, which `sent` keeps from being reused until `finish`.
             source = wire_gradient(
                 param, grad, how.wire_dtype, out.device, divisor=how.scaling.before
             )

@@ -87,6 +87,7 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
 
 
 def _is_connection_error(error: RuntimeError) -> bool:
+    """Return whether an error of a collective may mean that a rank is gone."""
     # Gloo raises plain RuntimeErrors, so their words are all there is to go by.
     words = ("connection", "closed by peer", "timed out", "timeout", "socket", "remote process")
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
@@ -112,8 +113,9 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def _is_running(pid: int) -> bool:
+    """Return whether a process of this host runs; True if that cannot be found out."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # gone before, or while it was read
-        return not Path("/proc/self").exists()  # without /proc, nothing can be said
+        return not Path("/proc/self").exists()  # without /proc, every process seems to be gone
     return state not in "ZX"  # zombie or dead: its parent has not asked for its exit status yet

@@ -225,6 +225,7 @@ def copy_in_gradients(
             sources.extend(shard_parts((param,), full))
     if targets:
         torch._foreach_copy_(targets, sources)
+        # In the region, not before the copy: the gradients are not ours to change.
         if divisor != 1.0:
             torch._foreach_div_(targets, divisor)
     if missing:

@@ -78,6 +78,7 @@ class PeerMemoryComm(Comm):
             # A storage of its own, so that saving a shard saves its bytes only.
             return _view(memory, offset * itemsize, shape, bucket.dtype)
 
+        # `gathered` views all ranks' shards as whole parameters, `shards` this rank's part of them.
         gathered, shards = [], []
         packed_base = bucket.direct_numel + self.rank * bucket.packed_numel
         for param in bucket.params:
@@ -154,6 +155,7 @@ class PeerMemoryComm(Comm):
         header_nbytes = round_up(len(grads), LINE)
         payload_numel = self.size * bucket.shard_numel
         self._stage_flags(stretch, [grad is not None for grad in grads])
+        # For all ranks, into this rank's part alone. The gradients may be freed after it.
         copy_in_gradients(
             bucket,
             grads,

@@ -342,7 +342,10 @@ class ProcessGroupComm(Comm):
         out: torch.Tensor,
         how: Sum,
     ) -> Reduction:
+        """Start a reduce-scatter whose sums the backend forms, straight into ``out``."""
         scaling = how.scaling
+        # A source may be the gradient itself: `_NativeSum.sources` keeps it from being reused until
+        # the collective has read it. `bucket.direct` is the start of `bucket.params`.
         sources = [
             wire_gradient(param, grad, out.dtype, out.device, divisor=scaling.before)
             for param, grad in zip(bucket.direct, grads, strict=False)
@@ -370,6 +373,7 @@ class ProcessGroupComm(Comm):
         out: torch.Tensor,
         how: Sum,
     ) -> Reduction:
+        """Start a reduce-scatter by all-to-all and local sums: see `gloo_sum`."""
         start = exchange_flat if bucket.is_flat else exchange_rows
         terms = start(
             bucket, grads, out, how, ExchangeMemory(self.reduce_regions, self._scratch), self.group

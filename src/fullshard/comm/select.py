@@ -121,6 +121,7 @@ def leave_peer_memory(
 def _without_peer_memory(
     group: dist.ProcessGroup, device: torch.device, choice: CommChoice, reason: str
 ) -> Comm:
+    """Return the process group's communication; raise CommError if peer memory was demanded."""
     if choice is CommChoice.PEER_MEMORY:
         raise CommError(
             f"Peer memory was asked for, but these ranks cannot use it: {reason}. "
@@ -177,6 +178,7 @@ def _peer_memory(
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    """Return new communication through peer memory. Raises UnavailableError on all ranks alike."""
     if device.type == "cpu":
         return PeerMemoryComm(group, device)
     if device.type == "cuda":

@@ -375,6 +375,7 @@ _ledgers = weakref.WeakKeyDictionary()
 
 
 def _platform_problem() -> str | None:
+    """Return what this system or Python lacks for sharing memory."""
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, this is {sys.platform}"
     missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]

@@ -129,10 +129,12 @@ class ParamLayout:
 
     @functools.cached_property
     def outer_numel(self) -> int:
+        """Elements along the dimensions before the shard dimension; 1 if that is dim 0."""
         return self.spec.extents[0]
 
     @functools.cached_property
     def inner_numel(self) -> int:
+        """Elements of one row: those along the dimensions after the shard dimension."""
         return self.spec.extents[2]
 
     @functools.cached_property
@@ -177,6 +179,7 @@ class ParamLayout:
         )
 
     def shard_shape(self, rank: int) -> Shape:
+        """Return the shape of ``rank``'s shard in a layout by rows."""
         start, stop = self.rows(rank)
         dim = self.spec.shard_dim
         return (*self.spec.shape[:dim], stop - start, *self.spec.shape[dim + 1 :])
@@ -208,6 +211,7 @@ class BucketLayout:
 
     @functools.cached_property
     def packed_numel(self) -> int:
+        """Elements of each rank's packed shards, padding included."""
         return self.shard_numel - self.packed_offset
 
     @functools.cached_property

@@ -78,6 +78,8 @@ class Transfer(NamedTuple):
 
 
 class TracedStep(NamedTuple):
+    """A training step; numbers count on from the first one that `fullshard.trace` was given."""
+
     number: int
     start: int
     end: int
