@@ -1,16 +1,16 @@
 """What the units of one model share during an iteration: order, prefetch, work in flight, fences.
 
-Every model that runs forward as a whole has one `Iteration`, owned by its root module. Its verbs
-are called by `hooks`, in this order for a step of training:
+Every model that runs forward as a whole has one `Iteration`, owned by its root module. In a step of
+training, `hooks` calls its methods in this order:
 
-    begin_forward   fence; the root's forward starts
+    begin_forward   the root's forward starts: fence
     begin_units     a module's parameters become usable; the next unit's gather may start
     end_units       they are freed, if the unit reshards after forward
-    end_forward     fence
-    begin_backward  once a backward pass: arrange for end_backward
-    prefetch_backward
+    end_forward     the root's forward is over: fence
+    begin_backward  once per backward pass: arrange for end_backward
+    prefetch_backward   once per unit: the gather of the next one in backward may start
     after_backward  a unit's gradients are complete: reshard, start reducing, finish older ones
-    end_backward    units without a backward of their own; finish everything; fence
+    end_backward    once per pass: units that had no after_backward; finish everything; fence
 
 [Note: Fences] Ranks of one host may read each other's shards in place. All writes happen between a
 fence after the last use and a fence before the first: optimizer steps, loading, anything a user
@@ -42,7 +42,7 @@ from fullshard.policies import BackwardPrefetch
 
 
 class Iteration:
-    """The shared side of a model's units. ``units`` are in the order of ``named_modules``."""
+    """The state that a model's units share. ``units`` are in the order of ``named_modules``."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
@@ -53,12 +53,13 @@ class Iteration:
         self._checks_order = False
         self._recorder = Recorder()
         self.reductions = ReductionQueue()
-        self._forward_root: weakref.ref[Any] | None = None
-        self._caller: types.FrameType | None = None  # runs as long as the forward
-        self._after: dict[int, Unit] = {}  # what to gather once a unit's backward is over
-        # What the backward pass under way calls at its end, and holds until it ended or raised.
+        self._forward_root: weakref.ref[Any] | None = None  # weak, as its state owns this object
+        self._caller: types.FrameType | None = None  # the frame that runs the root's forward
+        self._after: dict[int, Unit] = {}  # by id of a unit: gather this one after its backward
+        # The callback at the end of the backward pass under way. Autograd alone refers to it, until
+        # the pass has ended or raised; so a dead reference here means that the pass raised.
         self._backward_end: weakref.ref[Any] | None = None
-        self._expects_backward = False
+        self._expects_backward = False  # the last forward ran with gradients enabled
         self._fenced_since_backward = True
         self._stayed = StayedUnits(self.units)
         self.post_optim_event: torch.Event | None = None
@@ -68,11 +69,11 @@ class Iteration:
         self.connect()
 
     def connect(self) -> None:
-        """Take note of how the units communicate and how many reductions may be under way."""
+        """Take note of the units' communication, and make room for their reductions. Collective."""
         comms = comms_of(self.units)
         self._original = [unit for unit in self.units if unit.keeps_originals]
-        # Only over the shard axis does anybody read what a peer may write. Ranks that hold whole
-        # parameters, such as replicas, may run forward alone.
+        # Peers' memory is read over the shard axis alone. Ranks that hold whole parameters, such as
+        # replicas, do not meet in fences, so each may run a forward on its own.
         sharing = dict.fromkeys(unit.comm for unit in self.units)
         self._fenced = [comm for comm in sharing if type(comm).fence is not Comm.fence]
         self._comms = comms
@@ -83,16 +84,16 @@ class Iteration:
             for comm, nbytes in unit.gradients.buckets.needs(unit.config).items():
                 needs.setdefault(comm, []).extend(nbytes)
         for comm in comms:
-            try:
+            try:  # collective, so also for those that need nothing
                 comm.prepare(needs.get(comm, []))
-            except UnavailableError as reason:
+            except UnavailableError as reason:  # on every rank
                 for unit in self.units:
                     unit.leave(comm, reason)
-                self.connect()
+                self.connect()  # again, for the process groups that took its place
                 return
 
     def observe(self, observer: Observer | None) -> None:
-        """Tell this observer what happens from now on, or nobody."""
+        """Tell this observer what happens from now on; None tells nobody."""
         self.observer = self.reductions.observer = observer
         for unit in self.units:
             unit.observer = observer
@@ -105,22 +106,27 @@ class Iteration:
 
     @property
     def has_stale_backward(self) -> bool:
-        """Whether a backward began and neither ended nor is running: it raised."""
+        """Whether a backward raised: it began, and neither has ended nor is running."""
         return self._backward_end is not None and self._backward_end() is None
 
     def is_left_over(self, *, is_root: bool) -> bool:
-        """Whether an exception ended the last forward: a module starts again before it was over.
+        """Whether an exception ended the last forward, asked when a module's forward starts.
 
-        is_root: whether it is the model itself, which no forward of it calls.
+        is_root: the module is the root, which its own forward does not call.
         """
         if not self.is_in_forward or is_in_backward():
             return False
+        # No hook is called when a forward raises. But its frame can be cleared then.
         return is_root or not (self._caller is None or _is_running(self._caller))
 
     def begin_forward(
         self, root: Any, *, is_training: bool, caller: types.FrameType | None = None
     ) -> None:
-        """``caller`` runs as long as this forward."""
+        """Begin the root's forward: settle which parameters it gathers, then meet in a fence.
+
+        root: the state of the module that runs first. caller: the frame that runs its forward, None
+        if unknown. Every rank has to call it, unless all parameters are whole on this rank.
+        """
         self.has_run = True
         self._caller = caller
         if self.observer is not None or profiler._is_profiler_enabled:
@@ -129,21 +135,23 @@ class Iteration:
         self._expects_backward = torch.is_grad_enabled()
         self._recorder.start_pass()
         self._checks_order = self._order.is_checked
+        # Shards come home first: contents are compared with them, and peers read them in the pass.
         for unit in self.units:
             if unit.phase is Phase.POST_FORWARD:
                 unit.reshard()  # kept for a backward that did not come, or comes with new weights
             unit.follow_moves()
-        self._stayed.drop_outdated(is_for_all=self._expects_backward)
+        self._stayed.drop_outdated(is_for_all=self._expects_backward)  # decides what is gathered
         for unit in self.units:
-            unit.writes.begin()
+            unit.writes.begin()  # after `follow_moves`, which writes to shards itself
             if unit.is_unsharded:
                 unit.params.follow_trained()
-        # An evaluation may be one rank's alone where all stayed whole.
+        # Where all stayed whole, this rank may be evaluating alone: nobody would come to a fence.
         self._gathers = not all(is_whole(unit) for unit in self.units)
         if self._gathers:
             self._watch.begin_pass(is_training=is_training)
         if self.units and self.units[0].runtime.has_streams:
-            # Compute as well: it reads shards in place, or tells peers that they may.
+            # Compute waits, not the all-gather lane alone: it may read shards in place, and in the
+            # fence it tells peers that they may.
             self.units[0].runtime.wait(self.post_optim_event)
         self.post_optim_event = None
         if self._gathers:
@@ -156,12 +164,15 @@ class Iteration:
     def begin_units(
         self, units: Sequence[Unit], *, prefetches: bool, is_training: bool = True
     ) -> None:
-        """A module's forward starts: its units become usable."""
-        is_recomputation = is_in_backward()  # backward has its own order
+        """Make a module's units usable for its forward, and start gathering the next unit.
+
+        prefetches: whether the order of the last pass decides what is gathered early.
+        """
+        is_recomputation = is_in_backward()  # backward has its own order, and its own checks
         if self._checks_order and is_training and not is_recomputation:
-            for unit in units:
+            for unit in units:  # before any gather: ranks that differ would match each other's
                 self._order.check(self._number[id(unit)])
-        for unit in units:
+        for unit in units:  # all are started before the first is waited for
             if not is_recomputation:
                 self._follow_writes(unit)
             unit.unshard()
@@ -169,6 +180,7 @@ class Iteration:
             unit.wait_unshard()
             if is_recomputation:
                 continue
+            # Also where nothing is prefetched: this is what records the order.
             following = self._recorder.next_unit(self._number[id(unit)])
             prefetches &= unit.config.forward_prefetch
             if prefetches and following is not None:
@@ -179,7 +191,10 @@ class Iteration:
             self.observer.enter(Kind.FORWARD, units)
 
     def _follow_writes(self, unit: Unit) -> None:
-        """Take over what somebody wrote to a unit before its forward, gathered early or not."""
+        """Take over what somebody wrote to a unit before its forward, gathered early or not.
+
+        Gathering again is collective: all ranks have to see the write (see `checks.writes`).
+        """
         has_changed = not unit.is_unsharded and unit.params.has_new_pieces
         if has_changed:
             unit.adopt()
@@ -193,13 +208,13 @@ class Iteration:
     def _prefetch_forward(self, unit: Unit) -> None:
         """Start gathering a unit before its forward, unless somebody may write to it until then.
 
-        Flat units ask for it, so theirs is early in watched passes as well, and checked.
+        Flat units are prefetched on request (``forward_prefetch=True``): in watched passes as well.
         """
         if unit.gains_from_prefetch and (not unit.is_ordered or unit.params.is_flat):
             self.start_forward_unshard(unit)
 
     def start_forward_unshard(self, unit: Unit) -> None:
-        """Start gathering a unit before its module is called, and see what is written until then."""
+        """Start gathering a unit before its module is called, and watch for writes until then."""
         if unit.unshard(early=True):
             self._watch.note_gathered(unit)
 
@@ -210,20 +225,24 @@ class Iteration:
             refuse_write(unit)
 
     def _refuse_writes(self, units: Iterable[Unit]) -> None:
-        """Raise StateError if shards that peers read in place were written to since forward began."""
+        """Raise StateError if somebody wrote, since forward began, to shards that peers read."""
         for unit in units:
             if unit.is_in_place and (unit.writes.reached_peers or self._watch.has_changed(unit)):
                 self._watch.start_again()
                 refuse_write(unit)
 
     def end_units(self, units: Sequence[Unit], *, is_differentiable: bool) -> None:
-        """A module's forward is over."""
+        """End a module's forward: free its units, unless they stay unsharded until backward.
+
+        is_differentiable: whether an output requires a gradient. Raises StateError if somebody
+        wrote to parameters that peers read in place.
+        """
         if is_in_backward():
-            return  # its backward comes next
+            return  # a recomputation, whose parameters are needed in the backward that follows
         if self.observer is not None:
             self.observer.leave(Kind.FORWARD, units)
         if self._watch.is_watching:
-            self._watch.close(units)
+            self._watch.close(units)  # compares unsharded parameters, so before they are freed
         for unit in units:
             if not self._expects_backward:
                 self._check_unwritten(unit)
@@ -232,6 +251,7 @@ class Iteration:
             unit.reshard(after_forward=True)
 
     def end_forward(self) -> None:
+        """End the root's forward: check for writes, show what users expect, meet in a fence."""
         self._forward_root = self._caller = None
         if not self._expects_backward:
             # Whoever looks at parameters after evaluation must find them sharded, the root's too.
@@ -246,42 +266,43 @@ class Iteration:
             self._refuse_writes(self.units)
         if not self._expects_backward:
             for unit in self.units:
-                unit.keep_privately()
-            self._stayed.note()
+                unit.keep_privately()  # reads peers' shards, so before the fence
+            self._stayed.note()  # counts what is in private memory, so after that
         for unit in self._original:  # optimizers and `zero_grad` must find what is trained
             if self._expects_backward:
                 unit.hide_between()
             elif not unit.is_held:
                 unit.hide_unsharded()
         if self._gathers:
-            self.fence("after forward")
+            self.fence("after forward")  # from here on peers may write to their shards
 
     # Backward
 
     def begin_backward(self, end: Any) -> None:
-        """Arrange that ``end``, which nobody else refers to, is called when this pass is over.
+        """Arrange that ``end`` is called when this backward pass is over, once per pass.
 
-        In a backward within a backward (reentrant recomputation), that is the first to come here.
+        end: must be an object that nobody else refers to; see ``_backward_end``. Of a backward
+        within a backward (reentrant recomputation), the first pass to come here calls it.
         """
         if self._backward_end is not None:
             return
         self._backward_end = weakref.ref(end)
         if not self._fenced_since_backward:
-            self.fence("before another backward")  # somebody may have written since the last one
+            self.fence("before another backward")  # an optimizer may have written since the last
             for unit in self.units:
                 unit.writes.begin()
             self._watch.take_samples()
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def begin_backward_units(self, units: Sequence[Unit]) -> None:
-        """A module's backward starts, and its units are usable."""
+        """Note that a module's backward starts. Its units are usable."""
         if self._watch.is_watching:
             self._watch.open(units)
         if self.observer is not None:
             self.observer.enter(Kind.BACKWARD, units)
 
     def prefetch_backward(self, unit: Unit) -> None:
-        """Start gathering the unit whose backward comes next, by the order of this forward."""
+        """Start gathering the unit whose forward came before that of ``unit``."""
         previous = self._recorder.start_backward(self._number[id(unit)])
         if previous is None or not self.units[previous].gains_from_prefetch:
             return
@@ -297,25 +318,26 @@ class Iteration:
 
     @outside_transforms
     def after_backward(self, unit: Unit) -> None:
+        """Take a unit's complete gradients, free its parameters, and start reducing."""
         if self.observer is not None:
             self.observer.leave(Kind.BACKWARD, (unit,))
         if self._watch.is_watching:
-            self._watch.close((unit,))
+            self._watch.close((unit,))  # compares unsharded parameters, so before they are freed
         self._check_unwritten(unit)
         if unit.is_in_place and unit.params.has_post_hooks:  # which write once it is reduced
             self._refuse_writes((unit,))
-        # What only some ranks may have used is reduced at the end of backward, in one order on all
-        # ranks. Until then autograd's sum stays where it is.
+        # A unit that only some ranks may have used is reduced at the end of backward, in one order
+        # on all ranks. Until then its gradients stay in ``.grad`` of the unsharded parameters.
         is_put_off = unit.config.reduce_scatter_unused_params
         grads = [] if is_put_off else unit.take_gradients()
         if unit.config.reshard_after_backward:
-            unit.reshard()
+            unit.reshard()  # before reducing, which takes memory of its own
         else:
-            unit.hide_unsharded()
+            unit.hide_unsharded()  # after `take_gradients`, which undoes it
         if not is_put_off:
             self._reduce(unit, grads)
         if (following := self._after.pop(id(unit), None)) is not None:
-            self.start_backward_unshard(following)
+            self.start_backward_unshard(following)  # BACKWARD_POST
 
     def _reduce(self, unit: Unit, grads: list[torch.Tensor | None]) -> None:
         """Reduce a unit's full gradients, or keep them for a later backward."""
@@ -323,16 +345,21 @@ class Iteration:
             unit.accumulate(grads)
             return
         if unit.comm.overlaps:
-            self.reductions.finish()  # over by now: this one takes their memory
+            self.reductions.finish()  # they ran beside this backward; their memory serves this one
         if (in_flight := unit.reduce(grads)) is not None:
-            # Without streams the last one goes on beside the next unit's backward.
+            # Finishing is queued on a lane if there are streams. Else the host would wait, so the
+            # last one is left to run beside the next unit's backward.
             self.reductions.add(in_flight, keep=0 if unit.runtime.has_streams else 1)
 
     @outside_transforms
     def end_backward(self, finished: Sequence[Unit]) -> None:
-        """``finished`` had an `after_backward` in this pass; the others get theirs now."""
+        """End a backward pass: complete the reductions, then meet in a fence.
+
+        finished: the units that had an `after_backward` in this pass; the others get theirs now.
+        Raises StateError if somebody wrote to parameters that peers read in place.
+        """
         done = {id(unit) for unit in finished}
-        for unit in reversed(self.units):
+        for unit in reversed(self.units):  # one order on all ranks: reductions are collective
             if id(unit) not in done:
                 self.after_backward(unit)
         for unit in reversed(self.units):
@@ -340,6 +367,8 @@ class Iteration:
                 self._reduce(unit, unit.take_gradients())
                 unit.hide_unsharded()
         self._reduce_late_gradients()
+        # While `_backward_end` is set, so that the next pass resets what this leaves if it raises.
+        # Hooks after reduction, which may step an optimizer, had their check in `after_backward`.
         in_place = (unit for unit in self.units if unit.is_in_place)
         self._refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
         self._backward_end = None
@@ -347,7 +376,7 @@ class Iteration:
         self.reductions.finish()
         self.reductions.release()
         for unit in self.units:
-            unit.note_kept()
+            unit.note_kept()  # looks for sharded gradients, so after `finish`
         self._stayed.note()
         if self.is_last_backward:
             self._recorder.end_iteration()
@@ -356,13 +385,13 @@ class Iteration:
                 if unit.phase is Phase.GATHERING:  # prefetched, but never used
                     unit.settle()
                     unit.finish_reading()
-        self.fence("after backward")
+        self.fence("after backward")  # from here on the optimizers of all ranks may write
 
     def _reduce_late_gradients(self) -> None:
-        """Reduce what autograd has accumulated after a unit's backward.
+        """Reduce gradients that autograd has accumulated after their unit's backward.
 
         The gradient of a view that is older than the forward (``self.kept = self.weight.t()``, once
-        for all steps) comes after all that the forward recorded.
+        for all steps) comes after everything that the forward recorded.
         """
         late = [unit for unit in reversed(self.units) if unit.params.shown.has_gradients]
         if late:
@@ -374,7 +403,7 @@ class Iteration:
     # Any time
 
     def fence(self, label: str) -> None:
-        """See [Note: Fences]."""
+        """Meet all ranks that read each other's shards; see [Note: Fences]. label: for messages."""
         if self.observer is not None:
             self.observer.begin(Kind.FENCE)
         for comm in self._fenced:
@@ -383,9 +412,13 @@ class Iteration:
             self.observer.end()
 
     def reset(self, *, keeps_gradients: bool) -> None:
-        """Forget an iteration that an exception ended, and what backwards before it accumulated."""
+        """Forget an iteration that an exception ended, and all that it left on the units.
+
+        keeps_gradients: whether gradients that earlier backwards accumulated are kept.
+        """
         if self.observer is not None:
             self.observer.forget()
+        # Before the units: collectives under way still read and write memory that they free.
         self.reductions.discard()
         for comm in self._comms:
             comm.abandon()
@@ -395,20 +428,20 @@ class Iteration:
         self._forward_root = self._caller = None
         if self._backward_end is not None:
             self._backward_end = None
-            self._fenced_since_backward = False
+            self._fenced_since_backward = False  # that backward never came to its own
         for unit in self.units:
             unit.reset(keeps_gradients=keeps_gradients)
 
 
 def _is_running(frame: types.FrameType) -> bool:
-    """Whether a function has yet to return or raise. Forgets the variables of one that has."""
+    """Whether a function has yet to return or raise. Drops the variables of one that has."""
     try:
         frame.clear()
-    except RuntimeError:  # which is how it says so
+    except RuntimeError:  # raised for a frame that is executing
         return True
     return False
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread."""
+    """Whether autograd runs a backward pass on this thread. A private function of torch 2.13."""
     return torch._C._current_graph_task_id() != -1

@@ -1,7 +1,6 @@
 """A unit: parameters that are gathered and freed together.
 
-It knows how to move between its phases and to hand its gradients on; when it does is decided by
-`hooks` and `iteration`.
+A unit moves between its phases and hands on its gradients; `hooks` and `iteration` decide when.
 """
 
 import enum
@@ -28,13 +27,13 @@ class Phase(enum.IntEnum):  # the hash of a plain Enum is a Python call, ten tim
     """Where a unit's parameters are, and what modules see of them."""
 
     SHARDED = enum.auto()
-    GATHERING = enum.auto()  # the all-gather is under way
-    UNSHARDED = enum.auto()  # and registered, to compute with
-    HIDDEN = enum.auto()  # unsharded, but modules show something else (see `params.shown`)
+    GATHERING = enum.auto()  # the all-gather is under way; modules still show sharded parameters
+    UNSHARDED = enum.auto()  # whole parameters are in memory and registered, to compute with
+    HIDDEN = enum.auto()  # whole parameters are in memory, modules show others: `params.shown`
     POST_FORWARD = enum.auto()  # resharded over a smaller group until backward
 
 
-# What may follow what. `Unit._to` is the one place where the phase changes.
+# From each phase, those that may follow. `Unit._to` is the one place where the phase changes.
 TRANSITIONS = {
     Phase.SHARDED: {Phase.GATHERING},
     Phase.GATHERING: {Phase.UNSHARDED},
@@ -47,10 +46,11 @@ TRANSITIONS = {
 class Unit(UnitSetup):
     """Parameters sharded over one mesh, and the phase they are in.
 
-    is_held: unsharded by the user, who may have written to them; until they are resharded.
-    is_whole: copies of the whole parameters are shown, in any phase (see `whole`).
+    is_held: True from a user's ``unshard()`` to the next reshard; the user may have written to the
+        unsharded parameters.
+    is_whole: True while copies of the whole parameters are shown, in any phase (see `whole`).
     is_ordered: gathers are in order with writes (see `checks.writes`, Note: Ordered gathers).
-    is_written: they are so for good, since somebody writes to the parameters while they are used.
+    is_written: gathers stay ordered, since the program writes to the parameters during a pass.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Unit(UnitSetup):
         self.observer: Observer | None = None
         self.writes = WriteCounts(self.params)
         self._awaits_step = False  # unsharded while gradients wait for an optimizer
-        self._is_exposed = False  # users hold unsharded parameters, so nothing is read in place
-        self._works: list[Work] = []
-        self._gathered: torch.Event | None = None
-        self._post_forward: ProcessGroupComm | None = None
+        self._is_exposed = False  # users may write to unsharded parameters: never read in place
+        self._works: list[Work] = []  # parts of the gather under way that are to be waited for
+        self._gathered: torch.Event | None = None  # with streams: the gather under way is over
+        self._post_forward: ProcessGroupComm | None = None  # of reshard_after_forward=N, made once
         self._adopt_unless_on_meta()
 
     def _to(self, phase: Phase) -> None:
-        """Move to another phase. Nothing else assigns it."""
+        """Change the phase; nothing else assigns it. Asserts that `TRANSITIONS` allows it."""
         assert phase in TRANSITIONS[self.phase], f"{self.label}: {self.phase} to {phase}"
         self.phase = phase
         if phase is Phase.SHARDED or phase is Phase.POST_FORWARD:
@@ -86,7 +86,7 @@ class Unit(UnitSetup):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether nothing is unsharded or on its way, not even over a smaller group."""
+        """Whether the phase is SHARDED: no gather is under way, nothing is kept for backward."""
         return self.phase is Phase.SHARDED
 
     @property
@@ -97,9 +97,11 @@ class Unit(UnitSetup):
     # Gathering
 
     def unshard(self, *, early: bool = False) -> bool:
-        """Start gathering the parameters, if they are not gathered or being gathered; say if so.
+        """Start gathering the parameters unless they are there or on their way.
 
-        early: before their module is called, so somebody may write to them until then.
+        Returns whether a gather was started. Every rank has to start it in the same order.
+        early: it starts before the forward of their module, so a program may write to the shards
+        in between.
         """
         phase = self.phase
         is_resharded = phase is Phase.SHARDED or phase is Phase.POST_FORWARD
@@ -116,12 +118,12 @@ class Unit(UnitSetup):
             self.observer.begin(Kind.ALL_GATHER, self.gradients)
         works = buffers.start_unshard(label, ordered=self.is_ordered)
         if extended is not None:
-            # After the optimizer, which wrote the shards, and after compute has copied from the
-            # region of the last gather, whose memory the lane may use again.
+            # The lane first waits for compute: the optimizer has written the shards there, and it
+            # may still copy from the region of the last gather, whose memory the lane uses again.
             with self.runtime.following(Lane.ALL_GATHER):
                 works.append(extended.start(self.config.mp_policy, label))
         if self.runtime.has_streams and works:
-            # The lane waits here, not compute: that waits for the event once it needs the result.
+            # The lane waits here; compute waits for the event, and only when it needs the result.
             with self.runtime.on(Lane.ALL_GATHER):
                 for work in works:
                     work.wait()
@@ -130,13 +132,14 @@ class Unit(UnitSetup):
         self._works = works
         self._awaits_step = False
         may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
+        # `is_held` is set before `unshard` where a user asks for the gather.
         self.writes.gathered(early=early, may_stay=may_stay or self.is_held)
         self._to(Phase.GATHERING)
         if self.observer is not None:
             self.observer.end()
 
     def wait_unshard(self) -> None:
-        """Make the unsharded parameters usable and put them on the modules."""
+        """Make the unsharded parameters usable and register them; no effect while sharded."""
         if self.phase is Phase.GATHERING:
             self._use_gathered()
         elif self.phase is Phase.HIDDEN:
@@ -149,6 +152,7 @@ class Unit(UnitSetup):
             self.observer.begin(Kind.WAIT_ALL_GATHER, self.gradients)
         self._finish_gather()
         if self.params.extended is not None:
+            # Makes unsharded parameters of what was gathered, so before they are registered.
             self.params.extended.finish(self.config.mp_policy)
         self.params.shown.show_unsharded()
         self._to(Phase.UNSHARDED)
@@ -156,9 +160,11 @@ class Unit(UnitSetup):
             self.observer.end()
 
     def _finish_gather(self) -> None:
-        # Written through tensors of their own, so autograd sees no change of what it saved.
+        # Taken out first: if a wait raises, `reset` does not wait for the same work again.
         works, self._works = self._works, []
         if works:
+            # The waits may copy into the unsharded buffer. They write through other tensors than
+            # the parameters, so the version counters of what autograd saved stay as they are.
             with no_grad():
                 for work in works:
                     work.wait()
@@ -167,20 +173,20 @@ class Unit(UnitSetup):
             self._gathered = None
 
     def refetch(self) -> None:
-        """Gather again, since what was gathered is outdated."""
-        self.settle()
+        """Gather again, since the shards have changed after the gather. Every rank has to do it."""
+        self.settle()  # ends the first gather: it may still be writing to the same buffer
         self._start_gather(f"{self.path}: all-gather again, as it was written to", early=False)
 
     @property
     def gathering(self) -> list[torch.Tensor]:
-        """What a gather under way holds; it may read the shards themselves."""
+        """The tensors that a gather under way holds, for memory reports; some may be the shards."""
         extended = self.params.extended
         region = [] if extended is None else extended.gathering
         return [*region, *(tensor for work in self._works for tensor in work.tensors)]
 
     @property
     def gains_from_prefetch(self) -> bool:
-        """Whether it helps to unshard early: that something moves, and by itself."""
+        """Whether unsharding early helps: bytes move, and they do so without the host."""
         if self.comm.overlaps:
             return True
         buffers = self.params.buffers
@@ -189,10 +195,10 @@ class Unit(UnitSetup):
     # Hiding unsharded parameters
 
     def hide_unsharded(self) -> None:
-        """Show gradients after a backward, and keep the unsharded parameters for the next forward.
+        """Let users find parameters with gradients, while the unsharded ones stay in memory.
 
-        Users of a flat unit find what they train registered again; others expect whole parameters,
-        as PyTorch keeps them, and find the gradients on those. See `params.stand_ins`.
+        A flat unit registers its sharded parameters again. Any other leaves the whole ones
+        registered, as PyTorch does, and shows the gradients on them: see `params.stand_ins`.
         """
         if not self.is_unsharded:
             return
@@ -204,15 +210,16 @@ class Unit(UnitSetup):
             self._to(Phase.HIDDEN)
 
     def hide_between(self) -> None:
-        """Register the sharded parameters from forward to backward; attributes stay unsharded."""
+        """Register the sharded parameters until backward; ``module.weight`` stays the whole one."""
         if self.phase is Phase.UNSHARDED and not self.is_held:
             self.params.shown.show_between()
             self._to(Phase.HIDDEN)
 
     def show_earlier_gradients(self) -> None:
-        """Let whole parameters that stay in sight show gradients, if there are any.
+        """Let whole parameters that stay registered show the sharded gradients, if there are any.
 
-        Not where nothing is reduced: a pipeline schedule adds there to what autograd accumulates.
+        Has no effect where gradients are not reduced: a pipeline schedule adds there to the
+        gradients that autograd accumulates on the whole parameters.
         """
         if self.params.is_flat or not self.is_unsharded or not self.config.reduce_grads:
             return
@@ -225,7 +232,11 @@ class Unit(UnitSetup):
     # Freeing
 
     def reshard(self, *, after_forward: bool = False) -> None:
-        """Free the unsharded parameters and put the sharded ones on the modules."""
+        """Free the unsharded parameters and register the sharded ones.
+
+        Has no effect while sharded or gathering. after_forward: a backward may follow, for which
+        ``reshard_after_forward`` may keep the parameters, whole or over a smaller group.
+        """
         if after_forward and self.keeps_after_forward:
             self.show_earlier_gradients()
         elif self.is_unsharded:
@@ -237,10 +248,10 @@ class Unit(UnitSetup):
     def _free(self, *, after_forward: bool) -> None:
         params = self.params
         assert params.buffers is not None
-        # Before anything is freed: it reads what is about to go.
+        # Before `_to`, which clears `is_held`, and so says no more who has unsharded them.
         self._check_written(after_forward=after_forward)
         if after_forward and (comm := self._post_forward_comm()) is not None:
-            kept = params.buffers.keep_post_forward(comm)
+            kept = params.buffers.keep_post_forward(comm)  # copies, then frees
             assert self.mesh.post_forward is not None
             for index, param in enumerate(params.all):
                 assert isinstance(param, DTensorParameter)
@@ -248,19 +259,22 @@ class Unit(UnitSetup):
             self._to(Phase.POST_FORWARD)
             params.shown.retire(after_forward=True)
             return
+        # Nobody waits for the device: the memory belongs to compute's lane, so its next owner comes
+        # after the kernels that still read it. A side lane waits for compute before it begins.
         params.buffers.free_unsharded()
         if params.extended is not None:
             params.extended.free()
         params.shown.show_sharded()
         self._to(Phase.SHARDED)
-        # After the switch to the sharded form, whose references to the unsharded one are counted.
+        # After `show_sharded`: it counts references to unsharded parameters, and those of the
+        # modules would look as if somebody kept them.
         params.shown.retire(after_forward=after_forward)
         if self.observer is not None:
             self.observer.changed(self)
 
     @outside_transforms
     def _drop_kept(self) -> None:
-        """Free what was kept over the smaller group: no backward came."""
+        """Free the shards kept over the smaller group, for which no backward came."""
         assert self.params.buffers is not None
         self.params.buffers.drop_kept()
         self.params.shown.show_sharded()
@@ -270,19 +284,20 @@ class Unit(UnitSetup):
             self.observer.changed(self)
 
     def _check_written(self, *, after_forward: bool) -> None:
-        """Warn of writes to what is about to be freed."""
+        """Warn of writes to unsharded parameters, which are lost when those are freed."""
         if self.is_held:
-            self.writes.excuse()  # `unshard` says what happens to them
+            self.writes.excuse()  # `unshard` documents that they are lost
         elif after_forward and torch.is_grad_enabled():
-            return  # counters stay until backward, and one look a step is enough
+            return  # counters stay until backward, and one look per step is enough
         elif self.writes.will_lose:
             self.writes.warn_of_written(self.label)
 
     def _post_forward_comm(self) -> ProcessGroupComm | None:
-        """Return what ``reshard_after_forward=N`` gathers over; None where it would gain nothing."""
+        """Return the group of ``reshard_after_forward=N``; None if unset, useless or impossible."""
         mesh = self.mesh.post_forward
-        # Ranks that read each other's memory gain nothing from a smaller group. What is kept could
-        # not be shown as a DTensor of the smaller group if it is one over other axes as well.
+        # Useless where ranks read each other's memory. Impossible for a parameter that is a DTensor
+        # over other axes too, as what is kept is shown as a DTensor of the smaller group alone, and
+        # for an extended one, which says itself what is gathered of it.
         if mesh is None or not isinstance(self.comm, ProcessGroupComm):
             return None
         if any(param.form.unsharded is not None for param in self.params):
@@ -294,22 +309,31 @@ class Unit(UnitSetup):
         return self._post_forward
 
     def settle(self) -> None:
+        # A gather under way is awaited, not dropped: it is a collective that peers take part in,
+        # and it still writes to the memory that `reshard` frees.
         self.wait_unshard()
         self.reshard()
 
     def reset(self, *, keeps_gradients: bool) -> None:
-        """Return to SHARDED from anywhere (after an exception)."""
+        """Return to SHARDED from any phase, after an exception.
+
+        keeps_gradients: whether sums of earlier backwards that wait for a reduction are kept.
+        """
         if self.phase is Phase.GATHERING:
             self._finish_gather()
             self._to(Phase.UNSHARDED)
         self.reshard()
+        # Of the pass that raised: the next backward would add to what autograd left there.
         self.params.shown.drop_gradients()
         if not keeps_gradients:
             self.gradients.drop_unreduced()
             self.gradients.unreduced.replace()
 
     def finish_reading(self) -> None:
-        """Return once nothing reads shards in host memory any more, so that the host may write."""
+        """Return once no copy reads shards in host memory, so that the host may write to them.
+
+        Call it after `settle`, which lets compute wait for the gather: the event then covers both.
+        """
         if self.config.offload_to_cpu:
             self.runtime.finish(self.runtime.record())
 
@@ -320,17 +344,19 @@ class Unit(UnitSetup):
 
         Parameters that stayed unsharded are freed if the shards were written to since.
         """
+        # In this order: contents are compared with the adopted shards, and adopting copies values
+        # into the unit's memory, which is no write that the pass has to answer for.
         self.follow_moves()
         if self.is_outdated:
             self.reshard()
         self.writes.begin()
 
     def follow_moves(self) -> None:
-        """Adopt shards that others moved or replaced, and come to rest."""
+        """Adopt shards that others moved or replaced, and end a gather that no pass used."""
         params, gradients = self.params, self.gradients
         gradients.unreduced.begin()
         if self.phase is Phase.GATHERING and not self.is_held:
-            self.settle()  # for a pass that ended without it: outdated by now, perhaps
+            self.settle()  # gathered early for a pass that left the unit out; a step may have come
         params.shown.follow_switch()
         if gradients.frees_unused:
             gradients.free_unused()
@@ -339,18 +365,21 @@ class Unit(UnitSetup):
 
     @property
     def is_outdated(self) -> bool:
-        """Whether parameters that stayed unsharded are not what the shards say, as this rank sees."""
+        """Whether what stayed unsharded differs from the shards, as far as this rank sees.
+
+        Other ranks may see something else; `checks.stayed` lets them agree.
+        """
         if not self.is_unsharded:
             return False
         if self.is_held:
             return self.writes.is_gathered_outdated(keeps_written=True)
-        # A step may change the shards of one rank alone, so contents do not tell the others. That
-        # gradients waited for an optimizer and were cleared, which is after its step, all ranks see.
+        # A step may change the shards of one rank alone, so contents tell the others nothing. But
+        # every rank sees that gradients were there and were cleared, as programs do after a step.
         has_stepped = self._awaits_step and not self.params.has_sharded_gradients
         return has_stepped or self.writes.is_gathered_outdated()
 
     def note_kept(self) -> None:
-        """A pass is over, after which the unit may stay unsharded."""
+        """Note at the end of a pass whether the unit stays unsharded until an optimizer's step."""
         stays = self.is_unsharded and not self.is_in_place
         self._awaits_step = stays and self.params.has_sharded_gradients
 
@@ -358,29 +387,30 @@ class Unit(UnitSetup):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether parameters are read where all ranks' shards are."""
+        """Whether unsharded parameters are the shared memory that holds all ranks' shards."""
         return self.params.is_in_place
 
     @property
     def may_be_in_place(self) -> bool:
-        """Whether they are, or will be if nobody writes to them while the model runs."""
+        """Whether they are read there, or will be if nobody writes to them while the model runs."""
         buffers = self.params.buffers
         return buffers is not None and buffers.may_be_in_place and not self._is_exposed
 
     def read_privately(self) -> None:
-        """From now on, keep what users may write to apart from the shards."""
+        """Gather into private memory from now on, so that no user's write reaches the shards."""
         self._is_exposed = True
         if self.is_in_place:
-            self.settle()
+            self.settle()  # the unsharded parameters are about to get other memory
             self.params.read_privately()
 
     def keep_privately(self) -> None:
-        """Let what stays unsharded after an evaluation be no memory that other ranks write to.
+        """Copy what stays unsharded after an evaluation out of the memory that peers write to.
 
-        They may do so before this rank has used it again, alone and for as long as it likes.
+        This rank may go on to evaluate alone, without a fence, while peers' optimizers step. Call
+        it before the fence that ends the evaluation: the copy reads the shards of all ranks.
         """
         if self.is_unsharded and self.is_in_place and self.comm.reads_in_place:
-            is_held = self.is_held
+            is_held = self.is_held  # cleared by the reshard in `read_privately`
             self.read_privately()
             self.unshard()
             self.wait_unshard()
@@ -390,18 +420,21 @@ class Unit(UnitSetup):
     # Gradients
 
     def take_gradients(self) -> list[torch.Tensor | None]:
-        """Take what autograd has accumulated: one full gradient per parameter, or None."""
+        """Take what autograd has accumulated: one full gradient per parameter, or None.
+
+        Warns if `torch.autograd.grad` takes gradients of parameters that stay unsharded.
+        """
         grads = self.params.shown.take_gradients()
         if self.keeps_after_forward and self.is_unsharded and all(grad is None for grad in grads):
             self.params.shown.warn_of_captured(self.label)
         return grads
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep full gradients for a later reduction."""
+        """Keep full gradients, one per parameter, for a later reduction."""
         self.gradients.accumulate(grads, self.config)
 
     def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
-        """Start reducing gradients and what was accumulated before; None if there is nothing."""
+        """Start reducing these gradients and what was accumulated; None if there is nothing."""
         complete = self.gradients.complete(grads, self.config)
         if complete is None:
             return None

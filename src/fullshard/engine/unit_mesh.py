@@ -9,7 +9,11 @@ from fullshard.plan.mesh import MeshPlan
 
 
 class UnitMesh(NamedTuple):
-    """A mesh with its place in numbers and its process groups (None for an axis of one)."""
+    """A device mesh, this rank's place in it, and its process groups.
+
+    plan: sizes of the axes and this rank's coordinates, as integers.
+    shard_group, replicate_group: the groups of the axes; None for an axis of one rank.
+    """
 
     mesh: DeviceMesh | None  # None where the user gave process groups
     plan: MeshPlan
@@ -19,7 +23,7 @@ class UnitMesh(NamedTuple):
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
-        """The shard axis alone."""
+        """The shard axis as a 1-D mesh; None where the user gave process groups."""
         if self.mesh is None:
             return None
         names = self.mesh.mesh_dim_names

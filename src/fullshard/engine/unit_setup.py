@@ -1,6 +1,6 @@
-"""A unit at rest: its parameters, mesh, communication and options, and how these change.
+"""A unit at rest: its parameters, mesh, communication and options, and changes to these.
 
-How it gathers and frees parameters is in `unit`.
+Gathering and freeing parameters is in `unit`.
 """
 
 import abc
@@ -29,16 +29,17 @@ logger = logging.getLogger("fullshard")
 
 
 class UnitComms(NamedTuple):
-    """How a unit communicates over its shard axis and over its replicate axis."""
+    """The communication of a unit over its shard axis and over its replicate axis."""
 
     shard: Comm
     replicate: Comm
 
 
 def choose_comms(mesh: UnitMesh, device: torch.device, config: UnitConfig) -> UnitComms:
-    """Choose how a unit communicates, before anything is changed: raises CommError.
+    """Choose how a unit communicates. Every rank has to call it.
 
-    Every rank has to call it.
+    Raises CommError if the communication that was asked for cannot be had. Call it before anything
+    is changed, so that the error leaves the module as it was.
     """
     shards_on = torch.device("cpu") if config.offload_to_cpu else device
     return UnitComms(
@@ -54,10 +55,10 @@ def choose_comms(mesh: UnitMesh, device: torch.device, config: UnitConfig) -> Un
 
 
 class UnitSetup(abc.ABC):
-    """What a unit consists of.
+    """The parts of a unit, and the methods that change them while it is at rest.
 
-    comm, replicate_comm: over the shard axis and over the replicate axis.
-    reduce_group: another group of the same ranks, over which gradients are reduce-scattered.
+    comm, replicate_comm: the communication over the shard axis and over the replicate axis.
+    reduce_group: another process group of the same ranks, for reduce-scatters; None for the same.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class UnitSetup(abc.ABC):
         layout: UnitLayout | None = None,
         comms: UnitComms | None = None,
     ) -> None:
-        """Make a unit, and its memory unless parameters are on the meta device.
+        """Make a unit; subclasses allocate its memory, unless parameters are on the meta device.
 
-        layout: a flat one, which stays for good; None makes one by rows.
-        comms: what `choose_comms` returned for it; None chooses.
+        layout: a flat layout, which never changes; None plans one by rows.
+        comms: the result of `choose_comms` for this unit; None chooses now.
         """
         self.mesh = mesh
         self.device = device
@@ -80,7 +81,7 @@ class UnitSetup(abc.ABC):
         self.name = ""
         self.is_root = False
         self.runtime = Runtime.of(device)
-        self._scratch = self.runtime.scratch  # held, so that it goes with the last unit
+        self._scratch = self.runtime.scratch  # held, so that it is freed with the last unit
         comms = comms or choose_comms(mesh, device, config)
         self.comm, self.replicate_comm = comms.shard, comms.replicate
         self.reduce_group: dist.ProcessGroup | None = None
@@ -89,12 +90,12 @@ class UnitSetup(abc.ABC):
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Come to rest, sharded."""
+        """Wait for a gather under way, and reshard."""
 
     # Parameters and their memory
 
     def plan_layout(self, params: Sequence[ManagedParameter] | None = None) -> UnitLayout:
-        """Plan where the plain parameters lie, or would if the unit had these."""
+        """Plan the memory of the unit's plain parameters, or of those among ``params`` instead."""
         if params is None:
             plain = self.params.plain
         else:
@@ -102,7 +103,7 @@ class UnitSetup(abc.ABC):
         return self.params.layout(self.comm, self.config.mp_policy, plain)
 
     def set_params(self, params: Sequence[ManagedParameter]) -> None:
-        """Take these parameters, and allocate their memory unless some are still on meta."""
+        """Replace the parameters, and allocate their memory unless some are on the meta device."""
         self.params.take(params)
         self._adopt_unless_on_meta()
 
@@ -114,10 +115,13 @@ class UnitSetup(abc.ABC):
     def adopt(self) -> None:
         """Bring the shards into the unit's memory, wherever they are now.
 
-        A change of dtype makes a new layout. Raises StateError for parameters on the meta device or
-        another one than the unit keeps its shards on, and while gradients wait for an all-reduce.
+        A change of dtype makes a new layout, for which every rank has to call it.
+
+        Raises StateError for parameters on the meta device, for shards on another device than the
+        unit's, and for a new layout while gradients wait for an all-reduce.
         """
         params = self.params
+        # First, since all that follows asks the parameters for devices, dtypes and addresses.
         params.follow_replacements()
         if on_meta := params.on_meta:
             raise StateError(
@@ -126,17 +130,17 @@ class UnitSetup(abc.ABC):
                 f"model.to_empty(device={str(self.device)!r}), then initialise every value."
             )
         if not params.is_split:
-            self.settle()
+            self.settle()  # before `split` drops the buffers that a reshard would free
             params.split()
         layout = self.plan_layout()
         if params.buffers is None or params.buffers.layout != layout:
             self.settle()
-            self._refuse_to_change("parameters")
+            self._refuse_to_change("parameters")  # before the old buffers are gone
             self.gradients.unreduced.replace()
             try:
                 params.allocate(layout, self.comm, self.runtime, self.config)
             except UnavailableError as reason:
-                self.leave(self.comm, reason)  # which adopts them with another layout
+                self.leave(self.comm, reason)  # calls `adopt` again, for another communication
                 return
             specs = [param.spec(self.config.mp_policy) for param in params]
             self.gradients.buckets.bind(params, specs, layout if params.is_flat else None)
@@ -160,7 +164,7 @@ class UnitSetup(abc.ABC):
             )
 
     def _refuse_to_change(self, what: str) -> None:
-        """Raise StateError if sums wait for their all-reduce, which a change would lose."""
+        """Raise StateError if sums wait for their all-reduce: changing ``what`` would lose them."""
         if self.gradients.has_partial:
             raise StateError(
                 f"{self.label}: sums of earlier backwards still wait for their all-reduce. Change "
@@ -170,15 +174,19 @@ class UnitSetup(abc.ABC):
     # Communication
 
     def use_comm(self, comm: Comm) -> None:
-        """Communicate like this over the shard axis from now on."""
+        """Use another communication over the shard axis, and allocate memory for it.
+
+        Every rank has to call it. Raises StateError while gradients wait for an all-reduce.
+        """
         self.settle()
         self._refuse_to_change("the communication")
         self.comm = comm
         self.gradients.buckets.use_comms(shard=self._reduce_comm)
+        # The same parameters once more: the communication decides where shards lie.
         self.set_params(self.params.all)
 
     def reduce_over(self, group: dist.ProcessGroup | None) -> None:
-        """Reduce-scatter over another process group of the same ranks, or over the same again."""
+        """Reduce-scatter over another group of the same ranks; None for the shard group."""
         self.reduce_group = group
         self.gradients.buckets.use_comms(shard=self._reduce_comm)
 
@@ -189,10 +197,11 @@ class UnitSetup(abc.ABC):
         return self.comm.over(self.reduce_group)
 
     def leave(self, comm: Comm, reason: UnavailableError) -> None:
-        """Use process groups from now on where it was this, whose ranks can share no more memory.
+        """Use process groups in place of ``comm``, whose ranks can share no more memory.
 
-        Every rank has to call it. Raises CommError if peer memory was asked for, and for shards that
-        other groups have replicas of: those go on as they are, and do not fit what this one would do.
+        Every rank has to call it. reason: the limit that was met, for messages. Raises CommError if
+        the user asked for peer memory, and if the shards have replicas: all replicas lay shards out
+        in one way, and those in other groups keep theirs.
         """
         choice, device = self.config.comm, self.device
         if comm is self.replicate_comm:
@@ -213,13 +222,13 @@ class UnitSetup(abc.ABC):
     # Options and names
 
     def configure(self, **changes: object) -> None:
-        """Replace options of the unit's configuration."""
+        """Replace options of the unit's configuration, by field name of `UnitConfig`."""
         self.config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]
         if "mp_policy" in changes:
-            self.gradients.unreduced.replace()
+            self.gradients.unreduced.replace()  # the dtype of sums may be another now
 
     def become_root(self) -> None:
-        """Be the unit that runs first and last."""
+        """Make this a unit of the root module, with the options that are the root's alone."""
         self.is_root = True
         if self.config.cast_root_inputs is not None:
             policy = dataclasses.replace(
@@ -239,13 +248,13 @@ class UnitSetup(abc.ABC):
         return self.params.is_flat and self.params.flat is None
 
     def set_name(self, name: str) -> None:
-        """Be called this from now on: the path of the unit's module, empty for the root."""
+        """Set the name: the path of the unit's module in the model, empty for the root."""
         self.name = name
         self.gradients.set_label(self.path)
 
     @property
     def path(self) -> str:
-        """What it is called in messages and, the same on every rank, in the ledger."""
+        """Its name in messages and in the ledger of its ranks, where all have to use the same."""
         return self.name or "root"
 
     @property
@@ -255,14 +264,15 @@ class UnitSetup(abc.ABC):
 
 
 def comms_of(units: Sequence[UnitSetup]) -> list[Comm]:
-    """Return every communication the units use, once each."""
+    """Return every communication that the units use, once each, in the order of the units."""
     return list(dict.fromkeys(comm for u in units for comm in (u.comm, u.replicate_comm)))
 
 
 def move_parameters(moves: Sequence[tuple[ManagedParameter, UnitSetup, UnitSetup]]) -> None:
-    """Hand over parameters that modules of several units share: each, from one unit to another.
+    """Move tied parameters between units; each entry is (parameter, from, to).
 
-    Each unit is laid out and allocated once, however many parameters it gives or gets.
+    Each unit is laid out and allocated once, however many parameters it gives or gets. Every rank
+    has to call it. Warns of each move in the log.
     """
     new = {unit: dict.fromkeys(unit.params) for _, *both in moves for unit in both}
     for param, unit, other in moves:
@@ -274,6 +284,8 @@ def move_parameters(moves: Sequence[tuple[ManagedParameter, UnitSetup, UnitSetup
         )
         del new[unit][param]
         new[other][param] = None
+    # All come to rest before the first takes over parameters: a reshard registers and frees by the
+    # parameters that the unit has.
     for unit in new:
         unit.settle()
     for unit, params in new.items():
