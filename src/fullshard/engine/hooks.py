@@ -6,22 +6,28 @@
     3  forward hook          reshard, cast outputs; the forward root ends the forward
     4  tensor hook           on each differentiable output, fires when its gradient is ready:
                              unshard for backward, prefetch the next unit
-    5  autograd              computes the module's gradients; they land on unsharded parameters
+    5  autograd              computes the module's gradients and accumulates them on the unsharded
+                             parameters; no hook of ours
     6  backward of 2         gradients are complete: reshard and reduce
-    7  engine callback       once a backward pass: units that had no 6 (inputs without gradient,
-                             unused in part), then everything under way is finished
-    8  state-dict hooks      before saving or loading: parameters are shown sharded; after loading:
-                             shards that were replaced are brought back to the unit's memory
+    7  engine callback       once per backward pass: do 6 for units that had none (inputs without
+                             gradient, unused in part), then finish everything under way
+    8  state-dict hooks      before saving or loading: show sharded parameters; after loading: bring
+                             shards that were replaced back to the unit's memory
     -  process-wide          registration of parameters and modules, optimizer steps: see `strays`
 
-Special cases. Activation recomputation runs 1 and 3 again inside backward, between 4 and 6: the
-parameters stay unsharded until 6. A module that runs several times has one 6 for each, and reduces
-each time. If it calls itself, or a method that counts as forward calls it, 2 and the resharding are
-those of the outermost call. Modules sharded together share a state: 3 completes with the last of
-them, or, if one never ran, with the forward root, which may be the group itself. Inside a transform
-a node stands for 4. An output that is a view has a second 4, on what it is a view of. After an
-exception, whatever was left is reset by the next forward or backward; gradients that earlier
-micro-batches accumulated are kept if it came in forward.
+Special cases:
+
+- Activation recomputation runs 1 and 3 again inside backward, between 4 and 6. The parameters stay
+  unsharded until 6.
+- A module that runs several times has one 6 per call, and reduces in each.
+- If a module calls itself, or a method that counts as forward calls it, only the outermost call
+  has 2 and reshards.
+- Modules sharded together share a state. 3 completes with the last of them or, if one never ran,
+  with the forward root, which may be the group itself.
+- Inside a ``torch.func`` transform, an autograd node takes the place of 4.
+- An output that is a view has a second 4, on the tensor that it is a view of.
+- After an exception, the next forward or backward resets what was left. Gradients that earlier
+  micro-batches accumulated are kept if the exception came in forward.
 """
 
 import functools
@@ -54,17 +60,22 @@ from fullshard.policies import TrainingState
 class Hooks(ModuleState):
     """The hooks of a sharded module, or of several that were sharded together.
 
-    forward_prefetch, backward_prefetch: what to gather early, if users chose it.
+    forward_prefetch, backward_prefetch: the modules whose units the user chose to gather early, in
+        place of the next unit in order; empty for the latter.
     """
 
     def __init__(
         self, modules: Sequence[nn.Module], units: Sequence[Unit], *, is_wrapper: bool = False
     ) -> None:
-        """is_wrapper: the module calls `run_as_forward` itself, and has no hooks registered."""
+        """Register the hooks on the modules.
+
+        is_wrapper: the module calls `run_as_forward` itself, so no hooks are registered on it.
+        """
         super().__init__(modules, units, is_wrapper=is_wrapper)
         self.forward_prefetch: list[Hooks] = []
         self.backward_prefetch: list[Hooks] = []
-        self._calls_itself = False  # in this forward
+        self._calls_itself = False  # the forward under way has called its own module again
+        # Wrapped methods: the module, the method's name, the function that it was.
         self._methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._handles: list[RemovableHandle] = []
         self.attach()
@@ -74,6 +85,7 @@ class Hooks(ModuleState):
         super().attach()
         for module in () if self.is_wrapper else self.modules:
             self._handles += [
+                # In front of the user's hooks, which may compute with the module's parameters.
                 module.register_forward_pre_hook(
                     self.before_forward, prepend=True, with_kwargs=True
                 ),
@@ -90,26 +102,33 @@ class Hooks(ModuleState):
             handle.remove()
         self._handles.clear()
 
-    # 1
+    # 1. Before forward: unshard
 
     @eager
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make a module's parameters usable; return its inputs, cast and marked for backward.
+
+        Raises StateError as `Iteration.begin_forward` and `ModuleState.initialise` do.
+        """
         iteration = self.iteration_or_initialise()
+        # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
         self.forget_stale_backward(iteration)
         if self.training_state is TrainingState.PRE_BACKWARD and is_in_backward():
-            # A backward that ran in between may have resharded them.
+            # Recomputation. 4 has unsharded them, but a backward in between may have resharded.
             iteration.begin_units(self.units, prefetches=False)
             return cast_inputs(self.policy, args, kwargs)
         units = self.units
         has_begun = self.training_state is TrainingState.FORWARD and id(module) not in self.to_run
-        # Either an exception ended that forward, or it is still running and this is part of it.
+        # An exception ended the forward that has begun, or it still runs and this call is in it.
+        # Only the stack tells, which is walked in this rare case alone.
         if has_begun and self._num_calls(module) > 1:
             return self._begin_inner_call(args, kwargs)
         self._calls_itself = False
         if iteration.is_left_over(is_root=self._own_iteration is not None):
             self.forget(keeps_gradients=True)
+        # After `forget`, which changes the state.
         is_first = self.training_state is not TrainingState.FORWARD
         if len(self._modules) > 1 and not self.to_run:
             self.to_run = {id(module) for module in self.modules}
@@ -123,9 +142,11 @@ class Hooks(ModuleState):
         prefetches = not self.forward_prefetch
         iteration.begin_units(units, prefetches=prefetches, is_training=module.training)
         if is_first:
+            # After the module's own units: gathers run in the order in which they are started.
             for state in self.forward_prefetch:
                 for unit in state.units:
                     iteration.start_forward_unshard(unit)
+            # Of a group, only the inputs of the first module: backward comes to them last.
             if units and torch.is_grad_enabled():
                 args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs
@@ -134,13 +155,13 @@ class Hooks(ModuleState):
     def run_as_forward(
         self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call a method of the module as its forward is called: with what goes before and after."""
+        """Call a method of the module as its forward is called: with 1 before and 3 after it."""
         args, kwargs = self.before_forward(module, args, kwargs)
         return self.after_forward(module, args, method(module, *args, **kwargs))
 
     def wrap_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Run ``method(module, ...)`` as a forward whenever ``module.name`` is called."""
-        reference = weakref.ref(module)  # what the module keeps must not keep the module
+        reference = weakref.ref(module)  # the module keeps `run`, which must not keep the module
         self._methods.append((reference, name, method))
 
         @passing_through
@@ -153,35 +174,38 @@ class Hooks(ModuleState):
         setattr(module, name, run)
 
     def copy_methods(self, other: "Hooks", memo: dict[int, Any]) -> None:
-        """Wrap the same methods of a copy."""
+        """Wrap the same methods of a copy. memo: ``deepcopy``'s, from ids to copied modules."""
         for reference, name, method in self._methods:
             if (module := reference()) is not None:
                 other.wrap_method(memo[id(module)], name, method)
 
-    # 2
+    # 2. Identity on inputs: marks the end of the module's backward
 
     def _mark_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs with one autograd node on those that require a gradient."""
         inputs = differentiable_tensors(args)
         if kwargs:
             inputs += differentiable_tensors(kwargs)
         if not inputs:
-            return args, kwargs
+            return args, kwargs  # 7 stands in for 6
         marked = mark_after_backward(self, inputs)
+        # The usual case, all positional and differentiable, needs no walk through the containers.
         if not kwargs and len(inputs) == len(args) and all(map(operator.is_, inputs, args)):
             return marked, kwargs
         rest = iter(marked)
         args = replace_differentiable(args, rest)
         return args, replace_differentiable(kwargs, rest) if kwargs else kwargs
 
-    # 3
+    # 3. After forward: reshard
 
     @eager
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Free a module's parameters; return its outputs, marked for backward and cast."""
         policy = self.policy
         if self.training_state is TrainingState.PRE_BACKWARD:
-            return cast_outputs(policy, output)
+            return cast_outputs(policy, output)  # recomputation: unsharded until 6
         iteration = self.iteration_or_initialise()
         if self._calls_itself and self._num_calls(module) > 1:
             return cast_outputs(policy, self._mark_outputs(output))
@@ -193,8 +217,9 @@ class Hooks(ModuleState):
             self.to_run.clear()  # part of a group may be called alone, for the loss
         output = self._complete_forward(output)
         if is_root:
+            # Before `end_forward`, whose fence lets peers write to what these still read.
             for state in self.everyone:
-                # Part of its group did not run, or an exception that somebody caught ended it.
+                # Part of its group did not run, or an exception that the program caught ended it.
                 began = state is not self and state.training_state is TrainingState.FORWARD
                 if state.to_run or began:
                     state.to_run.clear()
@@ -204,15 +229,22 @@ class Hooks(ModuleState):
         return cast_outputs(policy, output)
 
     def _complete_forward(self, output: Any) -> Any:
+        """Free the units of a forward that is over; return its output, marked for backward."""
         outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
         self.iteration_or_initialise().end_units(self.units, is_differentiable=bool(outputs))
         self.training_state = TrainingState.IDLE
         return self._mark_outputs(output, outputs)
 
     def _mark_outputs(self, output: Any, outputs: Sequence[torch.Tensor] | None = None) -> Any:
+        """Let the gradient of each differentiable output call `before_backward`.
+
+        outputs: those of ``output`` that require a gradient; None looks for them.
+        """
         if not torch.is_grad_enabled():
             return output
         if torch._C._are_functorch_transforms_active():
+            # A tensor hook is of one level, and an output may hide that it needs a gradient at
+            # another, so all of them get a node, which every level sees.
             return map_tensors(lambda tensor: mark_before_backward(self, tensor), output)
         for tensor in differentiable_tensors(output) if outputs is None else outputs:
             if tensor._is_view():
@@ -221,14 +253,14 @@ class Hooks(ModuleState):
                 tensor.register_hook(self.before_backward)
         return output
 
-    # 1 and 3 of a call within a call of the same module
+    # 1 and 3 of a call within a call of the same module: the outer call's parameters serve
 
     def _begin_inner_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let the outer call's parameters serve. They are needed until it is over.
+        """Begin a call inside a call of the same module, which goes on to need the parameters.
 
-        No 2 either: in backward they are needed until the outer call's 6.
+        The inputs get no 2, since backward needs the parameters until the 6 of the outer call.
         """
         self._calls_itself = True
         for unit in self.units:
@@ -237,9 +269,9 @@ class Hooks(ModuleState):
         return cast_inputs(self.policy, args, kwargs)
 
     def _num_calls(self, module: nn.Module) -> int:
-        """Count the calls of a module that are running on this thread, by looking at its stack.
+        """Count the calls of a module that are running on this thread, by walking the stack.
 
-        Slow, but right after an exception of any kind too, where a counter would have to be told.
+        Slow, but right after any exception too. A counter would miss a KeyboardInterrupt.
         """
         count = 0
         frame = sys._getframe().f_back
@@ -252,25 +284,35 @@ class Hooks(ModuleState):
             frame = frame.f_back
         return count
 
-    # 4
+    # 4. A gradient reaches an output: unshard for backward
 
     @eager
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """Make a module's parameters usable for its backward; return the gradient as it is.
+
+        Called for each output; all but the first call of a pass do nothing. Raises MisuseError if
+        parameters were replaced since forward.
+        """
         iteration = self.iteration_or_initialise()
+        # First: a backward that raised leaves states in PRE_BACKWARD, as if this had been done.
         self.forget_stale_backward(iteration)
+        # Each access makes a new bound method, to which nobody else refers: see `begin_backward`.
         iteration.begin_backward(self.end_backward)
         if self.training_state is TrainingState.PRE_BACKWARD:
             return grad
         self.training_state = TrainingState.PRE_BACKWARD
         units = self.units
-        for unit in units:
+        for unit in units:  # all are started before the first is waited for
             if unit.is_unsharded:
                 unit.params.check_unchanged()
             iteration.start_backward_unshard(unit)
         for unit in units:
             unit.wait_unshard()
+            # After `wait_unshard`, which gives ``.grad`` back to autograd: sums are put there.
             unit.gradients.lend_unreduced()
         iteration.begin_backward_units(units)
+        # After the module's own gathers, which would queue behind. Reversed, as backward runs
+        # against the order of forward.
         if not self.backward_prefetch:
             for unit in reversed(units):
                 iteration.prefetch_backward(unit)
@@ -279,20 +321,23 @@ class Hooks(ModuleState):
                 iteration.start_backward_unshard(unit)
         return grad
 
-    # 6
+    # 6. The gradients of the inputs are complete, and so those of the parameters: reduce
 
     @eager
     def after_backward(self) -> None:
+        """Take the units' gradients, free their parameters, and start reducing."""
         self.training_state = TrainingState.POST_BACKWARD
         iteration = self.iteration_or_initialise()
         for unit in reversed(self.units):
             iteration.after_backward(unit)
 
-    # 7
+    # 7. The backward pass is over: the rest of the units, everything under way
 
     @eager
     def end_backward(self) -> None:
+        """End a backward pass of the whole model, whichever module's state is asked to."""
         states = self.everyone
+        # Not PRE_BACKWARD: that had 4 and no 6, since no input required a gradient.
         finished = [
             unit
             for state in states
@@ -303,18 +348,19 @@ class Hooks(ModuleState):
             state.training_state = TrainingState.IDLE
         self.iteration_or_initialise().end_backward(finished)
 
-    # 8
+    # 8. State dicts: sharded parameters are shown, and replaced ones adopted
 
     def _before_state_dict(self, *_: Any) -> None:
         for unit in self.units:
             unit.settle()
-            unit.finish_reading()
+            unit.finish_reading()  # loading is about to write to shards
 
     def _after_load(self, *_: Any) -> None:
-        self.follow_changes()
+        self.follow_changes()  # ``assign=True`` replaces parameters
 
 
-# The functions in which a module's forward runs, and a method that counts as one.
+# By their code, frames are recognised in which a module's forward runs, or a method that counts as
+# one. `_call_impl` is private: torch 2.13 runs hooks and forward in it or in an inner function.
 _CALLS_FORWARD = nn.Module._call_impl.__code__
 _CALLS_METHOD = Hooks.run_as_forward.__code__
 _RUN_FORWARDS = frozenset(  # and the functions that it defines, one of which calls the hooks
@@ -324,9 +370,9 @@ _RUN_FORWARDS = frozenset(  # and the functions that it defines, one of which ca
 
 @passing_through
 def _caller() -> types.FrameType | None:
-    """Return the frame that runs a module's forward; None where that was compiled.
+    """Return the frame that runs the forward whose hook calls this; None where it was compiled.
 
-    Compiled code runs in frames of its own, of which Python does not know whether they run.
+    Compiled code runs in frames of its own, of which Python cannot tell whether they still run.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in _ENGINE_FILES:
@@ -340,7 +386,7 @@ _ENGINE_FILES = frozenset({__file__, eager.__code__.co_filename})
 
 
 def hooks_of(module: nn.Module) -> Hooks | None:
-    """Return the hooks of a sharded module, None for any other."""
+    """Return the hooks of a sharded module; None for any other."""
     state = state_of(module)
     assert state is None or isinstance(state, Hooks)
     return state
@@ -349,6 +395,7 @@ def hooks_of(module: nn.Module) -> Hooks | None:
 def _to_device(
     device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Move the inputs of the root to its device, as PyTorch's FSDP does. The host does not wait."""
     if device.type == "cpu":
         return args, kwargs
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))

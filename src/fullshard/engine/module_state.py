@@ -1,7 +1,7 @@
-"""What a sharded module carries: its units, its place in the model, and what it is doing.
+"""The state of a sharded module: its units, its place in the model, and its training state.
 
-The module that runs forward first becomes the root: names, ties and memory are settled then, and one
-`Iteration` serves the whole model.
+The module that runs forward first becomes the root. Names, ties and memory are settled then, and
+one `Iteration` serves the whole model.
 """
 
 import weakref
@@ -29,12 +29,12 @@ _STATE = "_fullshard_state"
 class ModuleState:
     """The state of a sharded module, or of several that were sharded together.
 
-    all_units: one for each mesh that the module's parameters are sharded over, at least one. It may
-        own no parameters: nested units may have taken them all.
-    training_state: what the module is doing.
-    to_run: of a group, the ids of the modules that have yet to run forward.
-    iteration: returns the iteration of the model this belongs to, None before its first use.
-    is_wrapper: whether the module is a wrapper, which may be wrapped again with its model.
+    all_units: one unit per mesh that the module's parameters are sharded over, at least one. A unit
+        may own no parameters, if nested modules have taken them all.
+    training_state: whether the module is in forward, in backward, or idle.
+    to_run: ids of the modules that have yet to run this forward, if several share the state.
+    iteration: a function that returns the model's `Iteration`; None before the model's first use.
+    is_wrapper: whether the module is a wrapper, which may be wrapped again together with its model.
     """
 
     def __init__(
@@ -45,21 +45,24 @@ class ModuleState:
         self.to_run: set[int] = set()
         self.iteration: Callable[[], Iteration | None] = _no_iteration
         self.is_wrapper = is_wrapper
-        self.ignored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # below the modules, not ours
-        # Names of parameters that are left as they are, of modules that are ours.
+        # All that refers to a module is weak: modules own their state, and `del model` has to free
+        # memory at once, without the garbage collector.
+        self.ignored: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules inside, not sharded
+        # Names of parameters that are not sharded, of modules that are.
         self.ignored_names: weakref.WeakKeyDictionary[nn.Module, set[str]]
         self.ignored_names = weakref.WeakKeyDictionary()
+        # The dtypes that buffers had before they were cast, by name.
         self.buffer_dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]]
-        self.buffer_dtypes = weakref.WeakKeyDictionary()  # of buffers that were cast
+        self.buffer_dtypes = weakref.WeakKeyDictionary()
         self._modules = [weakref.ref(module) for module in modules]
         self._units: list[Unit] | None = None  # those with parameters, once ties are resolved
-        self._own_iteration: Iteration | None = None  # of a root
+        self._own_iteration: Iteration | None = None  # of a root, which owns it
         self._root: weakref.ref[ModuleState] | None = None
-        self._states: list[ModuleState] = [self]  # of a root: all below it
-        self._said: dict[str, Any] = {}  # about iterations, before the root was known
-        self._reduced: UnitConfig | None = None  # what applies again after full precision
-        self._num_registrations = -1  # in the process, when strays were looked for
-        self._strays: set[str] = set()  # those found then
+        self._states: list[ModuleState] = [self]  # of a root: those of the whole model
+        self._said: dict[str, Any] = {}  # arguments of `say` before the root was known
+        self._reduced: UnitConfig | None = None  # the config to return to after full precision
+        self._num_registrations = -1  # in the process, when strays were last looked for
+        self._strays: set[str] = set()  # names of those found then
         watch()
 
     def attach(self) -> None:
@@ -77,7 +80,7 @@ class ModuleState:
         """The units that own parameters."""
         if self._units is not None:
             return self._units
-        return [unit for unit in self.all_units if unit.params]
+        return [unit for unit in self.all_units if unit.params]  # ties may still move some
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -98,16 +101,16 @@ class ModuleState:
         return self.iteration()
 
     def iteration_or_initialise(self) -> Iteration:
-        """Return the same; before the model's first use, make this its root.
+        """Return the model's iteration; before the model's first use, make this module its root.
 
-        For what runs the model. Whoever only asks, or changes a setting, uses `known_iteration`: a
-        module that became a root because of a question would be in the way of the real one.
+        For what runs the model. To read or change a setting, use `known_iteration`: a module that
+        became a root because of a question would make the real root's forward raise.
         """
         return self.iteration() or self.initialise()
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether the next backward is the last of its iteration."""
+        """Whether the next backward is the last of its iteration; True unless the user says so."""
         iteration = self.iteration()
         value: bool = (
             self._said.get("is_last_backward", True)
@@ -118,14 +121,14 @@ class ModuleState:
 
     @property
     def post_optim_event(self) -> torch.Event | None:
-        """What the next forward of the root waits for."""
+        """The event that the root's next forward waits for, or None."""
         iteration = self.iteration()
         return (
             self._said.get("post_optim_event") if iteration is None else iteration.post_optim_event
         )
 
     def say(self, **facts: Any) -> None:
-        """Set ``is_last_backward`` or ``post_optim_event``, once the root is known or at once."""
+        """Set ``is_last_backward`` or ``post_optim_event`` of the model: now, or with its root."""
         iteration = self.iteration()
         if iteration is None:
             self._said.update(facts)
@@ -134,7 +137,12 @@ class ModuleState:
             setattr(iteration, name, value)
 
     def initialise(self) -> Iteration:
-        """Make this the root: resolve names and ties, materialise the units, connect them."""
+        """Make this the root: settle names, ties and memory, and return the model's iteration.
+
+        Every rank has to call it. Raises StateError for several modules at once, below a root that
+        has run, and as `Unit.adopt` does; AllocationError where memory is lacking. Either way the
+        module is no root yet, so the next forward begins here again.
+        """
         if len(self._modules) > 1:
             names = ", ".join(type(module).__name__ for module in self.modules)
             raise StateError(
@@ -144,7 +152,8 @@ class ModuleState:
         (root,) = self.modules
         named = named_states(root)
         for name, state in named.items():
-            # What was below another wrapper before may move; a sharded module's place is for good.
+            # A wrapper that was below another one may be wrapped again elsewhere. A module that
+            # fully_shard was applied to keeps its place in a model that has run.
             is_taken = state.is_root or (not state.is_wrapper and state.known_iteration is not None)
             if state is not self and is_taken:
                 raise StateError(
@@ -154,16 +163,19 @@ class ModuleState:
                 )
         self._states = list(dict.fromkeys(named.values()))
         for state in self._states:
-            state._units = None
+            state._units = None  # moves of ties change which units own parameters
+        # Names first: messages of all that follows have them, and the ledger compares them.
         for unit, name in names_of_units(named).items():
             unit.set_name(name)
         for param, paths in names_of_parameters(root, self._states).items():
             param.names = paths
+        # Before `adopt`, since a unit's layout changes with its parameters.
         move_parameters(moves_of_ties(root, named))
         units = [unit for state in self._states for unit in state.units]
         for unit in units:
             with naming_lack(f"{unit.path}: first use", "Values are as they were."):
                 unit.adopt()
+        # Only now, when all have memory: what raised until here may be done again from the start.
         for unit in self.all_units:
             unit.become_root()
         for state in self._states:
@@ -174,7 +186,7 @@ class ModuleState:
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)
-        for state in reversed(self._states):  # the root's own words come last, and count
+        for state in reversed(self._states):  # the root's last: its settings win
             state.say(**state._said)
             state._said.clear()
         return self._own_iteration
@@ -191,7 +203,10 @@ class ModuleState:
                     module._buffers[name] = buffer.to(dtype)
 
     def use_precision(self, *, full: bool) -> None:
-        """Compute in the dtypes of the shards for now, or as the policy says. Between iterations."""
+        """Compute in the dtypes of the shards (full), or as the mixed-precision policy says.
+
+        Call it between iterations. Buffers are cast back as well.
+        """
         (unit,) = self.all_units
         if full == (self._reduced is not None):
             return
@@ -207,7 +222,7 @@ class ModuleState:
                     module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
         self._cast_buffers()
         if unit.params:
-            unit.adopt()
+            unit.adopt()  # another compute dtype is another layout
 
     def own_modules(self) -> list[nn.Module]:
         """Return the modules, and those below them that have no state of their own."""
@@ -241,17 +256,21 @@ class ModuleState:
         self._strays = strays
 
     def forget_stale_backward(self, iteration: Iteration) -> None:
+        """Reset the whole model if its last backward raised."""
         if iteration.has_stale_backward:
             self.forget(keeps_gradients=False)
 
     def forget(self, *, keeps_gradients: bool) -> None:
-        """Forget what an exception left behind, in the whole model."""
+        """Reset the whole model after an exception; see `reset`."""
         root = self._root() if self._root is not None else None
         assert root is not None
         root.reset(keeps_gradients=keeps_gradients)
 
     def reset(self, *, keeps_gradients: bool = False) -> None:
-        """Forget an iteration that did not end, and the gradients of earlier ones unless told."""
+        """Forget an iteration that did not end; does nothing unless this is a root.
+
+        keeps_gradients: whether gradients that earlier backwards accumulated are kept.
+        """
         if self._own_iteration is None:
             return
         self._own_iteration.reset(keeps_gradients=keeps_gradients)
@@ -261,13 +280,14 @@ class ModuleState:
 
     @property
     def everyone(self) -> list["ModuleState"]:
-        """Return the states of the whole model."""
+        """The states of the whole model; before its first use, this one alone."""
         root = self._root() if self._root is not None else None
         return root._states if root is not None else [self]
 
     def follow_changes(self) -> None:
-        """Adopt shards that were replaced at once, so that optimizers may keep their addresses."""
+        """Adopt at once what replaced shards, so that optimizers may rely on their addresses."""
         for unit in self.units:
+            # Parameters on the meta device are adopted at the first forward.
             if not any(param.local.is_meta for param in unit.params):
                 unit.follow_changes()
 
@@ -278,7 +298,7 @@ def _no_iteration() -> None:
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """Return the state of a sharded module, None for any other."""
+    """Return the state of a sharded module; None for any other."""
     state = module.__dict__.get(_STATE)
     return state if isinstance(state, ModuleState) else None
 
@@ -293,7 +313,7 @@ def named_states(root: nn.Module) -> dict[str, ModuleState]:
 
 
 def names_of_units(named: Mapping[str, ModuleState]) -> dict[Unit, str]:
-    """Return what the units of these states are called: by the paths of their modules."""
+    """Return the names of the states' units: the path of their module, or several, joined."""
     paths: dict[ModuleState, list[str]] = {}
     for path, state in named.items():
         paths.setdefault(state, []).append(clean_name(path))
@@ -303,7 +323,7 @@ def names_of_units(named: Mapping[str, ModuleState]) -> dict[Unit, str]:
 def names_of_parameters(
     root: nn.Module, states: Iterable[ModuleState]
 ) -> dict[ManagedParameter, list[str]]:
-    """Return the paths of the states' parameters below a module."""
+    """Return, for each parameter of the states, its paths below ``root``: one per tied use."""
     paths: dict[int, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(clean_name(path))
@@ -322,9 +342,10 @@ def names_of_parameters(
 def moves_of_ties(
     root: nn.Module, named: Mapping[str, ModuleState]
 ) -> list[tuple[ManagedParameter, Unit, Unit]]:
-    """Find what has to move: each parameter that several units use, from its unit to another.
+    """Find tied parameters that have to move: (parameter, its unit, the unit it moves to).
 
-    That is the innermost unit that contains them all.
+    The latter is the unit of the innermost module that contains all modules using the parameter.
+    Raises StateError if that module is sharded over other meshes.
     """
     name_of = {id(module): name for name, module in root.named_modules()}
     single = {name: state for name, state in named.items() if len(state._modules) == 1}
@@ -336,7 +357,7 @@ def moves_of_ties(
             users = [name_of.get(id(slot.module()), "") for slot in param.slots]
             nearest = [lowest_common_unit([user], named) for user in users]
             if all(name is not None and named[name] is state for name in nearest):
-                continue
+                continue  # all uses are in this state's modules
             common = lowest_common_unit(users, single)
             if common is not None:  # else they are below several roots, none of them this model
                 moves.append((param, unit, _on_mesh_of(unit, single[common], param)))
@@ -344,7 +365,7 @@ def moves_of_ties(
 
 
 def _on_mesh_of(unit: Unit, state: ModuleState, param: ManagedParameter) -> Unit:
-    """Return the state's unit that is sharded as ``unit`` is."""
+    """Return the state's unit over the mesh of ``unit``. Raises StateError if there is none."""
     for other in state.all_units:
         if other.mesh.mesh == unit.mesh.mesh:
             return other
