@@ -1,7 +1,7 @@
 """Deep copies of sharded modules.
 
-Only before the first use: after it, parameters, gradients and work in flight belong to an iteration
-that a copy would have to share.
+A model can be copied before its first forward only. After it, parameters, gradients and work in
+flight belong to an iteration, which the copy would have to share.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,13 @@ from fullshard.errors import MisuseError
 def copy_sharded(
     module: nn.Module, copy_plain: Callable[[nn.Module], nn.Module], memo: dict[int, Any]
 ) -> nn.Module:
-    """Copy a module, what was sharded together with it, and all below. Every rank has to call it.
+    """Copy a module, the modules sharded together with it, and all below. Collective.
 
     copy_plain: deep-copies a module that carries no state of ours, filling ``memo``.
+    memo: ``deepcopy``'s, from ids of originals to copies.
 
-    Raises MisuseError once the model has run, or if a copy would be torn from what stays behind.
+    Raises MisuseError once the model has run, and if the copy would share parameters or state with
+    modules that are not copied.
     """
     modules = _sharded_together(module)
     if not memo and len(modules) > len(list(module.modules())):  # nothing around it is copied too
@@ -33,6 +35,8 @@ def copy_sharded(
         )
     states = {state: None for each in modules if (state := hooks_of(each)) is not None}
     _check(module, modules, states)
+    # State and classes are off while plain modules are copied: deepcopy would copy units and process
+    # groups as well, and `__deepcopy__` of the classes leads back here.
     classes: dict[nn.Module, Any] = {each: type(each) for state in states for each in state.modules}
     for state in states:
         state.detach()
@@ -46,6 +50,7 @@ def copy_sharded(
             state.attach()
         for each, sharded in classes.items():
             each.__class__ = sharded
+    # Units only now, when `memo` knows every module: a tied parameter is registered on several.
     new: dict[Hooks, Hooks] = {}
     for state in states:
         copies = [memo[id(each)] for each in state.modules]
@@ -56,7 +61,7 @@ def copy_sharded(
         for ignored, names in state.ignored_names.items():
             new[state].ignored_names[memo[id(ignored)]] = set(names)
         new[state].ignored.update(memo[id(own)] for own in state.ignored if id(own) in memo)
-    for state, other in new.items():
+    for state, other in new.items():  # once all copies exist, since they refer to one another
         other.forward_prefetch = [new.get(s, s) for s in state.forward_prefetch]
         other.backward_prefetch = [new.get(s, s) for s in state.backward_prefetch]
     copied: nn.Module = memo[id(module)]
@@ -64,7 +69,7 @@ def copy_sharded(
 
 
 def _sharded_together(module: nn.Module) -> dict[nn.Module, None]:
-    """Return the modules below one, and below those that share a state with any of them."""
+    """Return the module and all below it, and so of each module that shares a state with these."""
     found: dict[nn.Module, None] = {}
     todo = [module]
     while todo:
@@ -77,6 +82,7 @@ def _sharded_together(module: nn.Module) -> dict[nn.Module, None]:
 
 
 def _check(module: nn.Module, modules: dict[nn.Module, None], states: dict[Hooks, None]) -> None:
+    """Raise MisuseError unless the modules can be copied alone; let their units come to rest."""
     name = type(module).__name__
     for state in states:
         iteration = state.known_iteration
@@ -99,15 +105,16 @@ def _check(module: nn.Module, modules: dict[nn.Module, None], states: dict[Hooks
 
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
+    """Return a unit of the copied parameters, with memory of its own. Collective."""
     params = []
     for param in unit.params:
         places = [(memo.get(id(slot.module())), slot.name) for slot in param.slots]
         slots = [Slot(module, name) for module, name in places if module is not None]
-        sharded = slots[0].current
+        sharded = slots[0].current  # the copy that `copy_plain` has registered
         assert sharded is not None
         params.append(param.copy(sharded, slots))
     other = Unit(params, unit.mesh, unit.device, unit.config)
-    if other.comm is not unit.comm:
+    if other.comm is not unit.comm:  # the user has set another than the config says
         other.use_comm(unit.comm)
     if unit.reduce_group is not None:
         other.reduce_over(unit.reduce_group)

@@ -1,7 +1,8 @@
 """Autograd nodes that stand for moments in the backward of a sharded module.
 
-A node on a module's inputs marks the end of its backward. Every level of a transform
-(``torch.func``, forward mode) sees it, where a tensor hook would be of one level alone.
+A node on a module's inputs marks the end of its backward, and one on its outputs the beginning.
+Every level of a transform (``torch.func``, forward mode) sees a node, where a tensor hook would
+belong to one level alone. Outside of transforms, `hooks` uses tensor hooks on the outputs.
 """
 
 import functools
@@ -15,7 +16,7 @@ from fullshard.engine.runtime import passing_through
 
 
 class State(Protocol):
-    """Whose moments these are."""
+    """The state of a sharded module, as nodes call it: `hooks.Hooks`."""
 
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor: ...
 
@@ -23,7 +24,11 @@ class State(Protocol):
 
 
 class AfterBackward(_SingleLevelFunction):
-    """On inputs: its backward runs once the gradients of all of them are complete."""
+    """Identity on inputs, whose backward runs once the gradients of all of them are complete.
+
+    `_SingleLevelFunction` is the base of `torch.autograd.Function` without the dispatch to
+    transforms (private; torch 2.13).
+    """
 
     @staticmethod
     def forward(ctx: Any, state: State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -37,11 +42,16 @@ class AfterBackward(_SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # A view, not the tangent: torch asks for that where forward returns its inputs as they are.
         return tuple(tangent.view_as(tangent) for tangent in tangents)
 
 
 class AfterBackwardInTransforms(torch.autograd.Function):
-    """The same in the form that transforms ask for. Outside of them it costs 25 us more."""
+    """`AfterBackward` in the form that transforms ask for, with ``setup_context``.
+
+    Outside of transforms it costs 25 us more per call, since torch binds its arguments by their
+    signature. It is left to transforms for that.
+    """
 
     generate_vmap_rule = True
     backward = AfterBackward.backward
@@ -57,7 +67,11 @@ class AfterBackwardInTransforms(torch.autograd.Function):
 
 
 class BeforeBackward(torch.autograd.Function):
-    """On outputs inside transforms, where a tensor hook would serve the innermost one alone."""
+    """Identity on an output, whose backward calls `State.before_backward`.
+
+    For outputs inside transforms, where a tensor hook would serve the innermost one alone, and for
+    gradients that are differentiated themselves (``create_graph=True``).
+    """
 
     generate_vmap_rule = True
 
@@ -80,17 +94,21 @@ class BeforeBackward(torch.autograd.Function):
 
 
 def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors with one node on all of them, whose backward is `State.after_backward`."""
+    """Return the tensors with one node on all of them, whose backward calls `after_backward`.
+
+    One node, not one per tensor: autograd runs it when all their gradients are complete.
+    """
     marked: tuple[torch.Tensor, ...]
     if torch._C._are_functorch_transforms_active():
         marked = AfterBackwardInTransforms.apply(state, *tensors)  # type: ignore[no-untyped-call]
         return marked
-    # For one tensor the same at half of the cost. If the module changes its input in place, autograd
-    # replaces this node, and the unit is reduced at the end of backward; `AfterBackward` would make
-    # that an error. It would also turn a gradient that is missing into zeros.
+    # For one tensor, a hook on the node of a view does the same at half of the cost. If the module
+    # changes its input in place, autograd replaces that node, and the unit is reduced at the end of
+    # backward; with `AfterBackward` the change would be an error. A missing gradient stays missing
+    # here, where `AfterBackward` would make zeros of it.
     if len(tensors) == 1 and type(tensors[0]) is torch.Tensor:
         view = tensors[0].view_as(tensors[0])
-        if view.grad_fn is not None:  # not so for what was made in inference mode
+        if view.grad_fn is not None:  # a tensor made in inference mode has no graph
             view.grad_fn.register_hook(functools.partial(_end, state))
             return (view,)
     marked = AfterBackward.apply(state, *tensors)  # type: ignore[attr-defined]
@@ -101,16 +119,20 @@ def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[
 def _end(
     state: State, grads: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of a module's inputs once its backward is over."""
+    """Call `after_backward`; return the gradients of the module's inputs.
+
+    The last argument is what a node's hook gets besides: the gradients of the outputs.
+    """
     state.after_backward()
     if not torch.is_grad_enabled():
         return grads
-    # create_graph=True: this backward has a backward of its own.
+    # create_graph=True: these gradients may be differentiated, and their backward begins inside
+    # this module, whose parameters have just been freed. So they are marked as its outputs are.
     return tuple(g if g is None else mark_before_backward(state, g) for g in grads)
 
 
 def mark_before_backward(state: State, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with a `BeforeBackward` on it, if it can have a gradient."""
+    """Return the tensor with a `BeforeBackward` on it, or as it is if it can have no gradient."""
     if not tensor.dtype.is_floating_point:
         return tensor
     marked: torch.Tensor = BeforeBackward.apply(state, tensor)  # type: ignore[no-untyped-call]
@@ -118,19 +140,21 @@ def mark_before_backward(state: State, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _View:
-    """An output that is a view: when its gradient is ready, whatever was done to it since.
+    """The hooks of one output that is a view, which may be changed in place after forward.
 
-    A view that is changed in place gets another node, which knows nothing of its hooks. What it is
-    a view of keeps its own node behind that of the change, so there is a hook on both. The first
-    one to fire in a backward pass counts: the second comes late if nothing was changed and the
-    module returned a view of its input.
+    A view that is changed in place gets another node, which has none of its hooks. The base, the
+    tensor that it is a view of, keeps its node behind that of the change. So there is a hook on
+    both, of which the first to fire in a backward pass counts. The second would come too late: if
+    nothing was changed and the module returned a view of its input, after the module's backward.
+
+    Rejected: an autograd function around the view, since autograd then refuses the change.
     """
 
     __slots__ = ("_seen", "_state")
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._seen = -1  # in this backward pass
+        self._seen = -1  # the id of the last backward pass in which a hook has fired
 
     @passing_through
     def of_view(self, grad: torch.Tensor) -> torch.Tensor:
@@ -147,23 +171,23 @@ class _View:
 
 
 def watch_view(state: State, tensor: torch.Tensor) -> None:
-    """Call `State.before_backward` when the gradient of a view is ready, or of what it became."""
+    """Call `State.before_backward` when a view's gradient is ready, changed in place or not."""
     view = _View(state)
     tensor.register_hook(view.of_view)
-    # Autograd itself refuses a change in place where the base has no node, and where one function
-    # made several views.
+    # Without a node of the base no second hook is needed: autograd refuses a change in place there,
+    # and also where one function made several views.
     node = tensor._base.grad_fn if tensor._base is not None else None
     if node is not None:
         node.register_prehook(view.of_base)
 
 
 def is_captured(leaf: torch.Tensor) -> bool:
-    """Whether this is the backward of `torch.autograd.grad`, for this leaf among others."""
+    """Whether `torch.autograd.grad` is running, and returns the gradient of this leaf."""
     if torch._C._current_graph_task_id() == -1:
-        return False  # a schedule that calls for reduction itself
+        return False  # no backward: a pipeline schedule asks for the reduction itself
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # which is how it says so
+    except RuntimeError:  # raised for leaves in `torch.autograd.grad` (torch 2.13)
         return True
     return False

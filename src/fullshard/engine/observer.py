@@ -1,12 +1,12 @@
-"""What the engine tells whoever watches it: the interface of `trace`, and labels for profilers.
+"""The interface between the engine and whoever watches it, and labels for profilers.
 
-An `Iteration` and its units have an observer, None unless somebody looks. They tell it, at a
-handful of places:
+An `Iteration` and its units have an observer, None unless somebody watches (`watch.trace`, or a
+running profiler). They call it at a handful of places:
 
-    begin, end      work or a wait that this rank's compute stands still for; properly nested
-    enter, leave    forward or backward of a module's units; may interleave
-    changed         a unit's memory is another than before
-    forget          an exception ended the iteration: nothing that has begun will end
+    begin, end      around work, or a wait, during which this rank computes nothing; properly nested
+    enter, leave    around forward or backward of a module's units; these may interleave
+    changed         a unit's memory has changed
+    forget          an exception ended the iteration: what has begun or entered will not end
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,10 @@ from fullshard.plan.trace import Kind
 
 
 class Observer(Protocol):
-    """``units`` are units; ``of`` is what keeps the gradients of one, which knows its label."""
+    """What an observer has to offer.
+
+    units: `Unit` objects. of: the `UnitGradients` of the unit concerned, whose ``label`` names it.
+    """
 
     def begin(self, kind: Kind, of: Any = None) -> None: ...
     def end(self) -> None: ...
@@ -58,7 +61,7 @@ class ProfilerLabels:
             label.__exit__(None, None, None)
 
     def enter(self, kind: Kind, units: Sequence[Any]) -> None:
-        pass  # labels have to nest, and these need not
+        pass  # a profiler's labels have to nest, and forwards of units may interleave
 
     def leave(self, kind: Kind, units: Sequence[Any]) -> None:
         pass
@@ -72,7 +75,10 @@ class ProfilerLabels:
 
 
 def follow_profiler(observer: Observer | None) -> Observer | None:
-    """Return the observer of the next iteration: labels while a profiler runs and nobody traces."""
+    """Return the observer of the next iteration: a tracer that is set, else labels for a profiler.
+
+    None if nobody traces and no profiler runs.
+    """
     if observer is not None and not isinstance(observer, ProfilerLabels):
         return observer
     if not profiler._is_profiler_enabled:

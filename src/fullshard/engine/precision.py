@@ -1,4 +1,4 @@
-"""Casts at a unit's boundary, and finding the tensors that autograd has to see."""
+"""Casts at a unit's boundary, and the differentiable tensors in nested inputs and outputs."""
 
 import copy
 import operator
@@ -28,7 +28,11 @@ def cast_outputs(policy: MixedPrecisionPolicy, outputs: Any) -> Any:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """Apply a function to every tensor in nested containers, dataclasses among them."""
+    """Apply a function to every tensor in nested containers, dataclasses among them.
+
+    Returns ``tree`` itself if the function returns every tensor as it is.
+    """
+    # The two most common cases need no flattening.
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if type(tree) is tuple and _are_tensors(tree):
@@ -66,12 +70,12 @@ def differentiable_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def replace_differentiable(tree: Any, replacements: Iterator[torch.Tensor]) -> Any:
-    """Put other tensors where `differentiable_tensors` found some, in the same order."""
+    """Replace the tensors that `differentiable_tensors` found, in the same order."""
     return map_tensors(lambda tensor: next(replacements) if tensor.requires_grad else tensor, tree)
 
 
 def _are_tensors(values: tuple[Any, ...]) -> bool:
-    """By far the most common arguments of a module."""
+    """Whether all are tensors: by far the most common arguments of a module."""
     for value in values:  # noqa: SIM110  (a third of the cost of `all`)
         if not isinstance(value, torch.Tensor):
             return False
@@ -83,6 +87,7 @@ def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _is_plain_dataclass(leaf: Any) -> bool:
+    """Whether this is an instance of a dataclass that pytree does not know how to flatten."""
     return (
         hasattr(type(leaf), "__dataclass_fields__")
         and not isinstance(leaf, type)

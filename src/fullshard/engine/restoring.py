@@ -1,8 +1,11 @@
-"""Modules as they were, if changing them fails half-way.
+"""Putting modules back as they were, if sharding them fails half-way.
 
-Sharding replaces parameters, classes and hooks while it allocates memory, which may not be there.
-So what is changed is noted before, by reference: nothing is copied, but whole parameters live until
+Sharding replaces parameters, classes and hooks while it allocates memory, which may be lacking. So
+what it changes is noted before, by reference: nothing is copied, but whole parameters live until
 their shards have memory.
+
+Rejected: to allocate everything first. It takes as much memory at its peak, and needs a plan that a
+wrap policy, which looks while it wraps, does not have.
 """
 
 import contextlib
@@ -18,12 +21,12 @@ from torch.nn.parameter import is_lazy
 from fullshard.errors import AllocationError
 
 _LACKS = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOSPC}
-# How torch's allocators for the host say it, as a plain RuntimeError.
+# Parts of the messages of torch's host allocators, which raise a plain RuntimeError.
 _PHRASES = ("allocate memory", "not enough memory", "out of memory", "unable to mmap")
 
 
 class _Module:
-    """What one module was: its class, its attributes, and what its tables and lists contained."""
+    """A note of one module: its class, its attributes, and the contents of its dicts and lists."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -36,23 +39,26 @@ class _Module:
         ]
 
     def restore(self) -> None:
+        # The same dicts and lists get their contents back: slots and handles of hooks refer to them.
         for value, content in self._contents:
             value.clear()
             (value.update if isinstance(value, dict) else value.extend)(content)
+        # Through `__dict__`, past the `__setattr__` of the module and of the class it has now.
         self._module.__dict__.clear()
         self._module.__dict__.update(self._attributes)
         self._module.__class__ = self._class
 
 
 class _Tensor:
-    """What one parameter or buffer was: its memory, attributes and hooks."""
+    """A note of one parameter or buffer: its memory, attributes and hooks."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self._attributes = dict(tensor.__dict__)
         self._hooks = tensor._backward_hooks
+        # `data` is an alias, so it keeps the memory alive that sharding lets go of.
         data = None if is_lazy(tensor) or tensor.layout is not torch.strided else tensor.data
-        self._data = data if type(data) is torch.Tensor else None  # others are never given memory
+        self._data = data if type(data) is torch.Tensor else None  # others keep their memory
 
     def restore(self) -> None:
         tensor, data = self._tensor, self._data
@@ -65,7 +71,7 @@ class _Tensor:
 
 
 def _is_over(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Whether a tensor has this memory."""
+    """Whether a tensor has the memory, shape and strides of ``data``."""
     return (
         tensor.untyped_storage()._cdata == data.untyped_storage()._cdata
         and tensor.shape == data.shape
@@ -76,10 +82,10 @@ def _is_over(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def restoring(modules: Iterable[nn.Module], what: str) -> Iterator[None]:
-    """Make the modules, their parameters and buffers what they are now if the body raises.
+    """Put modules, parameters and buffers back as they are now if the body raises.
 
-    Values that the body writes in place, such as those of the first rank, stay written. ``what`` is
-    done, for messages: raises AllocationError where memory is lacking.
+    Values that the body writes in place, such as those sent by the first rank, stay written.
+    what: what the body does, for messages. Raises AllocationError where memory is lacking.
     """
     noted: list[_Module | _Tensor] = []
     tensors: dict[int, torch.Tensor] = {}
@@ -92,7 +98,7 @@ def restoring(modules: Iterable[nn.Module], what: str) -> Iterator[None]:
     try:
         with naming_lack(what, "The module is as it was before."):
             yield
-    except BaseException:
+    except BaseException:  # KeyboardInterrupt as well
         for each in noted:
             each.restore()
         raise
@@ -100,7 +106,10 @@ def restoring(modules: Iterable[nn.Module], what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_lack(what: str, then: str) -> Iterator[None]:
-    """Raise AllocationError where the body lacks memory. ``then``: what has become of the module."""
+    """Raise AllocationError if the body raises for lack of memory or of open files.
+
+    what: what the body does; then: a sentence on the state of the module. Both are for the message.
+    """
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
@@ -116,6 +125,7 @@ def naming_lack(what: str, then: str) -> Iterator[None]:
 
 
 def _is_lack(error: BaseException) -> bool:
+    """Whether an exception says that memory or open files are lacking."""
     if isinstance(error, OSError):
         return error.errno in _LACKS
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):

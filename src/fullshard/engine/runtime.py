@@ -2,8 +2,15 @@
 
 Three lanes. COMPUTE is the user's current stream. ALL_GATHER carries unshards, so that one may run
 beside compute; REDUCE carries gradient reductions, which must not wait behind the next unshard.
-Memory is allocated on the lane that frees it: unsharded buffers on COMPUTE, what exists only
-during a collective on that collective's lane.
+
+[Note: Lanes] Nothing calls ``record_stream``. Three rules make it safe to free memory while the
+device may still use it; the host waits for nothing:
+
+    1  Memory is allocated on the lane that frees it: unsharded buffers on COMPUTE, what exists only
+       during a collective on that collective's lane.
+    2  A side lane waits for COMPUTE before it begins (`Runtime.following`), so that all that
+       COMPUTE has written, freed or still reads before that point is over.
+    3  COMPUTE waits for a side lane before anything that the lane reads is dropped.
 """
 
 import contextlib
@@ -24,16 +31,18 @@ _LARGEST_THRESHOLD = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
 
 class Lane(enum.Enum):
+    """A stream by its purpose."""
+
     COMPUTE = enum.auto()
     ALL_GATHER = enum.auto()
     REDUCE = enum.auto()
 
 
 class Runtime:
-    """The lanes of one device.
+    """The lanes of one device. See [Note: Lanes].
 
-    has_streams: whether work runs behind the host's back. Without streams a collective is waited
-    for when its result is needed; with them, waiting is an event between two lanes.
+    has_streams: whether the device works asynchronously to the host. If so, one lane waits for an
+        event of another; if not, the host waits for a collective when its result is needed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,36 +56,38 @@ class Runtime:
     @functools.cache
     def of(device: torch.device) -> "Runtime":
         """Return the device's lanes, the same for every model on it."""
+        # Never dropped: the caching allocator keeps free memory by stream, and would not give that
+        # of old lanes to new ones.
         return Runtime(device)
 
     @property
     def scratch(self) -> Scratch:
-        """The device's scratch memory, which lives as long as a unit that holds it."""
+        """The device's scratch memory, which lives as long as anybody refers to it: each unit."""
         return Scratch.of(self.device)
 
     @property
     def allocated_nbytes(self) -> int | None:
-        """What tensors occupy on the device; None where no allocator counts it."""
+        """Bytes that tensors occupy on the device; None where no allocator counts them."""
         if self.device.type == "cpu":
             return None
         return torch.accelerator.memory_allocated(self.device)
 
     def on(self, lane: Lane) -> contextlib.AbstractContextManager[Any]:
-        """Make a lane the current stream."""
+        """Make a lane the current stream, without waiting for anything."""
         if not self.has_streams or lane is Lane.COMPUTE:
             return _NOTHING
         return self._stream(lane)
 
     @contextlib.contextmanager
     def following(self, lane: Lane) -> Iterator[None]:
-        """Make a lane the current stream, which first waits for the stream that was."""
+        """Make a lane the current stream, and let it wait for what was current: rule 2."""
         before = self.record()
         with self.on(lane):
             self.wait(before)
             yield
 
     def record(self) -> torch.Event | None:
-        """Mark the current stream's position."""
+        """Return an event at the current stream's position; None without streams."""
         if not self.has_streams:
             return None
         event = torch.Event(self.device.type)
@@ -84,17 +95,18 @@ class Runtime:
         return event
 
     def wait(self, event: torch.Event | None) -> None:
-        """Let the current stream wait for an event; the host does not."""
+        """Let the current stream wait for an event; the host goes on. None: nothing to wait for."""
         if event is not None:
             torch.accelerator.current_stream(self.device).wait_event(event)
 
     def finish(self, event: torch.Event | None) -> None:
-        """Let the host wait for an event."""
+        """Let the host wait for an event. None: nothing to wait for."""
         if event is not None:
             event.synchronize()
 
     def _stream(self, lane: Lane) -> torch.Stream:
         if lane not in self._streams:
+            # High priority: a collective that is ready goes before compute's queued kernels.
             self._streams[lane] = torch.Stream(self.device, priority=-1)
         return self._streams[lane]
 
@@ -104,10 +116,11 @@ def _raise_heap_threshold() -> None:
 
     Blocks above a threshold come from the system, with a page fault for every page, and go back to
     it. In glibc the threshold is the size of the largest such block that was freed, up to 32 MiB,
-    and twice as much may stay on top of the heap (mallopt(3), M_MMAP_THRESHOLD). Freeing one
-    explicitly takes training there from the first step on; nothing touches the block, so it
-    costs nothing. Settings by the user (MALLOC_MMAP_THRESHOLD_) stay in force.
+    and twice as much may stay on top of the heap (mallopt(3), M_MMAP_THRESHOLD). Freeing one block
+    here brings that about before the first step. Nothing touches its pages, so it costs nothing.
+    Settings by the user (MALLOC_MMAP_THRESHOLD_) stay in force, which ``mallopt`` would override.
     """
+    # Freed at once. Smaller by what the allocator adds: a block above the maximum changes nothing.
     torch.empty(_LARGEST_THRESHOLD - 2 * mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
 
 
@@ -127,20 +140,22 @@ class no_grad:  # noqa: N801  (torch's name)
 
 
 _NOTHING = contextlib.nullcontext()
+# Private names of torch 2.13. Looked up once, since they are called in every hook.
 _in_transforms = torch._C._are_functorch_transforms_active
 _compile_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _never_compile = torch._dynamo.eval_frame.skip_code
 
 
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``torch.compiler.disable``, at a third of its cost where nothing is compiled.
+    """Never compile a function: `torch.compiler.disable`, at a third of its cost where none is.
 
-    Called by what is not compiled itself (``nn.Module.__call__``, autograd), it interrupts no graph.
+    Called by what is not compiled itself (``nn.Module.__call__``, autograd), it breaks no graph.
     """
     disabled: Callable[_P, _R] = torch.compiler.disable(function)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # A callback is set while dynamo looks at frames of this thread.
         if torch.compiler.is_dynamo_compiling() or _compile_callback() is not None:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
@@ -151,17 +166,18 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def passing_through(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Never compile a function where a graph could begin with it; what it calls may be compiled.
+    """Never begin a graph with a function; what it calls may be compiled.
 
-    For what stands between ``nn.Module.__call__`` and the module's own forward. A function that is
-    compiled itself and calls this one takes it in like any other.
+    For what stands between ``nn.Module.__call__`` and the module's own forward. A caller that is
+    compiled itself traces through this function like any other. Rejected:
+    ``torch.compiler.disable(recursive=False)``, which costs one more Python frame per call.
     """
     _never_compile(function.__code__)
     return function
 
 
 def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function see plain tensors where it is called inside ``torch.func`` transforms."""
+    """Switch transforms off for a function, so that it sees plain tensors inside ``torch.func``."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -259,8 +259,7 @@ class Unit(UnitSetup):
             self._to(Phase.POST_FORWARD)
             params.shown.retire(after_forward=True)
             return
-        # Nobody waits for the device: the memory belongs to compute's lane, so its next owner comes
-        # after the kernels that still read it. A side lane waits for compute before it begins.
+        # Nobody waits for the device, which may still read it: [Note: Lanes] in `runtime`, rule 1.
         params.buffers.free_unsharded()
         if params.extended is not None:
             params.extended.free()

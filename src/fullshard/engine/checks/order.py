@@ -1,8 +1,9 @@
 """A check that all ranks run their units in one order.
 
-Ranks that differ match each other's collectives wrongly, which gives wrong numbers or a hang. The
-check costs an exchange a unit, so it is made only where ``torch.distributed`` is told to debug in
-detail, and across ranks in the first iteration alone; later ones are compared with the first.
+Where orders differ, collectives of different units are matched, which gives wrong numbers or a
+hang. The check costs one exchange per unit. So it is made only with
+``TORCH_DISTRIBUTED_DEBUG=DETAIL``, and between ranks in the first iteration alone; later, each rank
+compares its order with that of its first iteration.
 """
 
 import warnings
@@ -29,7 +30,11 @@ class ForwardOrder:
         return dist.get_debug_level() == dist.DebugLevel.DETAIL
 
     def check(self, number: int) -> None:
-        """Compare the unit that runs now. Raises StateError, on all ranks, if others run another."""
+        """Check the unit that runs now. Every rank has to call it before the unit's all-gather.
+
+        number: the unit's index. In the first iteration, raises StateError on all ranks if they run
+        different units. Later, warns once if this rank's order has changed.
+        """
         position = len(self._current)
         self._current.append(number)
         if self._first is None:
@@ -46,16 +51,17 @@ class ForwardOrder:
             )
 
     def end_iteration(self) -> None:
-        """Say that a backward is over."""
+        """Note that the last backward of an iteration is over."""
         if self._current and self._first is None:
             self._first = self._current
         self._current = []
 
     def forget(self) -> None:
-        """Forget an iteration that an exception ended."""
+        """Forget the order of an iteration that an exception ended."""
         self._current = []
 
     def _compare_ranks(self, number: int) -> None:
+        """Raise StateError, on every rank of the unit's group, unless all run the same unit."""
         mesh = self._units[number].mesh
         group = mesh.shard_group or mesh.replicate_group
         numbers: list[int] = [-1] * dist.get_world_size(group)

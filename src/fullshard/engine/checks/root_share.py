@@ -1,8 +1,8 @@
 """A warning for models whose root unit owns most parameters.
 
-A unit is gathered as a whole, and the root's from the first layer's forward to the last layer's
-backward: a model of which nothing but the root is sharded saves no memory while it computes. That
-is seldom meant, and nothing else says so.
+A unit is gathered as a whole, and the root's stays whole from the first layer's forward to the last
+layer's backward. So a model of which only the root is sharded saves no memory while it computes.
+That is seldom intended, and nothing else shows it.
 """
 
 import logging
@@ -20,9 +20,9 @@ _SMALL_NBYTES = 1 << 20  # below, nobody shards to save memory
 
 
 def warn_of_large_root(root: nn.Module, units: Sequence[Unit], own: Sequence[Unit]) -> None:
-    """Warn, on rank 0, if the root's ``own`` units have more than half of what all ``units`` have.
+    """Warn on rank 0 if the root's ``own`` units have more than half of the bytes of all ``units``.
 
-    Not of a model for which it does not matter: a small one, or where nothing is sharded anyway.
+    Does not warn of a small model, or where the root is not sharded anyway.
     """
     total = sum(_nbytes(unit) for unit in units)
     of_root = sum(_nbytes(unit) for unit in own)
@@ -46,4 +46,5 @@ def warn_of_large_root(root: nn.Module, units: Sequence[Unit], own: Sequence[Uni
 
 
 def _nbytes(unit: Unit) -> int:
+    """Return the bytes of a unit's unsharded parameters, in the compute dtype."""
     return unit.plan_layout().unsharded_nbytes

@@ -1,8 +1,8 @@
-"""Units that stay unsharded from one pass to the next, and when what they hold is outdated.
+"""Units that stay unsharded from one pass to the next, and when their parameters are outdated.
 
-They are memory of this rank alone, so a forward need not gather them. But somebody may have written
-to their shards since: an optimizer, a load, a program. All ranks have to agree what is gathered
-anew, or one would wait for the others in vain.
+Their whole parameters are in memory of this rank alone, so a forward need not gather them. But
+somebody may have written to their shards since: an optimizer, a load, a program. All ranks have to
+agree which units to gather anew, or one would wait for the others in vain.
 """
 
 import collections
@@ -19,21 +19,22 @@ class StayedUnits:
         self._stayed: list[Unit] = []
 
     def note(self) -> None:
-        """A pass of all ranks is over."""
+        """Note which units are unsharded in private memory, at the end of a pass of all ranks."""
         self._stayed = [u for u in self._units if u.is_unsharded and not u.is_in_place]
 
     def drop_outdated(self, *, is_for_all: bool) -> None:
-        """Free what stayed unsharded where shards were written to since.
+        """Reshard units whose shards were written to since they were gathered.
 
-        A rank sees that of its own rows, and may have none of a unit. Ranks agree if this forward
-        cannot be one rank's alone. Else one outdated unit stands for all, so that they are likely
-        to do the same.
+        A rank notices writes to its own rows, and may have no rows of a unit. So ranks agree if all
+        run this forward (``is_for_all``). Otherwise one outdated unit stands for all, so that ranks
+        are likely to do the same.
         """
         outdated = {unit for unit in self._units if unit.is_outdated}
         if is_for_all and self._stayed:
-            # By a load, say, or an exception in an evaluation of this rank alone.
+            # Resharded on this rank alone: by a load, say, or an exception in its own evaluation.
             gone = {unit for unit in self._stayed if not unit.is_unsharded}
             outdated = _combine(outdated | gone, self._stayed)
+            # Cleared here only: the others have to hear of it in the next forward of all.
             self._stayed = []
         elif outdated:
             outdated |= {unit for unit in self._stayed if not unit.is_held}
@@ -42,14 +43,17 @@ class StayedUnits:
 
 
 def is_whole(unit: Unit) -> bool:
-    """Whether a forward needs nobody else for this unit."""
+    """Whether this rank has the unit's whole parameters, and memory that no peer writes to."""
     if unit.is_unsharded and not unit.is_in_place:
         return True
     return unit.mesh.plan.shard_size == 1 or not unit.params
 
 
 def _combine(chosen: Set[Unit], among: Sequence[Unit]) -> set[Unit]:
-    """Return the units that any rank has chosen. Every rank has to call it, among the same ones."""
+    """Return the units that any rank has chosen.
+
+    Every rank has to call it, with the same units in ``among``, in the same order.
+    """
     by_group = collections.defaultdict[object, list[Unit]](list)
     for unit in among:
         by_group[unit.mesh.shard_group].append(unit)

@@ -1,6 +1,6 @@
-"""Parameters that nobody manages, and optimizers that train what nobody looks after.
+"""Parameters that no unit manages, and optimizers of parameters that no module uses any more.
 
-Two hooks of the whole process, installed when a model is first sharded:
+Two kinds of hooks of the whole process, installed when a model is first sharded:
 
     registration    of a parameter or a module anywhere counts up, so that the next forward of a root
                     looks through its modules for parameters that were added after sharding
@@ -28,14 +28,15 @@ from fullshard.errors import StateError
 
 _NAMED = 8  # so many names in a message
 
-registrations = Count()  # of what is not ours, since `watch`
-_installed: list[object] = []
-# Of each optimizer that was looked through: what there was then.
+# Registrations since `watch`, except of managed parameters: units may register those at any time.
+registrations = Count()
+_installed: list[object] = []  # handles of the hooks
+# For each optimizer that was looked through: `marks` and its number of parameter groups then.
 _seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 def watch() -> None:
-    """Install the hooks, once in a process."""
+    """Install the hooks of the process; has no effect after the first call."""
     if not _installed:
         _installed.extend(
             (
@@ -47,12 +48,15 @@ def watch() -> None:
 
 
 def is_stray(parameter: nn.Parameter | None) -> bool:
-    """Whether a parameter is trained, but not sharded."""
+    """Whether a registered parameter is trained, but no unit manages it."""
     return parameter is not None and parameter.requires_grad and manager_of(parameter) is None
 
 
 def warn_of_strays(names: list[str]) -> None:
-    """Warn of parameters that no unit of the model manages, if there are any."""
+    """Warn of parameters that no unit of the model manages, if there are any.
+
+    A warning, not an error: a program may reduce their gradients itself.
+    """
     if names:
         warnings.warn(
             f"{_listed(names)} (rank {dist.get_rank()}): registered after the module was sharded, "
@@ -74,20 +78,25 @@ def _count_module(_: nn.Module, __: str, ___: nn.Module | None) -> None:
 
 
 def _check_optimizer(optimizer: Optimizer, _: Any, __: Any) -> None:
-    """Refuse a step on parameters that sharding has replaced: it would change nothing."""
+    """Refuse a step on parameters that sharding has replaced: it would change nothing.
+
+    Raises StateError.
+    """
     now = (marks.value, len(optimizer.param_groups))
     if _seen.get(optimizer) != now:
         _look_through(optimizer)
-        _seen[optimizer] = now
+        _seen[optimizer] = now  # after it, so that an optimizer that was refused is looked at again
 
 
 @eager
 def _look_through(optimizer: Optimizer) -> None:
+    """Raise StateError if an optimizer has parameters that modules no longer use."""
     built_before: list[str] = []
-    stand_ins: list[str] = []
+    stand_ins: list[str] = []  # unsharded parameters, freed at the next reshard
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         manager = manager_of(parameter)
         if manager is not None and manager.replaces(parameter):
+            # Original and sharded parameters have an owner; unsharded ones only a manager.
             is_former = owner_of(parameter) is not None
             (built_before if is_former else stand_ins).append(manager.name)
     name = type(optimizer).__name__
@@ -106,5 +115,6 @@ def _look_through(optimizer: Optimizer) -> None:
 
 
 def _listed(names: list[str]) -> str:
+    """Join the first names, and say how many more there are."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,15 +1,15 @@
-"""Whether a program writes to parameters while the model runs, and what follows.
+"""Notice writes to parameters while the model runs, and stay right in spite of them.
 
 Two fast ways assume that nobody writes to a parameter between a model's first use of an iteration
 and its last: reading peers' shards in place, and gathering a unit before its forward begins. A
 program need not keep to that: a momentum encoder is updated inside forward, weights are clamped
-before they are used, an embedding renormalises itself. So the first pass of each kind (training or
-evaluation, with or without gradients) is *watched*, and some later ones, ever fewer:
+before they are used, an embedding renormalises itself. So the first two passes of each kind
+(training or evaluation, with or without gradients) are *watched*, and some later ones, ever fewer:
 
     watched pass   every gather is ordered with all ranks' writes, goes to private memory and is
                    never early; contents are compared from use to use
     after it       units that nobody wrote to are read in place and gathered early again; the
-                   others stay ordered for good
+                   others stay ordered as long as the model lives
 
 A watched pass is right whatever the program does. Contents are compared, since most ways to write
 leave no trace: ``p.data.mul_()`` and ``torch._foreach_mul_`` advance no version counter of a
@@ -17,16 +17,16 @@ DTensor.
 
 Writes that begin later are noticed by version counters, where they advance, and by samples of
 contents (all of small shards, one word in `_STRIDE` of large ones). What was gathered early is then
-gathered again; where peers have read in place, it is too late, and the forward raises StateError.
-Contents may change on one rank alone, which then is the only one to gather again: the others raise
-DivergenceError, unless the version counters told all of them.
+gathered again. Where peers have read in place it is too late, and forward or backward raises
+StateError. Contents may change on one rank alone, which then is the only one to gather again: the
+others raise DivergenceError, unless version counters told all of them.
 
 A module's write to its own unsharded weights is lost when these are freed. In a watched pass any
 such write is noticed; in others, those that advance a version counter (`write_counts`).
 
-[Note: Ordered gathers] All ranks meet, copy, and meet again: what a rank wrote before it came to
-the unit is seen by all, what it writes after by nobody, as if there were a collective. All ranks
-have to agree which units are ordered, so what each has seen is combined between two passes.
+[Note: Ordered gathers] All ranks meet, copy, and meet again: every rank gets what each wrote before
+it came to the unit, and nothing of what it writes later, as with a collective. All ranks have to
+agree which units are ordered, so what each has seen is combined between two passes.
 """
 
 import collections
@@ -39,40 +39,43 @@ from fullshard.engine.runtime import no_grad, outside_transforms
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
-# Passes of a kind that are watched, from 0: the first ones, and again ever more rarely.
+# Passes of a kind that are watched, counted from 0: the first two, and more and more rarely later.
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
-_ALL = 4096  # words of a shard of which all are sampled
-_STRIDE = 1024  # words of which one is sampled, in large shards
-_FEW = 1024  # words that are sampled at least
-_BLOCK = 1024  # words of which a fingerprint keeps one sum
+_ALL = 4096  # a shard of up to so many words is sampled whole
+_STRIDE = 1024  # of a larger one, one word in so many is sampled
+_FEW = 1024  # but at least so many words
+_BLOCK = 1024  # a fingerprint keeps one sum per so many words
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Fingerprints = list[torch.Tensor]
 
 
 class _Watched:
-    """What is known of one unit in a watched pass."""
+    """One unit's contents when they were last compared, and whether somebody wrote to them."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.is_written = False
         self._shards = _fingerprints(unit.params.shard_memory)
-        self._unsharded: _Fingerprints | None = None  # while it is in use
-        self._versions: list[int] = []
+        self._unsharded: _Fingerprints | None = None  # from `open` to `close`
+        self._versions: list[int] = []  # of the unsharded parameters, at `open`
 
     def open(self) -> None:
-        """The unit's parameters are about to be used."""
+        """Compare shards and take note of the unsharded parameters, which are about to be used."""
         self.compare_shards()
         if self._unsharded is None:
             self._unsharded = _fingerprints(self.unit.params.unsharded_locals)
             self._versions = [tensor._version for tensor in self.unit.params.unsharded_locals]
 
     def close(self) -> None:
-        """They were used, or their backward was passed over."""
+        """Compare shards and unsharded parameters, at the end of a forward or backward.
+
+        Warns of writes to unsharded parameters, which are lost.
+        """
         self.compare_shards()
         before, self._unsharded = self._unsharded, None
         if before is None or not self.unit.is_unsharded:
-            return
+            return  # it had no backward of its own, or is freed already
         tensors = self.unit.params.unsharded_locals
         written = [
             param.name
@@ -91,7 +94,7 @@ class _Watched:
             self.unit.writes.warn_of_lost(self.unit.label, written)
 
     def compare_shards(self) -> bool:
-        """Return whether the shards are others than when they were last compared."""
+        """Return whether the contents of the shards changed since the last call, and note it."""
         before, self._shards = self._shards, _fingerprints(self.unit.params.shard_memory)
         has_changed = not all(map(torch.equal, before, self._shards))
         self.is_written |= has_changed
@@ -99,23 +102,27 @@ class _Watched:
 
 
 class _Sample:
-    """Some elements of a unit's shards, as they were at some moment."""
+    """Some elements of a unit's shards, and their values when `WriteWatch` last took them.
+
+    views: the elements, as 1-D integer views of the shards. before: their values then.
+    """
 
     def __init__(self, unit: Unit) -> None:
-        self.buffers = unit.params.buffers
-        with torch.inference_mode(False):  # written to in passes of every kind
+        self.buffers = unit.params.buffers  # other buffers need another sample
+        # Not inference tensors, even if made in an inference pass: training passes write to them.
+        with torch.inference_mode(False):
             words = [_words(tensor) for tensor in unit.params.shard_memory if tensor.numel()]
             self.views = [_sampled(each) for each in words]
             self.before = [torch.empty_like(view) for view in self.views]
 
     @property
     def has_changed(self) -> bool:
-        """Whether they are others now."""
+        """Whether any of the elements has another value now."""
         return not all(map(torch.equal, self.before, self.views))
 
 
 def refuse_write(unit: Unit) -> None:
-    """Raise StateError: somebody wrote to what ranks have been reading in place."""
+    """Raise StateError: somebody wrote to parameters that ranks have been reading in place."""
     raise StateError(
         f"{unit.label}: its parameters were written to while the model ran, between the begin "
         "of forward and the end of backward. The first passes did not do that, so the ranks of "
@@ -126,27 +133,32 @@ def refuse_write(unit: Unit) -> None:
 
 
 def _may_be_ordered(unit: Unit) -> bool:
-    """Whether all ranks gather the unit alike, and it is at rest."""
+    """Whether the unit is at rest, has contents to compare, and runs on all ranks."""
+    # An ordered gather has all ranks meet, and one that skips the unit would not come.
     runs_everywhere = not unit.config.reduce_scatter_unused_params
     shards = unit.params.shard_memory
-    is_real = all(type(tensor) is torch.Tensor for tensor in shards)  # has contents
+    # Fake tensors have no contents to compare.
+    is_real = all(type(tensor) is torch.Tensor for tensor in shards)
     return runs_everywhere and is_real and unit.is_sharded and bool(unit.params.plain)
 
 
 def _set_ordered(unit: Unit, *, ordered: bool) -> None:
-    """Order gathers with all ranks' writes, or read in place and gather early again."""
+    """Order gathers with all ranks' writes, or read in place and gather early again.
+
+    Raises AllocationError if there is no private memory to gather into.
+    """
     if unit.comm.reads_in_place and unit.may_be_in_place:
         if ordered and unit.is_in_place:
             with naming_lack(f"{unit.path}: private memory", "Values are as they were."):
                 unit.params.read_privately()
         elif not ordered and unit.is_sharded:
             unit.params.read_in_place()
-            unit.writes.begin()
+            unit.writes.begin()  # nothing was noted while the unit was private
     unit.is_ordered = ordered
 
 
 def _is_in_use(unit: Unit) -> bool:
-    """Whether graphs, or somebody, refer to unsharded parameters in private memory."""
+    """Whether a graph, or a program, refers to unsharded parameters in private memory."""
     buffers = unit.params.buffers
     if buffers is None or not unit.comm.reads_in_place:
         return False
@@ -154,11 +166,15 @@ def _is_in_use(unit: Unit) -> bool:
 
 
 class WriteWatch:
-    """Watches some passes of one model. ``units``: all of it, the same on every rank."""
+    """Watches some passes of one model, and takes samples in the others.
+
+    units: all of the model's, in an order that is the same on every rank.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        # Where one rank has all of a parameter nothing is read of others, or gathered early.
+        # A rank that has all of a parameter reads nothing of others, and gathers nothing early.
         self._units = [unit for unit in units if unit.mesh.plan.shard_size > 1]
+        # How many passes there were, by kind: (is training, with gradients).
         self._passes: collections.Counter[tuple[bool, bool]] = collections.Counter()
         self._watched: dict[Unit, _Watched] = {}  # also after the pass, until all agree
         self._samples: dict[Unit, _Sample] = {}
@@ -166,10 +182,13 @@ class WriteWatch:
 
     @outside_transforms
     def begin_pass(self, *, is_training: bool) -> None:
-        """Before a forward of the whole model; every rank has to call it."""
+        """Decide whether to watch the pass that begins. Every rank has to call it.
+
+        Raises AllocationError if a watched pass lacks private memory.
+        """
         self.is_watching = False
         if self._watched:
-            self._conclude()
+            self._conclude()  # first, so that this pass may watch the same units anew
         kind = is_training, torch.is_grad_enabled()
         number = self._passes[kind]
         self._passes[kind] += 1
@@ -180,13 +199,13 @@ class WriteWatch:
         for unit in self._units:
             if unit.is_written or unit in self._watched or not _may_be_ordered(unit):
                 continue
-            _set_ordered(unit, ordered=True)
+            _set_ordered(unit, ordered=True)  # first, since it may raise
             with no_grad():
                 self._watched[unit] = _Watched(unit)
 
     @outside_transforms
     def open(self, units: Iterable[Unit]) -> None:
-        """Units are about to be used."""
+        """Compare units whose parameters are about to be used, in forward or backward."""
         with no_grad():
             for unit in units:
                 if (watched := self._watched.get(unit)) is not None:
@@ -194,7 +213,7 @@ class WriteWatch:
 
     @outside_transforms
     def close(self, units: Iterable[Unit]) -> None:
-        """Units were used, and those that were are still unsharded."""
+        """Compare units that were used. Call it before their parameters are freed."""
         with no_grad():
             for unit in units:
                 if (watched := self._watched.get(unit)) is not None:
@@ -202,19 +221,19 @@ class WriteWatch:
 
     @outside_transforms
     def end_pass(self) -> None:
-        """A forward without backward is over."""
+        """Compare all units at the end of a forward without backward."""
         with no_grad():
             for watched in self._watched.values():
                 watched.compare_shards()
 
     @outside_transforms
     def take_samples(self) -> None:
-        """Look at shards that peers read in place, which nobody is to write to from now on."""
+        """Sample the shards that peers read in place, which nobody may write to from now on."""
         self._sample([unit for unit in self._units if unit.is_in_place])
 
     @outside_transforms
     def note_gathered(self, unit: Unit) -> None:
-        """Look at shards that are being gathered before their module is called."""
+        """Take note of shards that are gathered before their module is called."""
         if (watched := self._watched.get(unit)) is not None:
             with no_grad():
                 watched.compare_shards()
@@ -223,22 +242,24 @@ class WriteWatch:
 
     @outside_transforms
     def has_changed(self, unit: Unit) -> bool:
-        """Whether shards were written to since they were last looked at, as far as samples tell.
+        """Whether shards were written to since the last sample, as far as samples tell.
 
         Such a write may show on one rank alone, where version counters advance on all.
         """
         if (watched := self._watched.get(unit)) is not None:
             with no_grad():
                 return watched.compare_shards()
+        # A watched pass takes no samples in place; those that there are may be of an older pass.
         sample = None if self.is_watching and unit.is_in_place else self._samples.get(unit)
         return sample is not None and sample.has_changed
 
     def _sample(self, units: Sequence[Unit]) -> None:
+        """Note the values of some elements of the units' shards. Not on devices with streams."""
         views: list[torch.Tensor] = []
         before: list[torch.Tensor] = []
         for unit in units:
             if unit.runtime.has_streams:
-                continue  # comparing contents would wait for the device
+                continue  # comparing contents would let the host wait for the device
             sample = self._samples.get(unit)
             if sample is None or sample.buffers is not unit.params.buffers:
                 sample = self._samples[unit] = _Sample(unit)
@@ -249,16 +270,21 @@ class WriteWatch:
                 torch._foreach_copy_(before, views)
 
     def start_again(self) -> None:
-        """Watch the next pass of every kind: something was written where nothing had been."""
+        """Watch the next pass of every kind, after a write that watched passes had not seen."""
         self._passes.clear()
 
     def _conclude(self) -> None:
-        """Agree on which units were written to, and let the others be read in place again."""
+        """Agree on which units were written to, and let the others be read in place again.
+
+        Every rank has to call it. A unit whose private memory is still in use, by a graph say,
+        keeps it, and is asked about again before the next pass.
+        """
+        # Over all units, watched or not, so that the bits of each are at one place on all ranks.
         by_comm = collections.defaultdict[object, list[Unit]](list)
         for unit in self._units:
             by_comm[unit.comm].append(unit)
         for units in by_comm.values():
-            # Two bits a unit. One whose memory autograd still refers to keeps it for now.
+            # Two bits per unit: whether it was written to, and whether its memory is in use.
             bits = 0
             for number, unit in enumerate(units):
                 if (watched := self._watched.get(unit)) is not None:
@@ -278,14 +304,17 @@ class WriteWatch:
 
 
 def _sampled(words: torch.Tensor) -> torch.Tensor:
-    """View some elements of a 1-D tensor, or all."""
+    """View the elements of a 1-D tensor that samples compare: all, or some at equal distances."""
     if words.numel() <= _ALL:
         return words
     return words[:: min(_STRIDE, words.numel() // _FEW)]
 
 
 def _fingerprints(tensors: Sequence[torch.Tensor]) -> _Fingerprints:
-    """Return, for each tensor, the sums of its blocks as integers: 1-D, int64."""
+    """Return, for each contiguous tensor, the sums of its blocks of words: 1-D, int64.
+
+    A copy would take as much memory as the unit. A write that keeps all sums of blocks is missed.
+    """
     return [_fingerprint(tensor) for tensor in tensors]
 
 
@@ -298,10 +327,10 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor's bytes as integers, which equal themselves, as NaN does not: 1-D."""
+    """View a contiguous tensor's bytes as integers, 1-D. Unlike NaN, integers equal themselves."""
     flat = tensor.detach().view(-1)
-    # Long ones, where they fit: fewer to compare, and sums of them need no cast, which would take
-    # twice the memory.
+    # 64-bit ones where size and offset allow: there are fewer to compare, and sums of them need no
+    # cast, which would take twice the memory.
     if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
         return flat.view(torch.int64)
     return flat.view(_INTEGERS.get(flat.itemsize, torch.int64))
