@@ -163,7 +163,11 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
                 use_orig_params=use_orig_params,
                 mixed_precision=mixed_precision,
             )
-        values = _FirstValues(device_id, param_init_fn, sync_module_states)
+        values = _FirstValues(
+            device_id=device_id,
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+        )
         unit, covered = self._make_unit(module, wrap_children, values)
         self._attach(unit, covered)
 
@@ -289,10 +293,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
 
 
 class _FirstValues(NamedTuple):
-    """Where parameters are to be, and which values they are to have, before they are flattened.
-
-    Arguments of `FullyShardedDataParallel`, under its names for them.
-    """
+    """The arguments of `FullyShardedDataParallel` for devices and values before flattening."""
 
     device_id: int | str | torch.device | None
     param_init_fn: Callable[[nn.Module], None] | None

@@ -62,7 +62,13 @@ class WithWholeParameters(Wrapper):
         elif not recurse:
             instances = wrappers_in(module, outermost=True)
         with _shown_whole(
-            instances, WholeOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+            instances,
+            WholeOptions(
+                writeback=writeback,
+                rank0_only=rank0_only,
+                offload_to_cpu=offload_to_cpu,
+                with_grads=with_grads,
+            ),
         ):
             yield
 

@@ -66,7 +66,7 @@ class Wrapper(nn.Module):
 
     @property
     def training_state(self) -> TrainingState:
-        """What the wrapped module is doing: forward, backward, or nothing."""
+        """The wrapped module's phase in a training step."""
         return self._state.training_state
 
     @property
@@ -150,10 +150,10 @@ def wrappers_in(module: nn.Module, *, outermost: bool = False) -> list[Wrapper]:
 
 
 class KeptArguments(NamedTuple):
-    """What a wrapper still knows of its constructor's arguments, beside its public attributes.
+    """Arguments of a wrapper's constructor that are no public attributes of it.
 
-    ranks: what process groups, mesh and strategy came to. device_mesh: as given. ignored: what this
-    and nested instances leave as it is. has_comm_hook: registered after construction.
+    ranks: the result of process groups, mesh and strategy. device_mesh: as given. ignored: of nested
+    instances as well. has_comm_hook: whether `register_comm_hook` was called since.
     """
 
     ranks: ShardingRanks
@@ -165,7 +165,7 @@ class KeptArguments(NamedTuple):
 
 
 def kept_arguments(wrapper: Wrapper) -> KeptArguments:
-    """Return what a wrapper keeps of its arguments, for whoever translates them (`migrate`)."""
+    """Return the arguments that a wrapper keeps, for `migrate`, which translates them."""
     # A function, because every further public attribute of the wrapper would hide one of the
     # wrapped module.
     return KeptArguments(

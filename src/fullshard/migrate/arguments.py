@@ -54,7 +54,7 @@ PROGRAM = tuple(
         "module.reshard() for all; set_model_state_dict(...) to write",
         "clip_grad_norm_": "fullshard.clip_grad_norm_(model.parameters(), max_norm, norm_type)",
         "register_comm_hook": "module.set_custom_reduce_scatter(...), or "
-        "module.set_all_reduce_hook(...) after the reduce-scatter; one call a module",
+        "module.set_all_reduce_hook(...) after the reduce-scatter; one call per module",
         "state_dict_type, set_state_dict_type, get_state_dict_type": "model.state_dict() holds "
         "DTensors; for whole tensors get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True, cpu_offload=True))",
@@ -81,7 +81,7 @@ def translate(instance: Instance, call: Call) -> tuple[Translation, ...]:
         _strategy(instance, call),
         _ranks(instance, call),
         *_precision(instance, call),
-        *_the_rest(instance, call),
+        *_other_arguments(instance, call),
     )
 
 
@@ -161,7 +161,7 @@ def _precision(instance: Instance, call: Call) -> Iterator[Translation]:
         )
 
 
-def _the_rest(instance: Instance, call: Call) -> Iterator[Translation]:
+def _other_arguments(instance: Instance, call: Call) -> Iterator[Translation]:
     offload = instance.wrapper.cpu_offload.offload_params
     yield Translation(
         "cpu_offload",

@@ -103,7 +103,7 @@ def _check_complete(
             missing += [
                 f"{name} ({', '.join(sorted(keys))})" for name, keys in gone.items() if keys
             ]
-    known = {name for what in trained.values() for name in what.names}
+    known = {name for entry in trained.values() for name in entry.names}
     left = [name for name in saved["state"] if name in known - taken]
     # Ranks own different pieces, so one may see what others do not; all have to stop together.
     everyones: list[Any] = [None] * dist.get_world_size()

@@ -43,8 +43,8 @@ from fullshard.state.optim_keys import (
 from fullshard.state.optim_units import (
     UnitState,
     complete,
+    copied,
     cut,
-    own,
     put_together,
     report,
     take_apart,
@@ -56,7 +56,7 @@ StateByName = dict[str, dict[str, Any]]
 
 
 class Values(enum.Enum):
-    """What stands for a state tensor of a sharded parameter in a saved state dict."""
+    """Forms of a sharded parameter's state tensors in a saved state dict."""
 
     WHOLE = enum.auto()  # the whole tensor
     SHARDED = enum.auto()  # this rank's rows: a DTensor over the unit's mesh, else a ShardedTensor
@@ -65,7 +65,7 @@ class Values(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """How to save.
+    """Options of `save`.
 
     rank0_only: the other ranks get an empty dict. Only for whole values.
     group: the ranks that take part; None for all.
@@ -116,17 +116,17 @@ def save(
         kept = state_dict["state"].get(key)
         if kept is None:
             continue
-        what = trained[parameter]
-        if what.unit is None:
-            saved[what.names[0]] = _to_cpu(kept) if options.offload_to_cpu else dict(kept)
+        entry = trained[parameter]
+        if entry.unit is None:
+            saved[entry.names[0]] = _to_cpu(kept) if options.offload_to_cpu else dict(kept)
         else:
-            take_apart(what, kept, states[id(what.unit)])
+            take_apart(entry, kept, states[id(entry.unit)])
     saved |= _values_of_units(units_of(model), states, names_of_trained(trained), options)
     if not options.is_kept_here:
         return {}
     # In the order of the model: whoever reads the dict collectively, such as a checkpoint, goes
     # through it in one order on all ranks, while optimizers' groups may differ between ranks.
-    order = [name for what in trained.values() for name in what.names if name in saved]
+    order = [name for entry in trained.values() for name in entry.names if name in saved]
     result: StateDict = {"state": {name: saved[name] for name in order}}
     result["state"] |= _state_of_others(state_dict, by_key)
     if "param_groups" in state_dict:
@@ -171,7 +171,7 @@ def _values_of_unit(
     values = dict(zip(locals_, gathered, strict=True))
     saved = {
         names[index]: {
-            name: own(agreed.others[index][name]) if dtype is None else values[index, name]
+            name: copied(agreed.others[index][name]) if dtype is None else values[index, name]
             for name, dtype in kinds.items()
         }
         for index, kinds in agreed.kinds.items()
@@ -233,12 +233,12 @@ def load(
     keys = keys_of_parameters(model, optim, trained, optim_input, is_named=is_named)
     kept: Mapping[Any, Any] = optim.state if is_named and optim is not None else {}
     result: StateDict = {"state": _state_to_load(model, trained, keys, state_dict["state"], kept)}
-    known = {name for what in trained.values() for name in what.names}
+    known = {name for entry in trained.values() for name in entry.names}
     for name, value in state_dict["state"].items():
         if name not in known:
             result["state"][name] = copy.copy(value)  # the user's own, or a library's
     if "param_groups" in state_dict:
-        key_of = {n: keys[p] for p, what in trained.items() for n in what.names if p in keys}
+        key_of = {n: keys[p] for p, entry in trained.items() for n in entry.names if p in keys}
         result["param_groups"] = [
             group_with(each, sorted({key_of[name] for name in each["params"]}))
             for each in state_dict["param_groups"]
@@ -255,19 +255,19 @@ def _state_to_load(
 ) -> dict[Any, Any]:
     """Return the state of trained parameters by the optimizer's keys. Collective.
 
-    kept: by parameter, what stands in where this rank owns nothing.
+    kept: by parameter, the state to use where this rank owns nothing of it.
     """
     names = names_of_trained(trained)
     by_unit = {id(unit): cut(unit, names[id(unit)], source) for unit in units_of(model)}
     loaded: dict[Any, Any] = {}
-    for parameter, what in trained.items():
-        if not any(name in source for name in what.names):
+    for parameter, entry in trained.items():
+        if not any(name in source for name in entry.names):
             continue
         # A parameter that this optimizer does not train goes by its names, as PyTorch's does.
-        key = keys.get(parameter, what.names if len(what.names) > 1 else what.names[0])
-        if what.unit is None:
-            loaded[key] = copy.copy(source[what.names[0]])
-        elif state := put_together(what, by_unit[id(what.unit)]):
+        key = keys.get(parameter, entry.names if len(entry.names) > 1 else entry.names[0])
+        if entry.unit is None:
+            loaded[key] = copy.copy(source[entry.names[0]])
+        elif state := put_together(entry, by_unit[id(entry.unit)]):
             loaded[key] = state
         elif parameter in kept:
             loaded[key] = copy.deepcopy(kept[parameter])

@@ -40,7 +40,7 @@ class Trained:
 
 
 def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
-    """Return what each parameter stands for that an optimizer of the model may train."""
+    """Return an entry for every parameter that an optimizer of the model may train."""
     found: dict[nn.Parameter, Trained] = {}
     for unit, every_name in all_names(model):
         names = [first for first, *_ in every_name]
@@ -125,9 +125,11 @@ def group_with(param_group: Mapping[str, Any], params: list[Any]) -> dict[str, A
 def names_of_trained(trained: Mapping[nn.Parameter, Trained]) -> dict[int, dict[int, str]]:
     """Return the names of sharded parameters, by id of the unit and index in ``unit.params``."""
     names: dict[int, dict[int, str]] = {}
-    for what in trained.values():
-        if what.unit is not None:
-            names.setdefault(id(what.unit), {}).update(zip(what.indices, what.names, strict=True))
+    for entry in trained.values():
+        if entry.unit is not None:
+            names.setdefault(id(entry.unit), {}).update(
+                zip(entry.indices, entry.names, strict=True)
+            )
     return names
 
 

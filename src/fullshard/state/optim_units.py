@@ -2,9 +2,11 @@
 
 `UnitState` is the form in which saving and loading meet:
 
-    saving    `take_apart` what the optimizer keeps per trained parameter, which may be a flat one
-              standing for many; `report` what there is; `complete` it with what other ranks have
-    loading   `cut` the values of a state dict; `put_together` what the optimizer takes
+    saving    `take_apart` divides the state of each trained parameter, which may be a flat one, among
+              the parameters that it stands for; `report` lists it for the other ranks; `complete`
+              adds what they have and this rank lacks
+    loading   `cut` makes it from the values of a state dict; `put_together` makes the state of each
+              trained parameter from it
 """
 
 import copy
@@ -39,19 +41,19 @@ class UnitState:
 # Saving
 
 
-def take_apart(what: Trained, own: Mapping[str, Any], into: UnitState) -> None:
+def take_apart(entry: Trained, own: Mapping[str, Any], into: UnitState) -> None:
     """Divide the state of what an optimizer trains among the parameters that it stands for.
 
     own: the optimizer's state of it, by name. Raises StateError for a tensor of another size.
     """
-    unit = what.unit
+    unit = entry.unit
     assert unit is not None
     places = (
         {p.index: (b, p) for b in unit.plan_layout().buckets for p in b.params}
         if unit.params.flat
         else {}
     )
-    for index in what.indices:
+    for index in entry.indices:
         param = unit.params[index]
         locals_ = into.locals.setdefault(index, {})
         others = into.others.setdefault(index, {})
@@ -76,7 +78,7 @@ def take_apart(what: Trained, own: Mapping[str, Any], into: UnitState) -> None:
 
 
 def report(unit: Unit, state: UnitState) -> Report:
-    """Return what this rank has of a unit's state, for `agree`."""
+    """Return the state of a unit that this rank has, for `agree`."""
     dtypes = {i: {name: t.dtype for name, t in own.items()} for i, own in state.locals.items()}
     owned = {index for index, param in enumerate(unit.params) if param.sharded.numel()}
     if unit.params.flat is not None:  # the optimizer trains one parameter for all, on every rank
@@ -119,7 +121,7 @@ def cut(unit: Unit, names: Mapping[int, str], source: Mapping[str, Any]) -> Unit
         state.locals[index], state.others[index] = {}, {}
         for key, value in source[name].items():
             if not isinstance(value, (torch.Tensor, ShardedTensor)) or len(value.size()) == 0:
-                state.others[index][key] = own(value)
+                state.others[index][key] = copied(value)
                 continue
             expected = param.shape if param.form.unsharded is None else param.form.unsharded.shape
             if tuple(value.size()) != tuple(expected):
@@ -135,16 +137,16 @@ def cut(unit: Unit, names: Mapping[int, str], source: Mapping[str, Any]) -> Unit
     return state
 
 
-def put_together(what: Trained, state: UnitState) -> dict[str, Any]:
+def put_together(entry: Trained, state: UnitState) -> dict[str, Any]:
     """Return the state that the optimizer takes for one parameter that it trains.
 
     Empty if this rank owns nothing of it, as optimizers keep no state of empty parameters. For a
     flat parameter, raises ShardingError if the parameters in it have different kinds of state.
     """
-    unit = what.unit
+    unit = entry.unit
     assert unit is not None
     if unit.params.flat is None:
-        (index,) = what.indices
+        (index,) = entry.indices
         param = unit.params[index]
         if unit.params.is_flat and param.local.numel() == 0:
             return {}
@@ -152,15 +154,15 @@ def put_together(what: Trained, state: UnitState) -> dict[str, Any]:
         return {**state.others[index], **own}
     (bucket,) = unit.plan_layout().buckets
     result: dict[str, Any] = {}
-    present = [index for index in what.indices if index in state.locals]
+    present = [index for index in entry.indices if index in state.locals]
     for name in dict.fromkeys(n for index in present for n in state.others[index]):
-        found = [state.others.get(index, {}).get(name) for index in what.indices]
-        _check_same(found, what, name)
+        found = [state.others.get(index, {}).get(name) for index in entry.indices]
+        _check_same(found, entry, name)
         result[name] = found[0]
     for name in dict.fromkeys(n for index in present for n in state.locals[index]):
-        tensors = [state.locals.get(index, {}).get(name) for index in what.indices]
+        tensors = [state.locals.get(index, {}).get(name) for index in entry.indices]
         if any(tensor is None for tensor in tensors):
-            lacking = [n for n, t in zip(what.names, tensors, strict=True) if t is None]
+            lacking = [n for n, t in zip(entry.names, tensors, strict=True) if t is None]
             raise ShardingError(
                 f"{', '.join(lacking)}: no state {name!r}, but other parameters of the same flat "
                 "parameter have it. Load the state of all of them, or of none."
@@ -168,7 +170,7 @@ def put_together(what: Trained, state: UnitState) -> dict[str, Any]:
         dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
         if len(dtypes) > 1:
             raise ShardingError(
-                f"{', '.join(what.names)}: the states {name!r} are of different dtypes, {dtypes}, "
+                f"{', '.join(entry.names)}: the states {name!r} are of different dtypes, {dtypes}, "
                 "but belong to one flat parameter."
             )
         flat = torch.zeros(bucket.shard_numel, dtype=dtypes.pop(), device=unit.device)
@@ -180,7 +182,7 @@ def put_together(what: Trained, state: UnitState) -> dict[str, Any]:
     return result
 
 
-def _check_same(values: Sequence[Any], what: Trained, name: str) -> None:
+def _check_same(values: Sequence[Any], entry: Trained, name: str) -> None:
     first = values[0]
     for value in values[1:]:
         same = (
@@ -191,11 +193,11 @@ def _check_same(values: Sequence[Any], what: Trained, name: str) -> None:
         if not same:
             raise ShardingError(
                 "All unflattened parameters comprising a single flat parameter must have scalar "
-                f"state with the same value and dtype, but {name!r} of {', '.join(what.names)} are "
+                f"state with the same value and dtype, but {name!r} of {', '.join(entry.names)} are "
                 f"{values}. Pass use_orig_params=True to keep them apart."
             )
 
 
-def own(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Return a copy: the parameters inside one flat parameter must not share its step counter."""
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

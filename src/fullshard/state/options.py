@@ -19,7 +19,7 @@ class StateDictType(enum.Enum):
 
 @dataclasses.dataclass
 class StateDictConfig:
-    """How model state dicts are made. offload_to_cpu: values are moved to host memory."""
+    """Options of model state dicts. offload_to_cpu: values are moved to host memory."""
 
     offload_to_cpu: bool = False
 
@@ -45,7 +45,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclasses.dataclass
 class OptimStateDictConfig:
-    """How optimizer state dicts are made. offload_to_cpu: tensors are moved to host memory."""
+    """Options of optimizer state dicts. offload_to_cpu: tensors are moved to host memory."""
 
     offload_to_cpu: bool = True
 

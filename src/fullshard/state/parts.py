@@ -68,7 +68,7 @@ def sharded_values(
     else:
         rows = _rows(unit, indices, locals_)
     return [
-        _as_sharded(unit, index, tensor, dtensors)
+        _as_sharded(unit, index, tensor, dtensors=dtensors)
         for index, tensor in zip(indices, rows, strict=True)
     ]
 
@@ -159,7 +159,7 @@ def _rows(unit: Unit, indices: Sequence[int], pieces: Sequence[torch.Tensor]) ->
 
 
 def _as_sharded(
-    unit: Unit, index: int, rows: torch.Tensor, dtensors: bool
+    unit: Unit, index: int, rows: torch.Tensor, *, dtensors: bool
 ) -> torch.Tensor | ShardedTensor:
     param, group = unit.params[index], division_group(unit)
     if param.form.spec is not None:
