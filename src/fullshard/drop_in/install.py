@@ -179,6 +179,8 @@ def install() -> None:
     if _undo:
         return
     originals: dict[int, Any] = {}
+    # Everything is imported before the first name is set: PyTorch's engine keeps its own names, and
+    # a name in a module that is not there yet could not be set.
     for package in _PACKAGES:
         parent = importlib.import_module(package)
         for info in pkgutil.walk_packages(parent.__path__, f"{package}."):

@@ -371,6 +371,8 @@ def _spmd_form(parameter: DTensor, dim: int, info: DataParallelMeshInfo, name: s
                 f"{own.placements[axis]}. Distribute it over the other dims alone."
             )
     placements = list(own.placements)
+    # Later axes that cut the same dim have done so already, and a data-parallel axis cuts their parts
+    # again: hence `_StridedShard`, as in `tensor_parallel_spec`.
     for axis in shard_axes:
         inner = range(axis + 1, own.mesh.ndim)
         factor = 1

@@ -52,7 +52,7 @@ def flat_unit(
     managed = []
     for index, (parameter, slots) in enumerate(parameters.slots.items()):
         form = _form(parameter, names[parameter], mesh)
-        parameter._fsdp_flattened = True  # type: ignore[attr-defined]
+        parameter._fsdp_flattened = True  # type: ignore[attr-defined] # PyTorch's mark, for libraries
         managed.append(_managed(parameter, slots, form, owned[index], holder))
     unit = Unit(managed, mesh, device, config, layout, comms)
     if unit.params.flat is not None:

@@ -189,7 +189,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
         communication are settled before the first change.
         """
         config, mesh, ignored = _unit_config(self), self._ranks.mesh, self._ignored
-        comms = choose_comms(mesh, self.compute_device, config)
+        comms = choose_comms(mesh, self.compute_device, config)  # may raise: so before any change
         what = f"FullyShardedDataParallel of {type(module).__name__}"
         with contextlib.ExitStack() as stack:
             restores_all = wrap_children is None or _is_in_host_memory(module)
@@ -206,6 +206,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
             )
             if not restores_all:
                 stack.enter_context(restoring(covered, what))
+            # Values are made before they are broadcast, and moved to where groups communicate.
             check_layouts(covered, ignored)
             check_one_device(covered, ignored, values.device_id)
             materialise(covered, self.compute_device, values.param_init_fn)

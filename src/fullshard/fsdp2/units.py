@@ -99,6 +99,7 @@ def make_units(
     prepared = [_prepare(info, forms, config) for info, forms in groups]
     comms = [choose_comms(place, device, own_config) for place, _, own_config in prepared]
 
+    # Whatever may refuse the call comes before this line. After it, only memory may be lacking.
     with restoring(covered, f"{kind.applied_by} of {', '.join(type(r).__name__ for r in roots)}"):
         _move_to_device(covered, parameters, device, config)
         units = []

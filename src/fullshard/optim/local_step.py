@@ -58,6 +58,7 @@ class LocalStep:
 
         Raises StateError for gradients or state that are not divided as their parameter.
         """
+        # These two may raise, and switch nothing; from `_is_entered` on, `leave` undoes everything.
         self._find_parameters()
         attributes = self._attributes()
         if "state" in attributes:

@@ -263,7 +263,7 @@ def _state_to_load(
     for parameter, entry in trained.items():
         if not any(name in source for name in entry.names):
             continue
-        # A parameter that this optimizer does not train goes by its names, as PyTorch's does.
+        # A parameter that this optimizer does not train has its name as key, a flat one the tuple.
         key = keys.get(parameter, entry.names if len(entry.names) > 1 else entry.names[0])
         if entry.unit is None:
             loaded[key] = copy.copy(source[entry.names[0]])
