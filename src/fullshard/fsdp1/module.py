@@ -51,7 +51,7 @@ from fullshard.fsdp1.state_dicts import WithStateDicts
 from fullshard.fsdp1.whole import WithWholeParameters, refusing_backward
 from fullshard.fsdp1.wrap_policies import CustomPolicy, ModuleWrapPolicy
 from fullshard.fsdp1.wrapper import wrappers_in
-from fullshard.fsdp2.module import UnshardHandle
+from fullshard.fsdp2.module import UnshardHandle, start_unshard
 from fullshard.policies import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -273,14 +273,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
 
         Values written to the unsharded parameters do not reach the shards. See `FSDPModule.unshard`.
         """
-        unit = self._unit
-        unit.follow_changes()
-        unit.read_privately()
-        unit.comm.fence(f"{unit.path}: unshard")
-        unit.is_held = True
-        unit.unshard()
-        unit.comm.fence(f"{unit.path}: unshard")
-        handle = UnshardHandle([unit])
+        handle = start_unshard([self._unit])
         if async_op:
             return handle
         handle.wait()

@@ -1,7 +1,7 @@
 """`FSDPModule`: the methods of a module that `fully_shard` was applied to."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -48,18 +48,7 @@ class FSDPModule:
         Every rank has to call it. Values written to the unsharded parameters do not reach the shards.
         async_op: return a handle to wait on, instead of waiting and returning None.
         """
-        units = _state(self).units
-        # Two fences: peers have written their shards before anybody reads, and nobody still reads
-        # when the caller goes on and may write.
-        for unit in units:
-            unit.follow_changes()
-            unit.read_privately()
-            unit.comm.fence(f"{unit.path}: unshard")
-        for unit in units:
-            unit.is_held = True
-            unit.unshard()
-            unit.comm.fence(f"{unit.path}: unshard")
-        handle = UnshardHandle(units)
+        handle = start_unshard(_state(self).units)
         if async_op:
             return handle
         handle.wait()
@@ -330,6 +319,24 @@ class UnshardHandle:
             unit.wait_unshard()
             unit.show_earlier_gradients()
         self._units.clear()
+
+
+def start_unshard(units: Sequence[Unit]) -> UnshardHandle:
+    """Start gathering units because a user asks for it, and hold them until they are resharded.
+
+    Every rank has to call it. Values written to the unsharded parameters do not reach the shards.
+    """
+    # Two fences: peers have written their shards before anybody reads, and nobody still reads when
+    # the caller goes on and may write.
+    for unit in units:
+        unit.follow_changes()
+        unit.read_privately()
+        unit.comm.fence(f"{unit.path}: unshard")
+    for unit in units:
+        unit.is_held = True
+        unit.unshard()
+        unit.comm.fence(f"{unit.path}: unshard")
+    return UnshardHandle(units)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
