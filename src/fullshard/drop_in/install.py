@@ -209,7 +209,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore every name that `install` set. Modules sharded in between stay sharded by fullshard."""
+    """Restore every name that `install` set. What fullshard has sharded stays sharded."""
     while _undo:
         module, name, value = _undo.pop()
         setattr(module, name, value)
@@ -222,7 +222,7 @@ def _set(module: types.ModuleType, name: str, value: Any) -> None:
 
 
 def _is_engine(module_name: str) -> bool:
-    """Return whether a module is of PyTorch's engine or of fullshard: those keep their own names."""
+    """Return whether a module is of PyTorch's engine or ours: those keep their own names."""
     return module_name.startswith((f"{_ENGINE}.", "fullshard."))
 
 

@@ -1,4 +1,4 @@
-"""Finds and checks the modules and parameters that one call of `fully_shard` or a wrapper covers."""
+"""Finds and checks the modules and parameters that one call to shard covers."""
 
 from collections.abc import Callable, Iterable, Sequence, Set
 
@@ -115,7 +115,7 @@ def check_modules(modules: Sequence[nn.Module], api: str) -> None:
 
 
 def qualified_names(roots: Iterable[nn.Module], slots: Iterable[list[Slot]]) -> list[str]:
-    """Return names for messages, from the class of the root and the path: "Decoder: layers.0.weight"."""
+    """Return names for messages, with the root's class: "Decoder: layers.0.weight"."""
     path_of = {
         id(module): f"{type(root).__name__}: {path + '.' if path else ''}"
         for root in roots
@@ -125,7 +125,7 @@ def qualified_names(roots: Iterable[nn.Module], slots: Iterable[list[Slot]]) -> 
 
 
 def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> None:
-    """Raise ShardingError, or UnsupportedError, for parameters that cannot be sharded on ``device``."""
+    """Raise ShardingError or UnsupportedError for what cannot be sharded on ``device``."""
     for parameter, name in names.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ShardingError(

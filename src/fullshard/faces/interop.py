@@ -1,8 +1,8 @@
 """Private names under which PyTorch itself and libraries read a sharded module.
 
-Pipeline schedules reduce gradients through ``fully_shard.state(module)``. Composable APIs look for a
-mark in a module's registry, and ``torch.compile`` for marks on the module. The classes here are views
-with PyTorch's names: they own nothing, and two views of the same object are equal.
+Pipeline schedules reduce gradients through ``fully_shard.state(module)``. Composable APIs look for
+a mark in a module's registry, and ``torch.compile`` for marks on the module. The classes here are
+views with PyTorch's names: they own nothing, and two views of the same object are equal.
 """
 
 import collections

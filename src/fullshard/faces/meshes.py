@@ -5,8 +5,8 @@ Three kinds of mesh reach `fully_shard`:
 - a data-parallel mesh: 1-D (shard) or 2-D (replicate, shard);
 - such a mesh, for parameters that are DTensors on another mesh (tensor or expert parallel): the
   sharded parameter then is a DTensor on both, with the data-parallel dims in front;
-- with ``dp_mesh_dims``, one mesh for everything (SPMD), on which parameters are DTensors already and
-  whose named dims are data parallel.
+- with ``dp_mesh_dims``, one mesh for everything (SPMD), on which parameters are DTensors already
+  and whose named dims are data parallel.
 
 `ShardPlacementResult` gives single parameters a mesh of their own, such as a mixture of experts'.
 Names are PyTorch's (``torch.distributed.fsdp._fully_shard``), because libraries build these values.
@@ -116,7 +116,7 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
 
 @dataclasses.dataclass
 class ShardPlacementResult:
-    """A result of ``shard_placement_fn``: the dim to shard, and a mesh instead of the default one."""
+    """A result of ``shard_placement_fn``: the dim to shard, and a mesh other than the default."""
 
     placement: Shard | None
     mesh_info: FSDPMeshInfo
@@ -132,7 +132,7 @@ def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
 
 
 def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
-    """Return a mesh with the meaning of its dims: (shard,), (replicate, shard), or as ``dims`` says.
+    """Return a mesh with its dims' meaning: (shard,), (replicate, shard), or as ``dims`` says.
 
     Raises MeshError for any other mesh, and on ranks that are not part of it.
     """
@@ -189,7 +189,8 @@ def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
     mesh: 1-D or (replicate, shard). Collective, since it makes groups: once per mesh and size.
     """
-    # By identity: a mesh equals another one of the same ranks, whose groups may have been destroyed.
+    # By identity: a mesh equals another one of the same ranks, whose groups may have been
+    # destroyed.
     reference, known = _smaller.get(id(mesh), (None, {}))
     if reference is None or reference() is not mesh:
         known, key = {}, id(mesh)
@@ -339,9 +340,9 @@ def tensor_parallel_spec(
 ) -> DTensorSpec:
     """Return the spec of a DTensor whose parts are cut again over data-parallel axes in front.
 
-    mesh: the data-parallel axes, then the DTensor's own ones. On a tensor dim that both cut, the axes
-    in front have `_StridedShard`: rank (1, 0) of (2, 2) has the second quarter of the rows, while with
-    `Shard` it would have the third.
+    mesh: the data-parallel axes, then the DTensor's own ones. On a tensor dim that both cut, the
+    axes in front have `_StridedShard`: rank (1, 0) of (2, 2) has the second quarter of the rows,
+    while with `Shard` it would have the third.
     """
     front = tuple(
         _strided(placement.dim, own.num_shards_map[placement.dim])
@@ -371,8 +372,8 @@ def _spmd_form(parameter: DTensor, dim: int, info: DataParallelMeshInfo, name: s
                 f"{own.placements[axis]}. Distribute it over the other dims alone."
             )
     placements = list(own.placements)
-    # Later axes that cut the same dim have done so already, and a data-parallel axis cuts their parts
-    # again: hence `_StridedShard`, as in `tensor_parallel_spec`.
+    # Later axes that cut the same dim have done so already, and a data-parallel axis cuts their
+    # parts again: hence `_StridedShard`, as in `tensor_parallel_spec`.
     for axis in shard_axes:
         inner = range(axis + 1, own.mesh.ndim)
         factor = 1

@@ -39,8 +39,8 @@ def auto_wrap(
 
     root_kwargs: the arguments of the wrapper except module and policy. Not changed.
     mixed_precision: modules of the classes that it ignores are wrapped whatever the policy says,
-        with ``mixed_precision=None``. They compute in float32; inputs are cast, and outputs cast back.
-        A warning names those classes.
+        with ``mixed_precision=None``. They compute in float32; inputs are cast, and outputs cast
+        back. A warning names those classes.
 
     Raises ShardingError, before anything is changed, if something is wrapped already, or if a
     `_Policy` puts frozen and trainable parameters into one unit without ``use_orig_params``.
@@ -105,7 +105,7 @@ def _refuse_wrapped(root: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> N
 
 
 def _is_wrapped_by(module: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> bool:
-    """Return whether a module is wrapped already; False if the wrapper is a function, not a class."""
+    """Return whether a module is wrapped already; False if the wrapper is a function, no class."""
     return isinstance(wrapper_cls, type) and isinstance(module, wrapper_cls)
 
 
@@ -186,8 +186,8 @@ def _validate_frozen_params(
     """Warn of units with both frozen and trainable parameters; refuse them in flat parameters.
 
     With ``use_orig_params`` each such unit is warned of. Without, both kinds would be views of one
-    parameter, so the first such unit in post-order raises ShardingError. PyTorch's tests compare the
-    whole message.
+    parameter, so the first such unit in post-order raises ShardingError. PyTorch's tests compare
+    the whole message.
     """
     visited: set[nn.Module] = set()
     for path, _, module in _post_order(root_module):
@@ -223,7 +223,7 @@ def _validate_frozen_params(
 def _own_parameters(
     module: nn.Module, path: str, visited: set[nn.Module]
 ) -> dict[nn.Parameter, str]:
-    """Return the parameters of modules not visited yet, by name from the root; add to ``visited``."""
+    """Return names of parameters in modules not visited yet; add those modules to ``visited``."""
     return {
         parameter: f"{prefix}.{name}" if prefix else name
         for prefix, inner in module.named_modules(visited, path)
@@ -248,7 +248,7 @@ def _post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module | None, nn.Mod
 
 
 def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Call ``fn`` on each module, children first, and replace the module by a result that is not None.
+    """Call ``fn`` on each module, children first; a result other than None replaces the module.
 
     Raises MisuseError for a result that is no module, or for the root.
     """

@@ -1,4 +1,4 @@
-"""What `FullyShardedDataParallel` does with gradients: zeroing, accumulating, clipping, reducing."""
+"""Methods of `FullyShardedDataParallel` for gradients: zeroing, accumulating, clipping."""
 
 import contextlib
 import functools
@@ -31,7 +31,8 @@ class WithGradients(Wrapper):
     def no_sync(self) -> Iterator[None]:
         """Keep gradients unreduced inside the block; the next backward outside of it reduces all.
 
-        Costs the memory of whole gradients. Raises RuntimeError on an instance that is not the root.
+        Costs the memory of whole gradients. Raises RuntimeError on an instance that is not the
+        root.
         """
         if not self.check_is_root():
             raise StateError(

@@ -79,8 +79,8 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
         communication overlaps with compute.
     mixed_precision, cpu_offload: dtypes, and whether shards live in host memory.
     ignored_states, ignored_modules: parameters or modules that are left as they are.
-    param_init_fn: called on every module if some are on the meta device, to give them values. Default:
-        ``to_empty`` and the module's ``reset_parameters()``, on those that are.
+    param_init_fn: called on every module if some are on the meta device, to give them values.
+        Default: ``to_empty`` and the module's ``reset_parameters()``, on those that are.
     device_id: the device to compute on. Default: this process's accelerator, else the CPU.
     sync_module_states: begin with the parameters and buffers of the group's first rank.
     limit_all_gathers: accepted for compatibility; memory is bounded in any case.
@@ -88,9 +88,9 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
         False replaces all of them by one `FlatParameter`.
     device_mesh: instead of process_group: 1-D, or (replicate, shard) for a hybrid strategy.
 
-    Raises ShardingError before parameters are changed. If memory is lacking, restores the module and
-    raises AllocationError; not all of it if ``auto_wrap_policy`` wraps modules on an accelerator, whose
-    memory is freed module by module. Source: PyTorch FSDP, arXiv 2304.11277.
+    Raises ShardingError before parameters are changed. If memory is lacking, restores the module
+    and raises AllocationError; not all of it if ``auto_wrap_policy`` wraps modules on an
+    accelerator, whose memory is freed module by module. Source: PyTorch FSDP, arXiv 2304.11277.
     """
 
     def __init__(
@@ -271,7 +271,8 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this instance's parameters ahead of its forward. Every rank has to call it.
 
-        Values written to the unsharded parameters do not reach the shards. See `FSDPModule.unshard`.
+        Values written to the unsharded parameters do not reach the shards. See
+        `FSDPModule.unshard`.
         """
         handle = start_unshard([self._unit])
         if async_op:
@@ -302,8 +303,8 @@ def _run_wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
 def _is_in_host_memory(module: nn.Module) -> bool:
     """Return whether a module is in host memory.
 
-    Restoring keeps whole parameters alive until all of a module is wrapped. Host memory has room for
-    that; an accelerator's may not.
+    Restoring keeps whole parameters alive until all of a module is wrapped. Host memory has room
+    for that; an accelerator's may not.
     """
     return all(p.device.type in ("cpu", "meta") for p in module.parameters())
 

@@ -1,9 +1,9 @@
 """Lets torch's distributed state dicts recognise the wrapper.
 
-``torch.distributed.checkpoint.state_dict`` finds wrapped modules by PyTorch's class. A model that it
-does not recognise would be saved as if nothing were sharded: one rank's pieces, under wrong keys.
-So when the first wrapper is made, PyTorch's class in that one module is replaced by a class that stands
-for both. Models with our wrappers are then saved by ours, all others by PyTorch's.
+``torch.distributed.checkpoint.state_dict`` finds wrapped modules by PyTorch's class. A model that
+it does not recognise would be saved as if nothing were sharded: one rank's pieces, under wrong keys.
+So when the first wrapper is made, PyTorch's class in that one module is replaced by a class that
+stands for both. Models with our wrappers are then saved by ours, all others by PyTorch's.
 """
 
 import dataclasses

@@ -129,9 +129,9 @@ def choose_ranks(
 ) -> ShardingRanks:
     """Return the ranks to shard over, from process groups or from a mesh.
 
-    wraps_children: whether a policy passes the groups on; without one, a hybrid strategy needs groups
-    that nested instances can share. Collective where groups are made. Raises ShardingError for groups
-    that do not fit the strategy.
+    wraps_children: whether a policy passes the groups on; without one, a hybrid strategy needs
+    groups that nested instances can share. Collective where groups are made. Raises ShardingError
+    for groups that do not fit the strategy.
     """
     strategy = strategy or ShardingStrategy.FULL_SHARD
     if process_group is not None and mesh is not None:
@@ -399,7 +399,8 @@ def broadcast_states(
 ) -> None:
     """Give every rank the parameters and buffers of the group's first rank, group by group.
 
-    The shard group comes first and then the replicas', so all ranks end with the first one's values.
+    The shard group comes first and then the replicas', so all ranks end with the first one's
+    values.
     """
     for group in groups:
         source = dist.get_global_rank(group, 0)

@@ -73,7 +73,7 @@ class WithWholeParameters(Wrapper):
             yield
 
     def apply(self: _Self, fn: Callable[[nn.Module], None]) -> _Self:
-        """Apply a function to every module inside, with whole parameters. Every rank has to call it."""
+        """Apply a function to every module inside, with whole parameters. Collective."""
         if self._unit.is_whole:
             raise MisuseError(
                 "apply() expects to be in the state IDLE, not SUMMON_FULL_PARAMS: it gathers whole "

@@ -1,7 +1,7 @@
 """Policies that choose which modules become units of their own.
 
-There are two kinds. A `_Policy` looks at the whole tree at once and returns the modules to wrap, with
-the arguments of each. A callable, the older kind, is called twice for each module:
+There are two kinds. A `_Policy` looks at the whole tree at once and returns the modules to wrap,
+with the arguments of each. A callable, the older kind, is called twice for each module:
 
     policy(module=m, recurse=True, nonwrapped_numel=n)   on the way down: consider m's children?
     policy(module=m, recurse=False, nonwrapped_numel=n)  on the way up: wrap m?
@@ -169,7 +169,7 @@ def size_based_auto_wrap_policy(
     return not isinstance(module, tuple(refused))
 
 
-# Attributes of the function, so that users can extend them: {*policy.FORCE_LEAF_MODULES, Attention}.
+# Attributes of the function, for users to extend: {*policy.FORCE_LEAF_MODULES, Attention}.
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
 

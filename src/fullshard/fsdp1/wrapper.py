@@ -51,7 +51,7 @@ class Wrapper(nn.Module):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy in effect: NO_SHARD in a group of one rank, unless a hybrid was asked for."""
+        """The strategy in effect. In a group of one rank it is NO_SHARD, unless hybrid."""
         return self._ranks.strategy
 
     @property
@@ -113,7 +113,7 @@ class Wrapper(nn.Module):
         return None if self._state.known_iteration is None else self._state.is_root
 
     def check_is_root(self) -> bool:
-        """Return whether this instance is in no other one. Before the first forward, as far as known."""
+        """Return whether this instance is in no other one, as far as known before a forward."""
         if self._state.known_iteration is not None:
             return self._state.is_root
         # `_outer` may have been taken apart, or hold this instance no longer.
@@ -136,7 +136,7 @@ class Wrapper(nn.Module):
 
 
 def wrappers_in(module: nn.Module, *, outermost: bool = False) -> list[Wrapper]:
-    """Return the instances in a module, itself included; with ``outermost``, those in no other one."""
+    """Return the instances in a module, itself included, or only those in no other one."""
     found = [each for each in module.modules() if isinstance(each, Wrapper)]
     if not outermost:
         return found
@@ -152,8 +152,8 @@ def wrappers_in(module: nn.Module, *, outermost: bool = False) -> list[Wrapper]:
 class KeptArguments(NamedTuple):
     """Arguments of a wrapper's constructor that are no public attributes of it.
 
-    ranks: the result of process groups, mesh and strategy. device_mesh: as given. ignored: of nested
-    instances as well. has_comm_hook: whether `register_comm_hook` was called since.
+    ranks: the result of process groups, mesh and strategy. device_mesh: as given. ignored: of
+    nested instances as well. has_comm_hook: whether `register_comm_hook` was called since.
     """
 
     ranks: ShardingRanks

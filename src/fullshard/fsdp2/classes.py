@@ -1,7 +1,8 @@
 """Classes of sharded modules.
 
-Sharding a module changes its class: ``Linear`` becomes ``FSDPLinear``, a subclass of `FSDPModule` and
-``Linear``. There is one such class per kind (`FSDPModule`, `ReplicateModule`) and original class.
+Sharding a module changes its class: ``Linear`` becomes ``FSDPLinear``, a subclass of `FSDPModule`
+and ``Linear``. There is one such class per kind (`FSDPModule`, `ReplicateModule`) and original
+class.
 """
 
 import collections

@@ -77,8 +77,8 @@ def fully_shard(
         parameter over a mesh of its own.
     mp_policy, offload_policy: dtypes, and whether shards live in host memory.
     ignored_params: left as they are, neither sharded nor reduced.
-    dp_mesh_dims: names the data-parallel dims of ``mesh``. All parameters then have to be DTensors on
-        ``mesh`` already, replicated over those dims.
+    dp_mesh_dims: names the data-parallel dims of ``mesh``. All parameters then have to be DTensors
+        on ``mesh`` already, replicated over those dims.
 
     Raises ShardingError or MeshError before anything is changed. If memory is lacking, restores the
     module and raises AllocationError. Source: ZeRO-3, arXiv 1910.02054; PyTorch FSDP2.

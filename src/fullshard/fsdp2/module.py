@@ -45,7 +45,8 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather this module's parameters, but not those of sharded modules inside it.
 
-        Every rank has to call it. Values written to the unsharded parameters do not reach the shards.
+        Every rank has to call it. Values written to the unsharded parameters do not reach the
+        shards.
         async_op: return a handle to wait on, instead of waiting and returning None.
         """
         handle = start_unshard(_state(self).units)
@@ -77,21 +78,21 @@ class FSDPModule:
         self._configure(recurse=recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Gather parameters for backward, or not: an embedding's backward does not read its weight."""
+        """Gather parameters for backward, or not: that of an embedding does not read them."""
         self._configure(recurse=False, unshard_in_backward=unshard_in_backward)
 
     # Order
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Start gathering these modules when this one's forward starts, not the next one in order."""
+        """Start gathering these modules, not the next in order, when this one's forward starts."""
         _state(self).forward_prefetch = _states(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Start gathering these modules when this one's backward starts, not the next one in order."""
+        """Start gathering these modules, not the next in order, when this one's backward starts."""
         _state(self).backward_prefetch = _states(modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last one of this iteration, if a forward has several.
+        """Set whether the next backward is this iteration's last, if a forward has several.
 
         It holds for the whole model. Set before the first forward, it counts on the root alone.
         """
@@ -107,7 +108,8 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Drop what an iteration that an exception ended left behind.
 
-        The root's next forward does this itself. Raises StateError on a module that is not the root.
+        The root's next forward does this itself. Raises StateError on a module that is not the
+        root.
         """
         state = _state(self)
         if state.known_iteration is not None and not state.is_root:
@@ -146,7 +148,7 @@ class FSDPModule:
         )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Sum gradients over the replicate axis in backward, or keep those of the shard axis (HSDP)."""
+        """Sum over the replicate axis in backward, or keep the shard axis' sums for later (HSDP)."""
         self._configure(recurse=recurse, all_reduce_grads=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -267,7 +269,7 @@ class FSDPModule:
         return view_of(_state(self))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert the sharded parameters, as ``.to()`` and ``.half()`` ask, also if now unsharded."""
+        """Convert the sharded parameters, for ``.to()`` and ``.half()``, also if unsharded now."""
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         _state(self).follow_changes()
@@ -361,9 +363,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Check the modules and do nothing more; accepted for compatibility.
 
-    In PyTorch's FSDP every root (every chunk of a pipeline stage) has streams of its own unless they
-    are shared like this. Here roots on one device always share them. Raises ShardingError for what is
-    no FSDPModule.
+    In PyTorch's FSDP every root (every chunk of a pipeline stage) has streams of its own unless
+    they are shared like this. Here roots on one device always share them. Raises ShardingError for
+    what is no FSDPModule.
     """
     _states(modules)
 

@@ -80,8 +80,8 @@ def make_units(
 ) -> Any:
     """Make units, one per mesh, of the parameters that no earlier call took; return ``module``.
 
-    module: one or several, which then share their units. kind: the class that they become a subclass
-    of. default: the mesh of parameters for which ``shard_placement_fn`` names none.
+    module: one or several, which then share their units. kind: the class that they become a
+    subclass of. default: the mesh of parameters for which ``shard_placement_fn`` names none.
 
     Raises ShardingError, MeshError or StateError before anything is changed. If memory is lacking
     later, everything is restored and AllocationError is raised.
@@ -198,7 +198,8 @@ def _move_to_device(
     for tensor in moving:
         if tensor.is_meta or tensor.device == device or isinstance(tensor, DTensor):
             continue
-        # A subclass (float8, int8) is swapped as a whole: setting `.data` would not move its inner tensors.
+        # A subclass (float8, int8) is swapped as a whole: setting `.data` would not move its inner
+        # tensors.
         if type(tensor.data) is torch.Tensor:
             tensor.data = tensor.to(device)
             continue

@@ -85,7 +85,7 @@ def plan_calls(model: nn.Module, instances: Sequence[Instance]) -> Calls:
 
 
 def source_code(planned: Calls, instances: Sequence[Instance]) -> str:
-    """Return the program: imports, variables, then the calls bottom-up, with loops for equal ones."""
+    """Return the program: imports, variables, then the calls bottom-up, in loops if equal."""
     made = [c for c, i in zip(planned.calls, instances, strict=True) if i.skipped is None]
     body = [_assignment(name, expression) for name, expression in planned.variables]
     body += [""] if body else []

@@ -52,7 +52,7 @@ class Instance:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the group has one rank, which turned any strategy (except hybrid) into NO_SHARD."""
+        """Whether the group has one rank, which turns strategies (except hybrid) into NO_SHARD."""
         return self.wrapper.world_size == 1 and self.strategy is ShardingStrategy.NO_SHARD
 
     @property
@@ -61,7 +61,7 @@ class Instance:
 
     @property
     def computes_in_float32(self) -> bool:
-        """Whether mixed precision leaves the module in float32, as it does batch norms by default."""
+        """Whether mixed precision leaves the module in float32, by default batch norms."""
         overrides: object = getattr(self.wrapper.module, "_wrap_overrides", None)
         return overrides == {"mixed_precision": None}
 

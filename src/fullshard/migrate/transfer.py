@@ -1,7 +1,7 @@
 """State of a model and its optimizer that either API can load.
 
-Training begun as `FullyShardedDataParallel` can continue under `fully_shard`, and the reverse, on any
-number of ranks. Ranks exchange the parts that move; no rank ever holds a whole copy.
+Training begun as `FullyShardedDataParallel` can continue under `fully_shard`, and the reverse, on
+any number of ranks. Ranks exchange the parts that move; no rank ever holds a whole copy.
 """
 
 from typing import Any
@@ -49,9 +49,9 @@ def load_sharded_state(
 ) -> None:
     """Load a result of `sharded_state`, whichever way the model was sharded when it was made.
 
-    Every rank has to call it. Raises RuntimeError for missing, unexpected or misshapen parameters, as
-    ``load_state_dict`` does, and StateError if optimizer state is missing or belongs to parameters
-    that the optimizer does not train. Both before anything is loaded into the optimizer.
+    Every rank has to call it. Raises RuntimeError for missing, unexpected or misshapen parameters,
+    as ``load_state_dict`` does, and StateError if optimizer state is missing or belongs to
+    parameters that the optimizer does not train. Both before anything is loaded into the optimizer.
     """
     if optimizer is not None:
         # All ranks check together before any of them loads.

@@ -21,8 +21,8 @@ Groups = tuple[dist.ProcessGroup, ...]
 class _Part(NamedTuple):
     """A gradient, or a run of a flat one, with the groups over which it is divided.
 
-    grad: the local tensor that is scaled; None where this rank has none. dtype: the parameter's, which
-        is the same on every rank.
+    grad: the local tensor that is scaled; None where this rank has none. dtype: the parameter's,
+        which is the same on every rank.
     counted: the tensor whose norm is taken: ``grad`` itself, except for partial sums.
     """
 
@@ -94,8 +94,8 @@ def _trained(parameter: torch.Tensor) -> torch.Tensor:
 def _parts(parameters: Iterable[torch.Tensor]) -> Iterator[_Part]:
     """Yield parts with their groups, in an order and with groups that are the same on all ranks.
 
-    A parameter that is divided over ranks is yielded even if it has no gradient here: other ranks may
-    have one for their piece, and wait for this rank in the all-reduce.
+    A parameter that is divided over ranks is yielded even if it has no gradient here: other ranks
+    may have one for their piece, and wait for this rank in the all-reduce.
     """
     groups_of = functools.cache(_shard_groups)
     for parameter in parameters:
@@ -120,8 +120,8 @@ def _plain_parts(parameter: torch.Tensor, grad: torch.Tensor | None) -> Iterator
     """Yield the parts of a plain tensor's gradient.
 
     The tensor is a piece of a flat buffer, a whole flat parameter, or not sharded. A flat parameter
-    may contain parameters that tensor parallel divides, and others that it replicates. Only the former
-    are summed over the tensor-parallel axis, so their runs are yielded apart.
+    may contain parameters that tensor parallel divides, and others that it replicates. Only the
+    former are summed over the tensor-parallel axis, so their runs are yielded apart.
     """
     owner = owner_of(parameter)  # type: ignore[arg-type]
     if owner is None:
@@ -161,7 +161,7 @@ def _groups_below(spec: DTensorSpec | None) -> Groups:
 
 
 def _shard_groups(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Groups:
-    """Return the groups over which a tensor is divided, without those over which it is replicated."""
+    """Return the groups over which a tensor is divided, not those of its replicas."""
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(placements)
@@ -177,8 +177,8 @@ def _is_partial(placements: tuple[Placement, ...]) -> bool:
 
 def _local_power(parts: list[_Part], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the sum of p-th powers, or the maximum for infinity: 0-dim, float32 or float64."""
-    # By the parameters' dtypes, not the gradients': all ranks have to all-reduce the same dtype, and
-    # a rank may have no gradient.
+    # By the parameters' dtypes, not the gradients': all ranks have to all-reduce the same dtype,
+    # and a rank may have no gradient.
     wide = {part.dtype for part in parts} & {torch.float64, torch.complex128}
     dtype = torch.float64 if wide else torch.float32
     counted = [part.counted for part in parts if part.counted is not None and part.counted.numel()]

@@ -65,8 +65,8 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply the gradients by ``inv_scale`` and agree on whether one was not finite.
 
-        Returns, per device with gradients, a tensor shaped as ``found_inf``: 1 if any rank has an inf
-        or NaN, else 0. `unscale_` calls this, and so does the check for fused optimizers, which
+        Returns, per device with gradients, a tensor shaped as ``found_inf``: 1 if any rank has an
+        inf or NaN, else 0. `unscale_` calls this, and so does the check for fused optimizers, which
         unscale by themselves; so neither can act on one rank's gradients alone. Collective.
         """
         params = [_local_view(p) for group in optimizer.param_groups for p in group["params"]]
@@ -84,7 +84,7 @@ class ShardedGradScaler(GradScaler):
 
 
 def _local_view(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose ``grad`` is this rank's part of the parameter's gradient, sharing memory.
+    """Return a tensor whose ``grad`` shares memory with this rank's part of the gradient.
 
     torch's unscaling kernel takes plain tensors or DTensors, but not both in one call (torch 2.13).
     """

@@ -31,8 +31,8 @@ _SCALARS = {"step", "mu", "mu_product", "eta"}
 def local_gradient(grad: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     """Return this rank's part of a gradient, divided over ranks as the parameter is.
 
-    Tensor parallel may leave partial sums; they are completed here, as DTensor arithmetic would, by a
-    collective. Raises StateError for a gradient that is no DTensor.
+    Tensor parallel may leave partial sums; they are completed here, as DTensor arithmetic would, by
+    a collective. Raises StateError for a gradient that is no DTensor.
     """
     if not isinstance(grad, DTensor):
         raise StateError(

@@ -132,10 +132,10 @@ class LocalStep:
     def _give_gradients(self) -> None:
         """Set the shards' ``grad`` to their parts of the parameters' gradients.
 
-        [Note: Lasting gradients] The engine reuses the memory of gradients from step to step, and the
-        DTensors over it. If a step finds the same DTensors as the step before, it leaves the shards'
-        ``grad`` set, so that the next step has nothing to do. Keeping these references is safe:
-        gradient memory that the engine frees never comes back as the same tensor.
+        [Note: Lasting gradients] The engine reuses the memory of gradients from step to step, and
+        the DTensors over it. If a step finds the same DTensors as the step before, it leaves the
+        shards' ``grad`` set, so that the next step has nothing to do. Keeping these references is
+        safe: gradient memory that the engine frees never comes back as the same tensor.
         """
         grads = [parameter.grad for parameter in self._parameters]
         is_known = self._grads and all(map(is_, grads, [known() for known in self._grads]))

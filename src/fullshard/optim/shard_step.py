@@ -1,9 +1,9 @@
 """`step_on_shards`: lets an optimizer over DTensors step on their local tensors.
 
 Every operation on a DTensor passes through its dispatcher, which costs tens of microseconds of host
-time. An elementwise update does not need that: this rank's part of the new parameter depends only on
-its parts of the old parameter, of the gradient and of the state. So the optimizer gets a class of its
-own (as `fully_shard` gives one to modules), whose ``step`` runs on those parts.
+time. An elementwise update does not need that: this rank's part of the new parameter depends only
+on its parts of the old parameter, of the gradient and of the state. So the optimizer gets a class
+of its own (as `fully_shard` gives one to modules), whose ``step`` runs on those parts.
 """
 
 import functools
@@ -47,15 +47,16 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
         optimizer = fullshard.step_on_shards(torch.optim.AdamW(model.parameters()))
 
     Between steps parameters, gradients and state are DTensors as before, also in ``state_dict()``,
-    in hooks and in closures, so checkpoints do not change. Results are bitwise equal. Call it before
-    anything replaces the optimizer's ``step``, as learning rate schedulers do.
+    in hooks and in closures, so checkpoints do not change. Results are bitwise equal. Call it
+    before anything replaces the optimizer's ``step``, as learning rate schedulers do.
 
-    elementwise: states that no element of an update depends on other elements of the parameter. This
-        is known of most of ``torch.optim``; pass True for other optimizers of which it holds. An
-        update by a norm or a matrix product would silently use this rank's shard alone.
+    elementwise: states that no element of an update depends on other elements of the parameter.
+        This is known of most of ``torch.optim``; pass True for other optimizers of which it holds.
+        An update by a norm or a matrix product would silently use this rank's shard alone.
 
     Raises ShardingError for an optimizer that is known not to be elementwise, or not known to be
-    without ``elementwise=True``, and for ``differentiable=True``; StateError if ``step`` was replaced.
+    without ``elementwise=True``, and for ``differentiable=True``; StateError if ``step`` was
+    replaced.
     """
     if not isinstance(optimizer, _OnShards):
         _check(optimizer, elementwise=elementwise)
@@ -96,8 +97,8 @@ def _put_on_shards(optimizer: Any, original: Any) -> None:
 
 @functools.cache
 def _class_on_shards(original: type[Any]) -> type[Any]:
-    # PyTorch runs step hooks around `step`, by a wrapper that it marks `hooked`. Here they go around
-    # our step instead of the inner one, so that they see DTensors.
+    # PyTorch runs step hooks around `step`, by a wrapper that it marks `hooked`. Here they go
+    # around our step instead of the inner one, so that they see DTensors.
     step: Any = original.step
     if getattr(step, "hooked", False):
         step = step.__wrapped__

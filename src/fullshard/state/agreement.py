@@ -1,9 +1,10 @@
 """Agreement of all ranks on which optimizer state there is, before any of it is exchanged.
 
-A rank that owns nothing of a parameter may have no state of it, or outdated state. So each rank makes
-a report. Mostly all reports are equal; comparing digests shows that, and nothing else is sent: 1,000
-ranks send 40 bytes each. Where reports differ, each distinct one is sent once. With pieces of flat
-parameters there are many distinct reports, each of few parameters; with ownership of rows, few.
+A rank that owns nothing of a parameter may have no state of it, or outdated state. So each rank
+makes a report. Mostly all reports are equal; comparing digests shows that, and nothing else is
+sent: 1,000 ranks send 40 bytes each. Where reports differ, each distinct one is sent once. With
+pieces of flat parameters there are many distinct reports, each of few parameters; with ownership of
+rows, few.
 """
 
 import hashlib
@@ -56,8 +57,8 @@ def agree(
 ) -> list[Agreed]:
     """Merge the reports of all ranks, unit by unit. Every rank has to call it.
 
-    names: of each unit's parameters. Raises StateError, on all ranks alike, if a rank owns a part of
-    a parameter but has no state of it, while others have.
+    names: of each unit's parameters. Raises StateError, on all ranks alike, if a rank owns a part
+    of a parameter but has no state of it, while others have.
     """
     sent = [report._replace(others=_map(report.others, _to_scalar)) for report in mine]
     everyones: list[Any] = [None] * dist.get_world_size(group)

@@ -1,8 +1,8 @@
 """Moving parameters between ranks, from one division over them to another.
 
 Every rank plans by itself what moves (`plan.regrid`), without a message. Only elements that change
-ranks are sent, as bytes, so that any mix of dtypes fits into one collective. At its peak, memory holds
-the local tensors, the results, one send buffer and one receive buffer.
+ranks are sent, as bytes, so that any mix of dtypes fits into one collective. At its peak, memory
+holds the local tensors, the results, one send buffer and one receive buffer.
 """
 
 from collections.abc import Sequence

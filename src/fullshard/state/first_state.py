@@ -58,7 +58,7 @@ def first_state(optimizer: torch.optim.Optimizer, group: int, position: int) -> 
 def with_first_states(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], parameters: set[nn.Parameter]
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict with the first state of the parameters that have none yet."""
+    """Return an optimizer's state dict with first states for parameters that have none."""
     keys = [group["params"] for group in state_dict["param_groups"]]
     added = {}
     for group, position in lacking_state(optimizer):

@@ -7,8 +7,8 @@ saving and put back before loading. A value is
     SHARDED   this rank's rows (see `values`), exchanged for its pieces without a whole copy
     LOCAL     this rank's shard of the flat buffer, under ``_flat_param``
 
-A state dict of any of these kinds can be loaded, whatever the settings say. LOCAL takes the number of
-ranks and the wrapping that it was saved with; the others take any.
+A state dict of any of these kinds can be loaded, whatever the settings say. LOCAL takes the number
+of ranks and the wrapping that it was saved with; the others take any.
 """
 
 import warnings

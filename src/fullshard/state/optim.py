@@ -9,8 +9,8 @@ hold the state that each parameter would have if nothing were flattened. In betw
     saving    optimizer -> locals -> whole tensors (FULL) or sharded ones (SHARDED)
     loading   values of any kind -> locals -> optimizer
 
-First the ranks agree on which parameters have which state, of which dtype (`agreement`). Then tensors
-are exchanged one unit at a time, all tensors of a unit in one collective.
+First the ranks agree on which parameters have which state, of which dtype (`agreement`). Then
+tensors are exchanged one unit at a time, all tensors of a unit in one collective.
 """
 
 import copy
@@ -102,8 +102,8 @@ def save(
         {"state": {name: {"exp_avg": value, "step": 3, ...}, ...}, "param_groups": [...]}
 
     with names in the order of the model, "params" of the groups as names, and without
-    "param_groups" if ``state_dict`` has none. State under keys that are no parameter of the optimizer
-    is copied, with a warning. Ranks that ``options`` gives no result return an empty dict.
+    "param_groups" if ``state_dict`` has none. State under keys that are no parameter's is copied,
+    with a warning. Ranks that ``options`` gives no result return an empty dict.
 
     Raises StateError if one rank lacks state that the others have, or if state is neither a scalar
     nor of its parameter's shape.

@@ -1,8 +1,8 @@
 """Names of parameters in optimizer state dicts.
 
 An optimizer's own state dict identifies a parameter by its position in the groups, or, for a named
-optimizer, by its name in the sharded model. Our state dicts use the name that the parameter had before
-sharding. A flat parameter stands for many such names.
+optimizer, by its name in the sharded model. Our state dicts use the name that the parameter had
+before sharding. A flat parameter stands for many such names.
 """
 
 import copy

@@ -2,9 +2,9 @@
 
 `UnitState` is the form in which saving and loading meet:
 
-    saving    `take_apart` divides the state of each trained parameter, which may be a flat one, among
-              the parameters that it stands for; `report` lists it for the other ranks; `complete`
-              adds what they have and this rank lacks
+    saving    `take_apart` divides the state of each trained parameter, which may be a flat one,
+              among the parameters that it stands for; `report` lists it for the other ranks;
+              `complete` adds what they have and this rank lacks
     loading   `cut` makes it from the values of a state dict; `put_together` makes the state of each
               trained parameter from it
 """

@@ -1,8 +1,8 @@
 """Conversion between the ranks' parts of a unit's parameters and the values of state dicts.
 
-A *local* is this rank's part of a parameter, or of a tensor of the parameter's size (optimizer state):
-a piece of a flat buffer, or rows. The parts of all of a unit's tensors move in one planned exchange;
-values that are divided already never pass through a whole copy.
+A *local* is this rank's part of a parameter, or of a tensor of the parameter's size (optimizer
+state): a piece of a flat buffer, or rows. The parts of all of a unit's tensors move in one planned
+exchange. Only values that are divided over other ranks than the unit are made whole first.
 """
 
 import math
@@ -31,7 +31,7 @@ def division_group(unit: Unit) -> dist.ProcessGroup | None:
 
 
 def divisions_of(unit: Unit) -> list[Division]:
-    """Return each parameter's division over the `division_group`: the elements that each rank has."""
+    """Return each parameter's division over the `division_group`."""
     group = division_group(unit)
     size = 1 if group is None else group.size()
     if unit.mesh.shard_group is None:
@@ -59,7 +59,8 @@ def sharded_values(
     """Return the values of a sharded state dict, one per local. Collective.
 
     indices: the parameter that each local belongs to; one may occur several times.
-    dtensors: make DTensors, also where the unit was given no mesh. Otherwise those are ShardedTensors.
+    dtensors: make DTensors, also where the unit was given no mesh. Otherwise those are
+        ShardedTensors.
     """
     if not unit.params.is_flat:
         rows = [
@@ -232,7 +233,7 @@ def _take(full: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
 
 
 def _own_part(value: Any, spec: DTensorSpec, device: torch.device) -> torch.Tensor:
-    """Return this rank's tensor-parallel part of a value of any kind, not yet cut for data parallel.
+    """Return this rank's tensor-parallel part of a value, not yet cut for data parallel.
 
     spec: of the parameter over its own mesh. Collective.
     """

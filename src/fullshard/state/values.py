@@ -1,7 +1,8 @@
 """Tensors of sharded state dicts, which have the whole shape while each rank holds some rows.
 
-A value is a ``ShardedTensor``, or a ``DTensor`` where the model was sharded over a device mesh. Those
-made here are divided along dim 0 as ``torch.chunk`` does; those read may be divided in any way.
+A value is a ``ShardedTensor``, or a ``DTensor`` where the model was sharded over a device mesh.
+Those made here are divided along dim 0 as ``torch.chunk`` does; those read may be divided in any
+way.
 """
 
 import math
@@ -60,7 +61,7 @@ def sharded_tensor(
 
 
 def sharded_dtensor(rows: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor that is divided as ``spec`` says, of this rank's part, in that part's dtype."""
+    """Return a DTensor of this rank's part, divided as in ``spec``, in the part's own dtype."""
     meta = TensorMeta(spec.shape, spec.stride, rows.dtype)
     return DTensor(
         rows, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False

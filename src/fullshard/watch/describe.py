@@ -124,7 +124,7 @@ def _as_it_is(unit: Unit) -> _Shown:
 
 
 def _expected(model: nn.Module, root: ModuleState) -> list[_Shown]:
-    """Return the units as the first forward will make them: named by path, tied parameters moved."""
+    """Return units as the first forward will make them: named by path, with ties moved."""
     named = named_states(model)
     names = names_of_parameters(model, dict.fromkeys(named.values()))
     params = {unit: list(unit.params) for state in named.values() for unit in state.all_units}

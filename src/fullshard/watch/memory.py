@@ -1,14 +1,15 @@
 """`memory_report(model)`: what this rank's memory is used for at the moment.
 
-Every owner of memory lists the tensors that it holds (`Unit`, `UnitBuffers`, `UnitGradients`, `Comm`,
-`Scratch`); this file only puts them into categories and counts them. It allocates, gathers and waits
-for nothing, so a report may be made at any moment, also from a hook in the middle of backward.
+Every owner of memory lists the tensors that it holds (`Unit`, `UnitBuffers`, `UnitGradients`,
+`Comm`, `Scratch`); this file only puts them into categories and counts them. It allocates, gathers
+and waits for nothing, so a report may be made at any moment, also from a hook in the middle of
+backward.
 
-[Note: Counting once] A byte that several categories claim counts for the first of them, in the order
-of `MemoryCategory`. That happens because one storage may lie within another (a shard has a storage of
-its own within its unit's buffer), and because a gradient may be listed by the unit and by its
-parameter. Of memory that the ranks of a host share, a rank counts its own part: its shards, and what
-it stages. The whole of that memory is reported apart, as ``mapped_nbytes``.
+[Note: Counting once] A byte that several categories claim counts for the first of them, in the
+order of `MemoryCategory`. That happens because one storage may lie within another (a shard has a
+storage of its own within its unit's buffer), and because a gradient may be listed by the unit and
+by its parameter. Of memory that the ranks of a host share, a rank counts its own part: its shards,
+and what it stages. The whole of that memory is reported apart, as ``mapped_nbytes``.
 """
 
 import bisect
@@ -251,7 +252,7 @@ def _states_of(model: nn.Module) -> dict[str, ModuleState]:
 
 
 def _names_of_units(states: Mapping[str, ModuleState]) -> dict[int, str]:
-    """Return each unit's name by id: the root's name for it, or its path here if no root is known."""
+    """Return each unit's name by id: the root's for it, or, before a forward, its path."""
     return {
         id(unit): path if state.known_iteration is None else unit.name
         for path, state in states.items()

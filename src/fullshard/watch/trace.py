@@ -1,7 +1,7 @@
 """`fullshard.trace`: records where the time and memory of training steps go.
 
-`Tracer` turns what the engine tells an `Observer` into one timeline (see `plan.trace`). The timeline
-shows, at every moment, the innermost activity that has begun and not ended.
+`Tracer` turns what the engine tells an `Observer` into one timeline (see `plan.trace`). The
+timeline shows, at every moment, the innermost activity that has begun and not ended.
 
 On the CPU, moments are read from the clock. On other devices they are events on the streams, whose
 times are read when the recording is over, so that recording never makes the host wait. A wait for a
@@ -274,7 +274,7 @@ class Tracing:
         self._tracer.end_step()
 
     def skip(self) -> None:
-        """Begin the next step here, so that what came since the last one (a checkpoint) is left out."""
+        """Begin the next step here: what came since the last one, say a checkpoint, is left out."""
         self._tracer.start_step()
 
 
@@ -351,7 +351,7 @@ def _describe(unit: Unit) -> TracedUnit:
 
 
 def _host_id() -> str:
-    """Return a name of this machine's boot: clocks count from there, so equal names share a clock."""
+    """Return a name of this machine's boot, from which its clock counts."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{platform.node()}"

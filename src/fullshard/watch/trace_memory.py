@@ -1,9 +1,10 @@
 """Memory by category while steps are traced.
 
-`memory_report` counts everything at one moment, which is too slow to do hundreds of times in a step.
+`memory_report` counts everything at one moment, which is too slow to do hundreds of times in a
+step.
 Here totals are kept up to date instead: a unit is counted again whenever it changes, the optimizer
-after each of its steps, and tensors that autograd saves when they are saved and dropped. Reading the
-totals then costs next to nothing.
+after each of its steps, and tensors that autograd saves when they are saved and dropped. Reading
+the totals then costs next to nothing.
 """
 
 import itertools
