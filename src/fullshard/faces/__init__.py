@@ -1,1 +1,1 @@
-"""What both faces build units with: coverage, meshes, and what libraries read of the result."""
+"""Used by both APIs to build units: coverage, meshes, and private names that libraries read."""

@@ -1,1 +1,1 @@
-"""From `FullyShardedDataParallel` to `fully_shard`: what a wrapped model would be there."""
+"""From `FullyShardedDataParallel` to `fully_shard`: the migration report, and moving state."""

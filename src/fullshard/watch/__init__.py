@@ -1,1 +1,1 @@
-"""What only looks at the engine: descriptions, memory reports and traces."""
+"""Descriptions, memory reports and traces: code that only reads the engine."""
