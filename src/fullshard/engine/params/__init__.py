@@ -1,1 +1,1 @@
-"""Parameters of a unit: their two forms, the memory of both, and which one modules see."""
+"""Parameters of a unit: their two forms, the memory of both, and which form modules see."""

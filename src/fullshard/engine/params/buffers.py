@@ -1,4 +1,4 @@
-"""The memory of one unit, and when each part of it exists.
+"""The memory of one unit: who allocates, writes, reads and frees each part of it.
 
 | buffer | allocated | freed | written by | read by |
 | --- | --- | --- | --- | --- |
@@ -10,9 +10,17 @@ backward |
 | gradient shards | at the first reduction | when the user drops the gradients, then reused | \
 reduction | optimizer |
 
-Unsharded parameters are created once and keep their identity: autograd's graph saves them. A
-private buffer is freed by resizing its storage to nothing, under the tensors that view it; `kept`
-and `kept_views` make the use of what somebody keeps meanwhile an error.
+[Note: Freed under its tensors] Autograd's graph saves the unsharded parameters in forward and reads
+them in backward, after they were freed and gathered again. So they are created once and must stay
+the same tensors over the same storage. A private buffer is freed by resizing that storage to 0
+bytes, and allocated by resizing it back; the tensors over it are not touched. Two things follow:
+
+- An all-gather overwrites memory that autograd has saved. It must not advance the version counters
+  of the parameters, or backward raises "modified by an inplace operation". So the parameters are no
+  views of the buffer that the all-gather writes to: views share a version counter, two tensors
+  `set_` to one storage (`tensor_over`) do not.
+- A program can keep a parameter or a view of one while there is no memory under it. `kept` and
+  `kept_views` make the use of such a tensor an error.
 """
 
 import dataclasses
@@ -27,12 +35,19 @@ from fullshard.engine.runtime import Lane, Runtime
 from fullshard.plan.builders import regroup
 from fullshard.plan.layout import BucketLayout, UnitLayout
 
-KEPT_NBYTES = 1 << 20  # a host buffer this small costs more to free than to keep
+# Up to this size, a buffer in host memory costs more to free and fault in again than to keep.
+KEPT_NBYTES = 1 << 20
 
 
 @dataclasses.dataclass(slots=True)
 class _Unsharded:
-    """One bucket's unsharded buffer, from element ``first`` on; what precedes is read in place."""
+    """The private part of one bucket's unsharded memory, in the compute dtype, 1-D.
+
+    offset: the bucket's unsharded element at which ``flat`` begins. The elements before it are read
+        in place. 0 if nothing is.
+    nbytes: the size of the storage while it is allocated; 0 if everything is read in place.
+    stays_allocated: whether `free` does nothing.
+    """
 
     flat: torch.Tensor
     offset: int
@@ -40,6 +55,7 @@ class _Unsharded:
     stays_allocated: bool = False
 
     def __post_init__(self) -> None:
+        # On other devices even small buffers are freed: their allocator reuses memory for less.
         self.stays_allocated = self.flat.is_cpu and self.nbytes <= KEPT_NBYTES
 
     @property
@@ -56,9 +72,11 @@ class _Unsharded:
 
 
 class UnitBuffers:
-    """Shards and unsharded parameters of one unit.
+    """Shards and unsharded memory of one unit's plain parameters.
 
-    shards: this rank's shard of each parameter, in its local shape.
+    shards: this rank's shard of each parameter, by index, in its local shape.
+    in_place: whether some parameters are read where the shards of all ranks are.
+    may_be_in_place: whether they can be, as long as nobody asks for private memory.
     """
 
     def __init__(
@@ -72,8 +90,10 @@ class UnitBuffers:
     ) -> None:
         self.layout = layout
         self.in_place = False
+        # References to memory while the unit alone refers to it: to private storages in sum, and to
+        # each storage that is read in place, by address.
         self._own_uses = 0
-        self._in_place_uses: dict[int, int] = {}  # by storage, of the unit alone
+        self._in_place_uses: dict[int, int] = {}
         self._comm = comm
         self._runtime = runtime
         self._buckets: list[ShardBuffer] = [
@@ -81,15 +101,16 @@ class UnitBuffers:
             for bucket in layout.buckets
         ]
         self._unsharded: list[_Unsharded] = []
-        self._freed: list[_Unsharded] = []  # those of them that do not stay allocated
+        self._freed: list[_Unsharded] = []  # the ones that are freed at reshard
         self._moves = False
-        self._views: dict[int, torch.Tensor] = {}
+        self._views: dict[int, torch.Tensor] = {}  # unsharded parameters, by index
         shards = {
             param.index: shard
             for buffer in self._buckets
             for param, shard in zip(buffer.bucket.params, buffer.shards, strict=True)
         }
         self.shards = [shards[index] for index in range(len(shards))]
+        # Shards over a smaller group, from forward to backward (`reshard_after_forward=N`).
         self._post_forward_shards: list[ShardBuffer] = []
         self._smaller_buckets: dict[tuple[int, int], BucketLayout] = {}  # by bucket and group size
         self._post_forward_comm: ProcessGroupComm | None = None
@@ -98,12 +119,12 @@ class UnitBuffers:
 
     @property
     def flat_shards(self) -> list[torch.Tensor]:
-        """This rank's shards of each bucket in one piece; flat buckets have that."""
+        """This rank's shard buffer of each bucket that has its shards in one piece, as flat ones do."""
         return [buffer.flat for buffer in self._buckets if buffer.flat is not None]
 
     @property
     def shard_memory(self) -> list[torch.Tensor]:
-        """The memory of this rank's shards."""
+        """The memory of this rank's shards, without duplicates."""
         return [
             tensor
             for buffer in self._buckets
@@ -112,57 +133,70 @@ class UnitBuffers:
 
     @property
     def unsharded_memory(self) -> list[torch.Tensor]:
-        """The memory of unsharded parameters and of what is kept for backward, not of shards."""
+        """Private unsharded buffers, and shards over a smaller group that backward will gather."""
         kept = (buffer.flat for buffer in self._post_forward_shards)
         return [flat for flat in (*(u.flat for u in self._unsharded), *kept) if flat is not None]
 
     @property
     def mapped_nbytes(self) -> int:
-        """What all ranks of the host share for the unit, 0 if they share nothing."""
+        """Bytes of shared memory for the unit, all ranks of the host together; 0 if none is shared."""
         return sum(buffer.mapped_nbytes for buffer in self._buckets)
 
     @property
     def moves(self) -> bool:
-        """Whether unsharding moves anything: not if all parameters are read in place."""
+        """Whether unsharding moves data. It does not if all parameters are read in place."""
         return self._moves or bool(self._post_forward_shards)
 
     def unsharded(self, index: int) -> torch.Tensor:
-        """The whole parameter in compute dtype; valid between unshard and free."""
+        """Return the whole parameter in the compute dtype; it has memory from unshard to free."""
         return self._views[index]
 
     def read_privately(self) -> None:
-        """Stop reading shards in place: what is written to unsharded parameters stays there.
+        """Move to private memory, so that writes to unsharded parameters do not reach shards.
 
-        Autograd may go on to refer to the shards, which are never freed.
+        Safe while graphs still refer to tensors over the shards, which are never freed.
         """
         self._bind(allow_in_place=False)
 
     def read_in_place(self) -> None:
-        """Read shards in place again. Nobody may refer to the private buffers: see `is_in_use`."""
+        """Read shards in place again and drop the private buffers.
+
+        Nobody else may refer to the private buffers, freed or not: check `is_in_use` first.
+        """
         self._bind(allow_in_place=True)
 
     def note_uses(self) -> None:
-        """Count who refers to the private buffers when the unit alone does."""
+        """Take today's references to the private buffers as the unit's own.
+
+        Call it when the unsharded parameters are complete, and before anybody can see them: what
+        is counted here never counts as in use.
+        """
         self._own_uses = self._uses()
 
     @property
     def is_in_use(self) -> bool:
-        """Whether others refer to the private buffers as well: graphs, or what a user keeps."""
+        """Whether graphs or user code refer to the private buffers beside the unit."""
         return self._uses() > self._own_uses
 
     def unsharded_storages(self) -> list[torch.UntypedStorage]:
-        """The memory of unsharded parameters, but for shards that no other rank writes to."""
+        """The storages under unsharded parameters that may be freed or that peers write to."""
         private = [each.flat.untyped_storage() for each in self._unsharded if each.nbytes]
+        # With one rank a parameter that is read in place is that rank's shard: a view of it stays
+        # right, as in a model that is not sharded.
         if not self.in_place or self._comm.size == 1:
             return private
         return [*private, *(each.untyped_storage() for each in self._readable_in_place())]
 
     def own_uses(self, storages: dict[int, torch.UntypedStorage]) -> int:
-        """Count who refers to these storages when the unit alone does.
+        """Return how many references to these storages, in sum, are the unit's own.
 
-        Private ones are new. Those of shards may have been read before, and be kept by somebody.
+        storages: by address, from `unsharded_storages`. Call it when parameters were just bound.
+
+        Private storages are new, so every reference is the unit's. Storages of shards are older,
+        and a program may keep a view from an earlier time in place. So the least count ever seen
+        is taken for them.
         """
-        self.forget_landings()
+        self.forget_landings()  # else today's landing views would count as the unit's for good
         in_place = {each.untyped_storage()._cdata for each in self._readable_in_place()}
         uses = {address: storage_uses(address) for address in storages}
         for address in uses.keys() & in_place:
@@ -172,16 +206,16 @@ class UnitBuffers:
 
     @property
     def landing_uses(self) -> int:
-        """How many of the uses are views that gathers made to write to."""
+        """How many references are views that all-gathers made of the memory they write to."""
         return sum(len(views) for views in self._landings())
 
     def own_views(self) -> list[torch.Tensor]:
-        """What the unit itself has of the memory of unsharded parameters."""
+        """Every tensor over unsharded memory that belongs to the unit itself."""
         flats = [each.flat for each in self._unsharded]
         return [*flats, *self._views.values(), *itertools.chain(*self._landings())]
 
     def forget_landings(self) -> None:
-        """Let go of the views that gathers made to write to."""
+        """Drop the views that all-gathers made of the memory they write to; they are made anew."""
         for buffer in self._buckets:
             buffer.forget_landing()
 
@@ -189,16 +223,19 @@ class UnitBuffers:
         return [buffer.landing_views for buffer in self._buckets]
 
     def _readable_in_place(self) -> list[torch.Tensor]:
+        """Return the unsharded direct parameters that lie in the shards' memory."""
         return [each for buffer in self._buckets for each in buffer.gathered]
 
     def _uses(self) -> int:
+        # Landing views come and go with gathers; counted, they would look like a user's.
         self.forget_landings()
         return sum(storage_uses(each.flat.untyped_storage()._cdata) for each in self._unsharded)
 
     def holds_shards(self) -> bool:
-        """Whether the unsharded buffers still have what this rank's shards say, as far as it is its.
+        """Whether this rank's part of the unsharded parameters still equals its shards.
 
-        Compares contents: of most ways to write, version counters tell nothing.
+        Compares contents: version counters miss ``p.data.mul_()`` and ``torch._foreach_*``. Other
+        ranks' parts are not compared, so ranks may come to different answers.
         """
         for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True):
             bucket = buffer.bucket
@@ -207,6 +244,7 @@ class UnitBuffers:
             if bucket.is_flat:
                 assert buffer.flat is not None
                 own = unsharded.flat.view(bucket.shard_size, -1)[self._comm.rank]
+                # Cast as the gather does: storage and compute dtype may differ.
                 if not torch.equal(own, buffer.flat.to(own.device, own.dtype)):
                     return False
                 continue
@@ -221,28 +259,37 @@ class UnitBuffers:
         return True
 
     def start_unshard(self, label: str, *, ordered: bool = False) -> list[Work]:
-        """Start filling the unsharded buffers from all ranks' shards, or from what was kept.
+        """Allocate the unsharded buffers and start filling them. Collective, unless nothing moves.
 
-        ordered: see `writes`, Note: Ordered gathers.
+        Sources are all ranks' shards, or those over the smaller group if `keep_post_forward` made
+        some. Returns what has to be waited for before anybody reads.
+
+        ordered: see `checks.writes`, [Note: Ordered gathers].
         """
         if not self.moves:
             return []
+        # On the compute stream, not on the lane below: a caching allocator reuses memory in the
+        # order of the stream that allocates, and it is compute that frees it again.
         for unsharded in self._freed:
             unsharded.allocate()
         if not self._runtime.has_streams:
             return self._start_gathers(label, ordered=ordered)
-        # The memory may have been freed by compute just now.
+        # The allocator may have returned memory that compute, which runs behind the host, still
+        # reads. The lane waits for what compute was given so far, then overwrites it.
         with self._runtime.following(Lane.ALL_GATHER):
             return self._start_gathers(label, ordered=ordered)
 
     def _start_gathers(self, label: str, *, ordered: bool) -> list[Work]:
         if ordered:
+            # The first fence: all ranks have written what comes before this gather. The second:
+            # all ranks have copied, so the next write cannot be seen by a slower one.
             self._comm.fence(label)
             works = self._start_gathers(label, ordered=False)
             self._comm.fence(label)
             return works
         if self._post_forward_shards:
             assert self._post_forward_comm is not None
+            # Taken once: with the list empty, the next gather is over the whole group again.
             kept, self._post_forward_shards = self._post_forward_shards, []
             return [
                 self._post_forward_comm.all_gather(buffer, unsharded.flat, label=label)
@@ -254,9 +301,9 @@ class UnitBuffers:
         ]
 
     def gather_whole(self, label: str) -> dict[int, torch.Tensor]:
-        """Gather every parameter into memory of its own, in the dtype of the shards.
+        """Return every whole parameter by index, in the dtype of the shards. Collective.
 
-        If this rank has all, its shards themselves.
+        In new memory, apart from the unsharded buffers; with one rank, the shards themselves.
         """
         if self.layout.shard_size == 1:
             return dict(enumerate(self.shards))
@@ -267,18 +314,20 @@ class UnitBuffers:
                 bucket.unsharded_numel, dtype=bucket.dtype, device=self._runtime.device
             )
             self._comm.all_gather(buffer, flat, label=label).wait()
-            buffer.forget_landing()
+            buffer.forget_landing()  # it would keep `flat` alive until the next gather
             whole.update(whole_views(bucket, flat))
         return whole
 
     def free_unsharded(self) -> None:
+        """Free the private buffers under the unsharded parameters, which stay as tensors."""
         for unsharded in self._freed:
             unsharded.free()
 
     def keep_post_forward(self, comm: ProcessGroupComm) -> dict[int, torch.Tensor]:
-        """Free the unsharded buffers but for this rank's shards over a smaller group.
+        """Keep this rank's shards over a smaller group, and free the unsharded buffers.
 
-        Returns them by parameter. The next unshard gathers them over ``comm``.
+        Returns those shards by index of the parameter, in the compute dtype. The next unshard
+        gathers them over ``comm``, the group's; `drop_kept` forgets them.
         """
         self._post_forward_comm = comm
         kept: dict[int, torch.Tensor] = {}
@@ -294,28 +343,35 @@ class UnitBuffers:
                 shard.copy_(whole.narrow(param.spec.shard_dim, start, stop - start))
                 kept[param.index] = shard
             self._post_forward_shards.append(buffer)
-            unsharded.free()
+            unsharded.free()  # after the copies above, which read it
         return kept
 
     def drop_kept(self) -> None:
+        """Forget the shards over the smaller group: no backward came, and they may be outdated."""
         self._post_forward_shards = []
 
     def _bind(self, *, allow_in_place: bool) -> None:
+        """Make private buffers and unsharded parameters, in place where allowed and possible."""
         bound: list[_Unsharded] = []
         views: dict[int, torch.Tensor] = {}
         in_place = False
+        # Inference tensors cannot be saved for backward, and these outlast this forward.
         with torch.inference_mode(False):
             for buffer in self._buckets:
                 reads_in_place = allow_in_place and self._is_readable_in_place(buffer)
                 bound.append(self._bind_bucket(buffer, views, in_place=reads_in_place))
                 in_place |= reads_in_place
-        # Only now, when there is memory for all: until then things are as they were.
+        # Assigned last: if an allocation above raises, everything is as it was.
         self._unsharded, self._views, self.in_place = bound, views, in_place
         self._freed = [unsharded for unsharded in bound if not unsharded.stays_allocated]
         self._moves = any(unsharded.nbytes for unsharded in bound)
 
     def _is_readable_in_place(self, buffer: ShardBuffer) -> bool:
-        """Whether parameters may be read where the shards are."""
+        """Whether a bucket's direct parameters may be read in the shards' memory.
+
+        They have to be readable (ranks of one host share it), on the compute device, and stored in
+        the dtype that is computed with.
+        """
         bucket, device = buffer.bucket, self._runtime.device
         return (
             bool(buffer.gathered)
@@ -326,7 +382,7 @@ class UnitBuffers:
     def _bind_bucket(
         self, buffer: ShardBuffer, views: dict[int, torch.Tensor], *, in_place: bool
     ) -> _Unsharded:
-        """Make one bucket's unsharded buffer, and add the parameters in it to ``views``."""
+        """Return one bucket's private buffer, freed, and add its parameters to ``views`` by index."""
         bucket = buffer.bucket
         offset = bucket.direct_numel if in_place else 0
         numel = bucket.unsharded_numel - offset
@@ -336,20 +392,21 @@ class UnitBuffers:
             if in_place and position < len(buffer.gathered):
                 views[param.index] = buffer.gathered[position]
                 continue
-            # Not a view of `flat`: the all-gather writes there, and must not advance the version
-            # counter of what autograd has saved.
+            # No view of `flat`, to which the all-gather writes. See [Note: Freed under its tensors].
             views[param.index] = tensor_over(
                 flat.untyped_storage(),
                 param.unsharded_offset - offset,
                 param.spec.shape,
                 flat.dtype,
             )
-        unsharded.free()  # after `set_`, which makes a storage as large as the view needs
+        # Last: `set_` (in `tensor_over`) resizes a storage that is too small for the new tensor, so
+        # freeing earlier would allocate all of it again.
+        unsharded.free()
         return unsharded
 
 
 def whole_views(bucket: BucketLayout, flat: torch.Tensor) -> dict[int, torch.Tensor]:
-    """View an unsharded buffer as the parameters of the bucket, by index."""
+    """Return views of an unsharded buffer: each parameter of the bucket, by index, in its shape."""
     return {
         param.index: flat.narrow(0, param.unsharded_offset, param.spec.numel).view(param.spec.shape)
         for param in bucket.params

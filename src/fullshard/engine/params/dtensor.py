@@ -17,7 +17,11 @@ _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather
 
 
 class DTensorParameter(ManagedParameter):
-    """One whose sharded form is a DTensor."""
+    """A parameter whose sharded form is a DTensor over the data-parallel mesh, or a larger one.
+
+    The DTensor's local tensor is this rank's rows of ``shape`` along ``form.shard_dim``, as
+    ``torch.chunk`` cuts them.
+    """
 
     def __init__(
         self, original: nn.Parameter, slots: list[Slot], form: ParamForm, mesh: MeshPlan
@@ -60,7 +64,7 @@ class DTensorParameter(ManagedParameter):
         return has_extension(self.local, self.name) or type(self.local) is not torch.Tensor
 
     def check_extension(self) -> None:
-        """Refuse a tensor subclass that does not say how it is gathered."""
+        """Raise StateError for a tensor subclass that does not define how it is gathered."""
         if not hasattr(self.local, _PRE_ALL_GATHER):
             raise StateError(
                 f"{self.name} is a {type(self.local).__name__}, which cannot be gathered as it is. "
@@ -70,6 +74,7 @@ class DTensorParameter(ManagedParameter):
 
     def wrap_shard(self, local: torch.Tensor) -> DTensor:
         spec = self._spec
+        # `model.half()` changes the dtype of shards; the spec is renewed when that is first seen.
         if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
             spec = self._spec = with_dtype(spec, local.dtype)
         return DTensor(local, spec, requires_grad=False)
@@ -87,7 +92,11 @@ class DTensorParameter(ManagedParameter):
         return (self.sharded, self.unsharded, self._post_forward)
 
     def show_post_forward(self, local: torch.Tensor, mesh: DeviceMesh) -> None:
-        """Register what is kept between forward and backward: a shard over a smaller group."""
+        """Register a shard over a smaller group, which is kept from forward to backward.
+
+        local: this rank's shard over the group, in the compute dtype.
+        mesh: 2-D, of all data-parallel ranks; the last axis is the group.
+        """
         meta = TensorMeta(self._spec.shape, self._spec.stride, local.dtype)
         spec = DTensorSpec(mesh, (Replicate(), self._spec.placements[-1]), tensor_meta=meta)
         self._post_forward = nn.Parameter(
@@ -98,6 +107,7 @@ class DTensorParameter(ManagedParameter):
             slot.register(self._post_forward)
 
     def follow_replacement(self) -> None:
+        # The first replacement that is found is taken for all slots: a tied parameter is one.
         for slot in self.slots:
             current = slot.current
             if current is None or any(current is form for form in self.forms):
@@ -122,8 +132,10 @@ class DTensorParameter(ManagedParameter):
 
     def has_moved(self, memory: torch.Tensor) -> bool:
         slot, sharded = self.slots[0], self.sharded
+        # Asked of every parameter in every forward, and this is nearly always the answer. So it goes
+        # without the properties that the general case reads.
         if slot.registry.get(slot.name) is sharded and sharded._local_tensor is memory:  # type: ignore[attr-defined]
-            return False  # as it nearly always is
+            return False
         return super().has_moved(memory)
 
     def move_shard(self, target: torch.Tensor) -> None:
@@ -133,12 +145,15 @@ class DTensorParameter(ManagedParameter):
         with torch.no_grad():
             if not local.is_meta:
                 target.copy_(local)
+            # Set, not copied: `is_at` looks for this very tensor. The DTensor around it stays the
+            # object that optimizers refer to.
             self.sharded._local_tensor = target  # type: ignore[attr-defined]
 
     def _as_parameter(self, full: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """Shard a whole tensor: a DTensor parameter with this rank's part of it."""
+        """Return a DTensor parameter with this rank's shard of a whole tensor, in new memory."""
         part = _chunk(full, self.form.shard_dim, self._mesh.shard_size, self._mesh.shard_rank)
-        # A copy, so that the whole tensor can be freed; the unit's buffer takes it over.
+        # A view would keep the whole tensor alive. This copy lives until `move_shard` has copied it
+        # to the unit's memory, which does not exist yet.
         local = part.new_zeros(part.shape).copy_(part)
         parameter = nn.Parameter(self.wrap_shard(local), requires_grad=requires_grad)
         mark_owner(parameter, self)
@@ -146,7 +161,10 @@ class DTensorParameter(ManagedParameter):
 
 
 def has_extension(local: torch.Tensor, name: str) -> bool:
-    """Whether a tensor says itself what travels. Raises MisuseError if it says half of it."""
+    """Whether a shard defines its own all-gather, by two methods.
+
+    Raises MisuseError if it has only one of them.
+    """
     has = [hasattr(local, method) for method in (_PRE_ALL_GATHER, _POST_ALL_GATHER)]
     if any(has) and not all(has):
         raise MisuseError(
@@ -157,7 +175,7 @@ def has_extension(local: torch.Tensor, name: str) -> bool:
 
 
 def _chunk(full: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:
-    """Return one part as ``torch.chunk`` cuts them, an empty one beyond the last."""
+    """Return part number ``part`` as ``torch.chunk`` cuts them, an empty one beyond the last."""
     rows = -(-full.size(dim) // parts)
     start = min(part * rows, full.size(dim))
     return full.narrow(dim, start, min(rows, full.size(dim) - start))

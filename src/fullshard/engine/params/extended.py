@@ -1,4 +1,4 @@
-"""Gathering parameters that say themselves what travels.
+"""Parameters that define their own all-gather.
 
 A shard that is a tensor subclass (float8, int8 and the like), or a tensor with two methods patched
 onto it, takes part in the all-gather through the protocol that PyTorch's FSDP defines:
@@ -7,10 +7,12 @@ onto it, takes part in the all-gather through the protocol that PyTorch's FSDP d
     tensor, inner = shard.fsdp_post_all_gather(outputs, metadata, param_dtype)       the first time
     shard.fsdp_post_all_gather(outputs, metadata, param_dtype, out=unsharded)        after that
 
-``inputs`` are plain tensors of any dtypes; ``outputs`` are the same gathered along their first dim,
-and the same tensors every time. ``inner`` are those that the result is made of: their memory is
-freed with the outputs' while the parameter is sharded. Such shards stay where they are; the unit's
-buffers know nothing of them. Everything travels as bytes in one all-gather: Gloo refuses float8.
+``inputs`` are plain tensors of any dtypes. ``outputs`` are the inputs of all ranks, joined along
+their first dim; they are the same tensors in every gather. ``inner`` are the tensors that the result
+is made of: their memory is freed while the parameter is sharded, as that of the outputs is.
+
+Such shards stay where they are; the unit's `buffers` have no part of them. All inputs of all these
+parameters travel as bytes in one all-gather: that is one call, and Gloo refuses float8.
 """
 
 import dataclasses
@@ -33,7 +35,11 @@ from fullshard.policies import MixedPrecisionPolicy
 
 @dataclasses.dataclass(slots=True)
 class _Extended:
-    """One such parameter: what it sends, and the memory of what it is made of."""
+    """One such parameter.
+
+    inputs, metadata: what its shard wants to send; from `ask` to `receive`.
+    outputs, inner: the memory of the unsharded form, made in the first `receive`.
+    """
 
     param: DTensorParameter
     inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -48,7 +54,11 @@ class _Extended:
         policy: MixedPrecisionPolicy,
         size: int,
     ) -> None:
-        """Let the shard say what it sends."""
+        """Let the shard say what it sends.
+
+        size: ranks of the group. Raises MisuseError if its method takes other arguments than
+        PyTorch's protocol, or does not pad a shorter shard.
+        """
         param = self.param
         local: Any = param.local
         if local.device != device:
@@ -64,10 +74,11 @@ class _Extended:
         inputs, self.metadata = local.fsdp_pre_all_gather(*arguments[:num_arguments])
         inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         self._check_padding(inputs, size)
+        # Held until `receive`, which reads their shapes; their bytes are copied before that.
         self.inputs = [tensor.detach().contiguous() for tensor in inputs]
 
     def _check_padding(self, inputs: Sequence[torch.Tensor], size: int) -> None:
-        """Every rank has to send equally much, also of a parameter that divides unevenly."""
+        """Raise MisuseError if a shorter shard was not padded: all ranks have to send as much."""
         dim, local = self.param.form.shard_dim, self.param.local
         rows = -(-self.param.shape[dim] // size)
         if local.dim() and local.size(dim) != rows:
@@ -79,14 +90,19 @@ class _Extended:
                 )
 
     def receive(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
-        """Take what was gathered (bytes, a row from each rank) and make the unsharded parameter."""
+        """Copy the gathered bytes to the outputs and make the unsharded parameter of them.
+
+        pieces: for each input, a uint8 matrix with one row per rank; rows may be padded.
+        dtype: the ``param_dtype`` of the policy.
+        """
         size = pieces[0].size(0)
         if not self.outputs:
             self.outputs = [
                 torch.empty(size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
                 for tensor in self.inputs
             ]
-        # What autograd has saved views this memory, and must not see it written to.
+        # Tensors that autograd has saved may be views of the outputs, whatever the shard's method
+        # has made of them. Without this, backward would raise "modified by an inplace operation".
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.outputs)):
             for output, piece in zip(self.outputs, pieces, strict=True):
                 _allocate(output)
@@ -96,23 +112,27 @@ class _Extended:
             output.view(-1, *tensor.shape[1:])
             for output, tensor in zip(self.outputs, self.inputs, strict=True)
         )
-        self.inputs = []
+        self.inputs = []  # they may be as large as the shard
         param, metadata, self.metadata = self.param, self.metadata, None
         local: Any = param.local
         dtype = dtype if dtype is not None and param.sharded.is_floating_point() else None
         arguments = (outputs, metadata, dtype or param.sharded.dtype)
         if param.unsharded is not None:
+            # By the protocol, the result is written to the memory that the last one had; the
+            # parameter and autograd's graph go on to refer to it.
             for tensor in self.inner:
                 _allocate(tensor)
             local.fsdp_post_all_gather(*arguments, out=param.unsharded)
             return
         tensor, inner = local.fsdp_post_all_gather(*arguments)
         self.inner = list(inner)
-        if tuple(tensor.shape) != param.shape:  # padded
+        # A parameter that divides unevenly was gathered with padding, which is cut off at the end.
+        if tuple(tensor.shape) != param.shape:
             tensor = tensor.as_strided(param.shape, _contiguous_strides(param.shape), 0)
         param.create_unsharded(tensor)
 
     def free(self) -> None:
+        """Free the memory of the unsharded form. See `buffers`, [Note: Freed under its tensors]."""
         for tensor in (*self.outputs, *self.inner):
             storage = tensor.untyped_storage()
             if storage.size() != 0:
@@ -120,7 +140,7 @@ class _Extended:
 
 
 class ExtendedParameters:
-    """The parameters of a unit that say themselves what travels."""
+    """The parameters of a unit that define their own all-gather."""
 
     def __init__(
         self,
@@ -129,21 +149,26 @@ class ExtendedParameters:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        """mesh, group: over which they are sharded; None if that is no group or no mesh."""
+        """Prepare gathers over the shard axis.
+
+        mesh: of the shard axis, handed to the shards' methods; None if the user passed groups.
+        group: of the same ranks; None for one rank.
+        """
         self._items = [_Extended(param) for param in params]
         self._mesh, self._device = mesh, device
         self._size = 1 if group is None else group.size()
         self._comm = None
         if group is not None and self._size > 1:
             self._comm = ProcessGroupComm(group, device)
-        self._region: torch.Tensor | None = None  # bytes of all ranks, rank by rank
+        # From `start` to `finish`: the bytes of all ranks, one rank's after the other's.
+        self._region: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._items)
 
     @torch.no_grad()
     def start(self, policy: MixedPrecisionPolicy, label: str) -> Work:
-        """Start gathering what they send."""
+        """Start the all-gather of everything they send. Collective, with more than one rank."""
         source = self._inputs(policy)
         if self._comm is None:
             self._region = source
@@ -152,7 +177,7 @@ class ExtendedParameters:
         return work
 
     def finish(self, policy: MixedPrecisionPolicy) -> None:
-        """Make the unsharded parameters of what was gathered."""
+        """Make the unsharded parameters of what was gathered, once the work of `start` is done."""
         assert self._region is not None
         widths = [_width(tensor) for item in self._items for tensor in item.inputs]
         columns = iter(self._region.view(self._size, -1).split_with_sizes(widths, 1))
@@ -162,7 +187,7 @@ class ExtendedParameters:
         self._region = None
 
     def _inputs(self, policy: MixedPrecisionPolicy) -> torch.Tensor:
-        """Return the bytes that this rank sends: every input of every parameter, one by one."""
+        """Return the bytes that this rank sends: every input of every parameter, aligned and joined."""
         for item in self._items:
             item.param.check_extension()
             item.ask(self._mesh, self._device, policy, self._size)
@@ -170,33 +195,36 @@ class ExtendedParameters:
         widths = [_width(tensor) for tensor in tensors]
         flat = torch.empty(sum(widths), dtype=torch.uint8, device=self._device)
         for tensor, piece in zip(tensors, flat.split_with_sizes(widths), strict=True):
-            # Copied to a plain tensor, which works for subclasses as well.
+            # The target is a plain tensor, viewed in the input's dtype: copying to one works for
+            # subclasses as well, viewing a subclass as bytes need not.
             nbytes = tensor.numel() * tensor.itemsize
             piece[:nbytes].view(tensor.dtype).copy_(tensor.view(-1))
         return flat
 
     @property
     def gathering(self) -> list[torch.Tensor]:
-        """What a gather under way fills."""
+        """The memory that a gather under way fills."""
         return [] if self._region is None else [self._region]
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """What unsharded parameters are made of."""
+        """The memory of unsharded parameters, whether it is allocated now or not."""
         return [tensor for item in self._items for tensor in (*item.outputs, *item.inner)]
 
     def free(self) -> None:
+        """Free the memory of the unsharded parameters, which stay as tensors."""
         self._region = None
         for item in self._items:
             item.free()
 
 
 def _width(tensor: torch.Tensor) -> int:
-    """Return how many bytes a tensor takes in what is sent, each beginning at its alignment."""
+    """Return the bytes that a tensor takes in a rank's part, rounded up to the alignment."""
     return -(-tensor.numel() * tensor.itemsize // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
 def _allocate(tensor: torch.Tensor) -> None:
+    """Allocate the storage under a tensor again, if it was freed."""
     storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
     if storage.size() != nbytes:
         storage.resize_(nbytes)

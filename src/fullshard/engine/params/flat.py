@@ -1,14 +1,15 @@
 """Parameters whose shards are pieces of a flat buffer.
 
-A flat unit's parameters lie end to end in one buffer, which is cut into equal shards wherever that
-falls: a rank may own some elements of a parameter, all or none. Two forms show that to the user:
+A flat unit's parameters lie end to end in one buffer, which is cut into equal shards without regard
+to where parameters begin: a rank may own all elements of a parameter, some, or none. Users see this
+in one of two forms:
 
     pieces   every parameter stays the ``nn.Parameter`` it was; while sharded, its ``data`` is this
              rank's piece, 1-D (or of its own shape, if one rank has all of it)
     hidden   modules have no parameters, only tensors; one 1-D ``nn.Parameter`` for the whole buffer,
              the `FlatParameter`, is registered on the unit's module and trained
 
-Optimizers see plain tensors either way.
+Optimizers see plain tensors, not DTensors, in both forms.
 """
 
 import dataclasses
@@ -26,28 +27,32 @@ from fullshard.errors import StateError
 from fullshard.plan.layout import ParamSpec, Piece, Shape
 from fullshard.policies import MixedPrecisionPolicy
 
-FLAT_PARAM = "_flat_param"  # under which a flat parameter is registered
+FLAT_PARAM = "_flat_param"  # the name on the unit's module; it is part of state dicts' keys
 
 
 class FlatParameter(nn.Parameter):
-    """This rank's shard of all parameters of a unit, 1-D, padding included."""
+    """This rank's shard of all parameters of a unit, 1-D, including padding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnedPiece:
-    """What a rank owns of a parameter: a piece, or nothing, and the shape it is shown in."""
+    """The part of a parameter that one rank owns.
+
+    piece: its range in the row-major parameter and in the shard buffer; None for no elements.
+    shape: the shape in which users see it: 1-D, or the parameter's if one rank has all of it.
+    """
 
     piece: Piece | None
     shape: Shape
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """View the piece of a whole tensor."""
+        """Return a view of this part of a whole tensor, in ``shape``."""
         start, numel = (self.piece.param_start, self.piece.numel) if self.piece else (0, 0)
         return full.reshape(-1)[start : start + numel].view(self.shape)
 
 
 class PieceParameter(ManagedParameter):
-    """A parameter that shows this rank's piece of it."""
+    """A parameter that shows this rank's piece of it as its ``data`` while it is sharded."""
 
     def __init__(
         self, original: nn.Parameter, slots: list[Slot], form: ParamForm, owned: OwnedPiece
@@ -55,7 +60,9 @@ class PieceParameter(ManagedParameter):
         super().__init__(original, slots, form)
         self.owned = owned
         self._trainable = original.requires_grad
-        self._hidden_grad: torch.Tensor | None = None  # while the whole parameter is shown
+        # While the whole parameter is shown outside of forward and backward: the piece's gradient,
+        # and the parameter that is registered, if that is not `sharded`.
+        self._hidden_grad: torch.Tensor | None = None
         self._whole: nn.Parameter | None = None
         full = original.detach()
         local = full._local_tensor if isinstance(full, DTensor) else full
@@ -64,10 +71,15 @@ class PieceParameter(ManagedParameter):
         mark_owner(self.sharded, self)
 
     def _keep(self, original: nn.Parameter, piece: torch.Tensor) -> nn.Parameter:
-        """Return the sharded form: the parameter itself, for optimizers that refer to it."""
+        """Return the sharded form: the original itself, so that optimizers of it stay valid.
+
+        Except for a DTensor, whose ``data`` cannot become a plain piece.
+        """
         if isinstance(original, DTensor):
             return nn.Parameter(piece, requires_grad=original.requires_grad)
-        original._backward_hooks = None  # the unsharded form has them: they are of whole gradients
+        # The unsharded form calls these hooks, with whole gradients. If they stayed here as well,
+        # they would be called a second time, with the reduced piece.
+        original._backward_hooks = None
         original.data = piece
         return original
 
@@ -81,6 +93,8 @@ class PieceParameter(ManagedParameter):
 
     @property
     def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
+        # `torch.distributed.optim._apply_optimizer_in_backward` steps in a hook on the node that
+        # accumulates this parameter's gradient. That node never runs: the unsharded form's does.
         optimizers = getattr(self.sharded, "_in_backward_optimizers", None)
         if not optimizers:
             return super().post_accumulate_hooks
@@ -97,6 +111,7 @@ class PieceParameter(ManagedParameter):
             current = slot.current
             if current is None or any(current is form for form in self.forms):
                 continue
+            # Whole: this rank's piece of it is taken. Else it has to be this rank's piece already.
             if current.shape == self.shape:
                 current.data = self.owned.of(current.data).clone()
             elif current.shape != self.owned.shape:
@@ -113,6 +128,7 @@ class PieceParameter(ManagedParameter):
         self.show_sharded()
 
     def is_at(self, memory: torch.Tensor) -> bool:
+        # By address: after `data = memory` the parameter is another tensor over the same memory.
         shard = self.sharded
         return (
             shard.dtype == memory.dtype
@@ -130,16 +146,24 @@ class PieceParameter(ManagedParameter):
     # The whole parameter, shown for a while outside of forward and backward
 
     def show_whole(self, full: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """Show a whole tensor, and a whole gradient, in place of the piece."""
+        """Show a whole tensor, and a whole gradient, in place of the piece.
+
+        full, grad: of shape ``shape``, in the dtype of the shards; used without a copy.
+        """
         if self.form.unsharded is not None:
             self._show_another(full, grad)
             return
+        # A gradient may be set only while `data` has its shape: first the piece's goes, then `data`
+        # changes, then the whole one comes. `hide_whole` goes back in the same order.
         self._hidden_grad, self.sharded.grad = self.sharded.grad, None
         self.sharded.data = full
         self.sharded.grad = grad
 
     def hide_whole(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Show the piece again. Returns what was shown, as it is now."""
+        """Show the piece again. Return the whole tensor and gradient as users have left them.
+
+        shard: the memory of the piece.
+        """
         if self._whole is not None:
             return self._hide_another()
         full, grad = self.sharded.data, self.sharded.grad
@@ -149,7 +173,7 @@ class PieceParameter(ManagedParameter):
         return full, grad
 
     def _show_another(self, full: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """Register a parameter of its own for the whole tensor."""
+        """Show a whole tensor as a parameter of its own, where `sharded` cannot hold it."""
         self._whole = nn.Parameter(self._as_unsharded(full), requires_grad=self.requires_grad)
         self._whole.grad = None if grad is None else self._as_unsharded(grad)
         for slot in self.slots:
@@ -171,14 +195,14 @@ class PieceParameter(ManagedParameter):
 
 
 def _step(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Step optimizers that run in backward (``torch.distributed.optim``)."""
+    """Step optimizers that run in backward, and drop the gradient that they have used."""
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
 class HiddenParameter(PieceParameter):
-    """A parameter of which nothing is registered: `FlatHolder` has the parameter to train."""
+    """A parameter inside a flat one: not registered itself, and trained through ``holder``."""
 
     def __init__(
         self,
@@ -192,11 +216,14 @@ class HiddenParameter(PieceParameter):
         self._holder = holder
         holder.contents.append((owned.piece, form.unsharded))
         mark_owner(holder.sharded, self)
-        # Nobody is to compute with it: torch multiplies by a tensor on meta, with any numbers.
+        # Modules show it while the unit is sharded, for code that asks for shape or dtype. Computing
+        # with it is made an error: torch 2.13 takes a CPU tensor times one on meta, and returns
+        # uninitialised memory.
         self._placeholder = torch.empty(self.shape, dtype=original.dtype, device="meta")
         forbid_use(self._placeholder, Reference(self))
 
     def _keep(self, original: nn.Parameter, piece: torch.Tensor) -> nn.Parameter:
+        # The original is in no module from now on, so there is no reason to change it.
         return nn.Parameter(piece, requires_grad=original.requires_grad)
 
     @property
@@ -221,12 +248,15 @@ class HiddenParameter(PieceParameter):
             slot.put_aside(unsharded)
 
     def show_piece(self) -> None:
-        """Register this rank's piece, for state dicts."""
+        """Register this rank's piece, for the time of a state dict."""
         for slot in self.slots:
             slot.take_back(self.sharded)
 
     def take_assigned(self) -> None:
-        """Take the values of what was assigned in place of the piece that was shown."""
+        """Copy the values of parameters that were registered in place of the piece meanwhile.
+
+        ``load_state_dict(assign=True)`` does that.
+        """
         for slot in self.slots:
             current = slot.current
             if current is not None and current is not self.sharded:
@@ -249,12 +279,14 @@ class HiddenParameter(PieceParameter):
 class FlatHolder:
     """The flat parameter that hidden ones are trained through, and where it is registered.
 
-    contents: of each parameter, what this rank owns, and the DTensor that it was (None: it was plain).
+    contents: for each parameter inside, the piece that this rank owns (None: no elements), and the
+        spec of the DTensor that it was before (None: it was a plain tensor).
     """
 
     def __init__(self, module: nn.Module, like: torch.Tensor, *, requires_grad: bool) -> None:
         self.contents: list[tuple[Piece | None, DTensorSpec | None]] = []
         self.slot = Slot(module, FLAT_PARAM)
+        # Without memory until the unit has some: see `move`.
         self.sharded = FlatParameter(like.new_empty(0), requires_grad=requires_grad)
         self.slot.register(self.sharded)
 
@@ -275,6 +307,7 @@ class FlatHolder:
         return local
 
     def is_at(self, flat: torch.Tensor) -> bool:
+        """Whether the flat parameter is registered (or nothing is) and lies over ``flat``."""
         current = self.slot.current
         shard = self.sharded
         return (
@@ -285,14 +318,20 @@ class FlatHolder:
         )
 
     def move(self, flat: torch.Tensor) -> None:
-        """Make ``flat`` the parameter's memory, with what somebody may have put in its place."""
+        """Make ``flat`` the parameter's memory, with the values that the parameter has.
+
+        If somebody has registered another one (``load_state_dict(assign=True)``), with the values
+        of that. Raises StateError if it has not as many elements as this rank owns.
+        """
         current = self.slot.current
         if current is not None and current is not self.sharded:
+            # Its values go to our parameter, to which optimizers refer.
             self.sharded.data = current.data
             self.slot.register(self.sharded)
         if self.is_at(flat):
             return
-        if self.sharded.numel():  # not the first time
+        # The first time it is empty, and `flat` has no values yet: the pieces bring theirs.
+        if self.sharded.numel():
             if self.sharded.numel() != flat.numel():
                 raise StateError(
                     f"The flat parameter was given {self.sharded.numel()} elements, but this rank "

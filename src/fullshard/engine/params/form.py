@@ -1,4 +1,4 @@
-"""What a parameter becomes when it is sharded, and the places where it is registered."""
+"""The form that a parameter gets when it is sharded, and the places where it is registered."""
 
 import dataclasses
 import weakref
@@ -9,17 +9,19 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 class Slot:
-    """A place where a parameter is registered: ``module.name``.
+    """A place where a parameter is registered: ``module.name``. A tied parameter has several.
 
-    Keeps the module's dictionary of parameters, not the module, so that there is no cycle and
-    deleting a model frees its memory at once.
+    registry: the module's ``_parameters``. The module itself is referred to weakly: a strong
+        reference would close a cycle, and ``del model`` would free memory only at the next garbage
+        collection.
+    by_setattr: whether registering has to go through the module's own ``__setattr__``.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.name = name
         self.module = weakref.ref(module)
         self.registry = module._parameters
-        # Such as nn.LSTM, which keeps lists of its weights up to date.
+        # nn.LSTM and its like do: they keep `_flat_weights`, a list of the registered weights.
         self.by_setattr = type(module).__setattr__ is not nn.Module.__setattr__
 
     @property
@@ -27,6 +29,9 @@ class Slot:
         return self.registry.get(self.name)
 
     def register(self, parameter: nn.Parameter) -> None:
+        """Register a parameter in place of the one that is there."""
+        # Nearly always an entry of a dictionary is all: `nn.Module.__setattr__` costs several times
+        # as much, and this happens to every parameter four times a step.
         module = self.module() if self.by_setattr else None
         if module is None:
             self.registry[self.name] = parameter
@@ -34,7 +39,7 @@ class Slot:
             setattr(module, self.name, parameter)
 
     def remove(self) -> None:
-        """Register nothing."""
+        """Register nothing under this name."""
         self.registry.pop(self.name, None)
 
     def put_aside(self, tensor: torch.Tensor) -> None:
@@ -44,23 +49,25 @@ class Slot:
             return
         self.registry.pop(self.name, None)
         if self.by_setattr:
+            # For the module's own bookkeeping. It may register the tensor, if that is a parameter.
             setattr(module, self.name, tensor)
             self.registry.pop(self.name, None)
         module.__dict__[self.name] = tensor
 
     def shadow(self, tensor: torch.Tensor) -> None:
-        """Let ``module.name`` be a tensor, whatever is registered under that name."""
+        """Let ``module.name`` return a tensor, without changing what is registered."""
         module = self.module()
         if module is not None:
-            module.__dict__[self.name] = tensor  # which Python looks at before `__getattr__`
+            # Python looks here first; parameters are found by `nn.Module.__getattr__`, after it.
+            module.__dict__[self.name] = tensor
 
     def take_back(self, parameter: nn.Parameter) -> None:
-        """Register a parameter where a tensor was put aside."""
+        """Register a parameter again where `put_aside` had put a tensor."""
         self.drop_shadow()
         self.register(parameter)
 
     def drop_shadow(self) -> None:
-        """Let ``module.name`` be what is registered."""
+        """Let ``module.name`` return the registered parameter again."""
         module = self.module()
         if module is not None:
             module.__dict__.pop(self.name, None)
@@ -68,13 +75,14 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParamForm:
-    """What a parameter becomes.
+    """How one parameter is sharded: decided by `build.meshes.param_form`, then only read.
 
-    spec: the sharded parameter as a DTensor; None if it is a piece of a flat buffer.
-    shard_dim: the dim along which this rank's tensor is cut over the shard axis.
-    unsharded: the DTensor that it is while unsharded; None for a plain tensor.
-    reduced_axes: axes of ``unsharded``'s mesh that are data parallel: gradients may be partial sums
-        over them, which the unit's own reduction completes.
+    spec: mesh, placements and shape of the sharded DTensor; None for a piece of a flat buffer.
+    shard_dim: the dim of this rank's local tensor that is cut over the shard axis.
+    unsharded: the same for the unsharded form, if that is a DTensor (tensor or expert parallel);
+        None if it is a plain tensor.
+    reduced_axes: the data-parallel axes of ``unsharded``'s mesh. A gradient may be a partial sum over
+        them; the unit's own reduction completes it, so nothing else may.
     """
 
     spec: DTensorSpec | None = None
@@ -84,7 +92,7 @@ class ParamForm:
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Return the same description of a tensor of another dtype."""
+    """Return a spec that differs in dtype alone; the same object if it has that dtype."""
     if spec.tensor_meta is not None and spec.tensor_meta.dtype == dtype:
         return spec
     meta = TensorMeta(spec.shape, spec.stride, dtype)

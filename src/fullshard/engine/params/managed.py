@@ -2,11 +2,12 @@
 
 [Note: Two forms] A managed parameter is two ``nn.Parameter`` objects. The *sharded* one is what
 users, optimizers and state dicts see: a DTensor whose local tensor is this rank's shard, or a piece
-of a flat buffer (see `flat_params`). The *unsharded* one has the original shape and the compute
+of a flat buffer (see `flat`). The *unsharded* one has the original shape and the compute
 dtype and takes its place on the modules from unshard to reshard; autograd accumulates into its
 ``.grad``. It is a plain tensor, or, if the parameter was a DTensor before it was sharded (tensor
-parallel), a DTensor over the memory of this rank's part. Both live as long as the unit, so hooks
-and optimizer references stay valid.
+parallel), a DTensor over the memory of this rank's part. Both live as long as the unit: optimizers
+refer to the sharded one, autograd's graph and the user's hooks to the unsharded one. What changes
+is the memory under them (see `buffers`).
 """
 
 import abc
@@ -26,26 +27,37 @@ from fullshard.errors import StateError
 from fullshard.plan.layout import ParamSpec
 from fullshard.policies import MixedPrecisionPolicy
 
-_OWNER = "_fullshard_owner"  # on original and sharded parameters: who manages them
-_MARKED = "_fullshard_marked"  # on the same: which object it is, for a copy has its attributes
-STANDS_FOR = "_fullshard_stands_for"  # on unsharded parameters: who shows them
+# Attributes of parameters. `copy.deepcopy` and `torch.utils.swap_tensors` carry them to others, so
+# the second says by `id` whose the first is.
+_OWNER = "_fullshard_owner"  # on original and sharded parameters: a reference to their manager
+_MARKED = "_fullshard_marked"  # on the same: `id` of the parameter that was marked
+STANDS_FOR = "_fullshard_stands_for"  # on unsharded parameters: a reference to their manager
 
 
 @dataclasses.dataclass(slots=True)
 class Count:
-    """How often something happened in this process."""
+    """A counter of events in this process, which importers share."""
 
     value: int = 0
 
 
-marks = Count()  # calls of `mark_owner`: until one more, sharded forms are what they were
+# Calls of `mark_owner`. As long as it stays, no parameter has become a sharded form, and what was
+# found out about optimizers' parameters still holds (`checks.strays`).
+marks = Count()
 
 
 class ManagedParameter(abc.ABC):
     """A parameter that a unit shards. See [Note: Two forms].
 
-    shape: what is sharded over the shard axis: the parameter, or this rank's part of a DTensor.
-    sharded: the sharded form. Its ``grad`` is the reduced gradient, unless ``holder`` has it.
+    shape: of the tensor that is cut over the shard axis: the parameter, or this rank's local tensor
+        if it was a DTensor before.
+    sharded: the sharded form. Its ``grad`` is the reduced gradient, unless ``holder`` is another.
+    unsharded: the unsharded form; None until `create_unsharded`.
+    accumulated_grad: sum of full gradients of backwards that did not reduce, unless it is lent to
+        autograd (see `gradients.accumulation`).
+    shard_group: the process group over which it is sharded; None for one rank.
+    gradient_hooks: the dictionary of `register_hook` hooks from before sharding. They are meant for
+        whole gradients, so the unsharded form calls them.
     """
 
     sharded: nn.Parameter
@@ -55,16 +67,20 @@ class ManagedParameter(abc.ABC):
         self.form = form
         self.names = [slot.name for slot in slots]  # fully qualified once the root is known
         self.unsharded: nn.Parameter | None = None
-        self.accumulated_grad: torch.Tensor | None = None  # of backwards that did not reduce
-        self.shard_group: dist.ProcessGroup | None = None  # over which it is sharded
-        self._required_grad = original.requires_grad  # when its forms agreed
-        # What users want done to whole gradients: `register_hook` before sharding.
+        self.accumulated_grad: torch.Tensor | None = None
+        self.shard_group: dist.ProcessGroup | None = None
+        # `requires_grad` of both forms when they last agreed: the form that differs from it now is
+        # the one that the user has changed since.
+        self._required_grad = original.requires_grad
         self.gradient_hooks: Any = original._backward_hooks
         local = original._local_tensor if isinstance(original, DTensor) else original
         self.shape = tuple(local.shape)
 
     def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "ManagedParameter":
-        """Return the same for a copy of the sharded parameter, registered elsewhere."""
+        """Return a manager for a copy of the sharded parameter that is registered in ``slots``.
+
+        For ``copy.deepcopy`` of a model: the copy has no memory, gradients or hooks yet.
+        """
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.slots, other.names, other.sharded = slots, list(self.names), sharded
@@ -76,6 +92,7 @@ class ManagedParameter(abc.ABC):
 
     @property
     def name(self) -> str:
+        """Its first name, for messages."""
         return self.names[0] if self.names else self.slots[0].name
 
     @property
@@ -90,25 +107,29 @@ class ManagedParameter(abc.ABC):
 
     @property
     def is_only_registered(self) -> bool:
-        """Whether showing one of its two forms is setting an entry of each module's dictionary."""
+        """Whether a form is shown by setting one dictionary entry per slot, and by nothing else."""
         return not any(slot.by_setattr for slot in self.slots)
 
     @property
     def requires_grad(self) -> bool:
+        """Whether it is trained: what users say of the sharded form."""
         return self.sharded.requires_grad
 
     @property
     def holder(self) -> "ShardHolder":
-        """What the optimizer sees of it, and what its gradient is given to."""
+        """The object whose ``sharded`` the optimizer updates and gets ``.grad``: itself by default."""
         return self
 
     @property
     def is_extended(self) -> bool:
-        """Whether the shard says itself what travels (``fsdp_pre_all_gather``), or has to."""
+        """Whether it is gathered by its own method (``fsdp_pre_all_gather``), or has to be."""
         return False
 
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
-        """Describe the parameter as it is now (its dtype may be changed until the first use)."""
+        """Return its shape and dtypes for planning, as they are now: ``model.half()`` changes them.
+
+        Only floating-point parameters are cast to the policy's ``param_dtype``.
+        """
         dtype = self.holder.sharded.dtype
         compute_dtype = policy.param_dtype if dtype.is_floating_point else None
         return ParamSpec(self.name, self.shape, dtype, compute_dtype or dtype, self.form.shard_dim)
@@ -117,28 +138,36 @@ class ManagedParameter(abc.ABC):
 
     @abc.abstractmethod
     def wrap_shard(self, local: torch.Tensor) -> torch.Tensor:
-        """Make a local tensor what the sharded form and its gradient are."""
+        """Return a local tensor in the type that users see shards and gradients in.
+
+        A DTensor, or the tensor itself in flat units. No copy: the result uses its memory.
+        """
 
     @property
     def local_grad(self) -> torch.Tensor | None:
-        """This rank's part of the reduced gradient."""
+        """This rank's part of the reduced gradient, as a plain tensor; None if there is none."""
         grad: Any = self.sharded.grad
         return grad
 
     @property
     def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
+        """Hooks to call once the reduced gradient is there (optimizers in backward, say)."""
         hooks = self.sharded._post_accumulate_grad_hooks
         return [*hooks.values()] if hooks else []
 
     def take_gradient(self) -> torch.Tensor | None:
-        """Take what autograd accumulated: this rank's whole tensor, to be reduced.
+        """Return this rank's full gradient as a plain tensor, and clear it; None if there is none.
 
-        A DTensor's gradient is first brought to the placements of the parameter, but for partial
-        sums over data-parallel axes, which the reduction completes.
+        Its shape is ``shape``. A DTensor's gradient is first redistributed to the placements of the
+        parameter (collective over its mesh), except for partial sums over data-parallel axes, which
+        the reduction completes. Raises StateError for sparse gradients, and if the parameter is a
+        DTensor but its gradient is not.
         """
         if self.unsharded is None or self.unsharded.grad is None:
             return None
         grad: torch.Tensor = self.unsharded.grad
+        # Cleared at once: a unit that runs twice in one backward is taken from twice, and what has
+        # been reduced must not be reduced again.
         self.unsharded.grad = None
         if self.form.unsharded is not None:
             if isinstance(grad, AsyncCollectiveTensor):
@@ -148,6 +177,8 @@ class ManagedParameter(abc.ABC):
                     f"{self.name} is a DTensor, but its gradient is a {type(grad).__name__}. "
                     "Convert the module's inputs with DTensor.from_local (parallelize_module does)."
                 )
+            # A redistribution over a data-parallel axis would sum over ranks here, and the unit's
+            # reduction would sum again.
             placements = tuple(
                 has if axis in self.form.reduced_axes else wanted
                 for axis, (has, wanted) in enumerate(
@@ -169,8 +200,14 @@ class ManagedParameter(abc.ABC):
     # Its forms
 
     def create_unsharded(self, tensor: torch.Tensor) -> None:
-        """Make the unsharded form over this memory, or move it there."""
+        """Create the unsharded form over this memory, or move the existing one there.
+
+        tensor: in the compute dtype, of shape ``shape``. It has to have memory under it for now;
+        that may be freed afterwards.
+        """
         with torch.inference_mode(False), torch.no_grad():
+            # A parameter cannot change its dtype under the references that autograd and users have,
+            # so another dtype makes another one. Else the object stays: see [Note: Two forms].
             if self.unsharded is None or self.unsharded.dtype != tensor.dtype:
                 whole = tensor
                 if self.form.unsharded is not None:
@@ -187,21 +224,28 @@ class ManagedParameter(abc.ABC):
                 self.unsharded.data = tensor
 
     def show_sharded(self) -> None:
+        """Register the sharded form in all slots."""
         for slot in self.slots:
             slot.register(self.sharded)
 
     def show_unsharded(self) -> None:
+        """Register the unsharded form in all slots."""
         unsharded = self.current_unsharded()
         for slot in self.slots:
             slot.register(unsharded)
 
     def current_unsharded(self) -> nn.Parameter:
-        """Return the unsharded form, trainable if the sharded one is."""
+        """Return the unsharded form, with ``requires_grad`` brought in line with the sharded one.
+
+        If the user changed it on the unsharded form, while that was in sight, the sharded one
+        follows instead.
+        """
         unsharded = self.unsharded
         assert unsharded is not None
         if unsharded.requires_grad != self.requires_grad:
+            # Parameters inside a flat one are all trained or all frozen: the flat one decides.
             if self.requires_grad is self._required_grad and self.holder is self:
-                self.sharded.requires_grad_(unsharded.requires_grad)  # what was in sight is frozen
+                self.sharded.requires_grad_(unsharded.requires_grad)
             else:
                 unsharded.requires_grad_(self.requires_grad)
         self._required_grad = self.requires_grad
@@ -209,10 +253,15 @@ class ManagedParameter(abc.ABC):
 
     @property
     def forms(self) -> tuple[nn.Parameter | None, ...]:
+        """Every parameter that this manager registers at some moment."""
         return (self.sharded, self.unsharded)
 
     def replaces(self, parameter: nn.Parameter) -> bool:
-        """Whether this manages what the parameter once was; copies have its marks, but are not it."""
+        """Whether a parameter is an object that the sharded form has taken the place of.
+
+        That is an original or an unsharded form: an optimizer that updates it trains nothing. A copy
+        has the attributes of what it was copied from, but another ``id``, so it does not count.
+        """
         if parameter is self.sharded or parameter is self.holder.sharded:
             return False
         is_former = getattr(parameter, _MARKED, None) == id(parameter)
@@ -220,29 +269,36 @@ class ManagedParameter(abc.ABC):
 
     @property
     def is_replaced(self) -> bool:
-        """Whether something else than its own forms is registered."""
+        """Whether somebody has registered another parameter in place of its forms."""
         current = self.slots[0].current
         return all(current is not form for form in self.forms)
 
     def has_moved(self, memory: torch.Tensor) -> bool:
-        """Whether the registered parameter is another, or its shard lies elsewhere than there."""
+        """Whether another parameter is registered, or the shard is not over ``memory`` any more."""
         return self.is_replaced or not self.is_at(memory)
 
     @abc.abstractmethod
     def follow_replacement(self) -> None:
-        """Take over a parameter that somebody registered in place of the sharded one."""
+        """Take a parameter that somebody registered as the sharded form, if there is one.
+
+        Raises StateError if it does not fit. `move_shard` brings it into the unit's memory.
+        """
 
     @abc.abstractmethod
     def is_at(self, memory: torch.Tensor) -> bool:
-        """Whether this rank's shard lies there."""
+        """Whether this rank's shard is over ``memory``, the unit's, and looks like it."""
 
     @abc.abstractmethod
     def move_shard(self, target: torch.Tensor) -> None:
-        """Make ``target`` the memory of this rank's shard, with the shard's value."""
+        """Make ``target`` the memory of this rank's shard, with its values unless it is on meta."""
 
 
 class ShardHolder(Protocol):
-    """What an optimizer updates, and what a reduced gradient is given to."""
+    """The owner of one parameter that an optimizer updates: it is given the reduced gradient.
+
+    Each managed parameter is its own, except for those inside a flat parameter, which share one
+    (`flat.FlatHolder`). For the members see `ManagedParameter`.
+    """
 
     @property
     def sharded(self) -> nn.Parameter: ...
@@ -260,7 +316,11 @@ class ShardHolder(Protocol):
 
 
 class Reference(weakref.ref["ManagedParameter"]):
-    """A weak reference from a parameter, which may be pickled: what is read back has no manager."""
+    """A weak reference from a parameter to its manager.
+
+    Weak, since the manager refers to the parameter. A parameter with one can be pickled and copied:
+    what is unpickled has no manager, a copy refers to the original's.
+    """
 
     __slots__ = ()
 
@@ -271,24 +331,25 @@ class Reference(weakref.ref["ManagedParameter"]):
         return self
 
 
+# What a `Reference` is unpickled by. Pickles contain its name and module, so it may not move.
 def _nobody() -> None:
     return None
 
 
 def mark_owner(parameter: nn.Parameter, manager: ManagedParameter) -> None:
-    """Note on a parameter who manages it."""
+    """Make ``manager`` the one that `owner_of` returns for a parameter."""
     marks.value += 1
     setattr(parameter, _OWNER, Reference(manager))
     setattr(parameter, _MARKED, id(parameter))
 
 
 def manager_of(parameter: nn.Parameter) -> ManagedParameter | None:
-    """Return who manages a parameter, given any of its forms."""
+    """Return the manager of a parameter, given any of its forms; None if it has none."""
     return owner_of(parameter) or _deref(getattr(parameter, STANDS_FOR, None))
 
 
 def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
-    """Return who manages a parameter, given its original or its sharded form."""
+    """Return the manager of a parameter, given the original or the sharded form; None if none."""
     return _deref(getattr(parameter, _OWNER, None))
 
 

@@ -1,8 +1,8 @@
 """A unit's parameters and the memory of both their forms.
 
-Parameters may be replaced, moved or cast by others between steps: ``to_empty``,
-``load_state_dict(assign=True)``, ``model.half()``. This knows how to notice that and how to bring
-them home; when it does is up to `unit`.
+Users may replace, move or cast parameters between steps: ``to_empty()``,
+``load_state_dict(assign=True)``, ``model.half()``. `UnitParams` notices that and brings the values
+back into the unit's memory; `unit` decides when.
 """
 
 import operator
@@ -31,9 +31,16 @@ _version = operator.attrgetter("_version")
 class UnitParams(Sequence[ManagedParameter]):
     """The parameters of one unit, in the order of their indices.
 
-    plain: those whose shards lie in ``buffers``. The others, ``extended``, say themselves what is
-        gathered of them, and their shards stay where they are.
-    flat: what holds them, if they are pieces of one buffer; ``flat_layout`` stays for good then.
+    all: every parameter.
+    plain: the ones whose shards lie in ``buffers``.
+    extended: the others, which define their own all-gather, and whose shards stay where users put
+        them; None if there are none.
+    buffers: the memory of the plain ones; None from `take` or `split` to `allocate`.
+    flat: the flat parameter that they are trained through, if there is one.
+    flat_layout: the layout of a flat unit, which never changes; None for a layout by rows.
+    unsharded_locals: the unsharded plain parameters as plain tensors: this rank's local tensor where
+        one is a DTensor.
+    num_created: how often the unsharded parameters were made or given other memory.
     """
 
     def __init__(
@@ -53,11 +60,13 @@ class UnitParams(Sequence[ManagedParameter]):
         self._mesh = mesh
         self._device = device
         self.shown = ShownForm()
-        self._counted: list[torch.Tensor] | None = None  # whose versions tell of writes
-        self._addresses: int | None = None  # of the pieces of a flat buffer, summed
-        # The unsharded plain parameters, this rank's part of those that are DTensors.
+        # Cached: the tensors whose version counters tell of writes to shards. Reset wherever a
+        # parameter becomes another object or gets another local tensor.
+        self._counted: list[torch.Tensor] | None = None
+        # Sum of the addresses of a flat unit's shards, when they were last in the unit's memory.
+        self._addresses: int | None = None
         self.unsharded_locals: list[torch.Tensor] = []
-        self.num_created = 0  # how often they were made, or given other memory
+        self.num_created = 0
         self.take(params)
 
     def __len__(self) -> int:
@@ -86,22 +95,22 @@ class UnitParams(Sequence[ManagedParameter]):
 
     @property
     def is_flat(self) -> bool:
-        """Whether shards are pieces of a flat buffer."""
+        """Whether the layout is flat: shards are pieces of one buffer, not rows of parameters."""
         return self.flat_layout is not None
 
     @property
     def on_meta(self) -> list[str]:
-        """The names of those that have no memory yet."""
+        """The names of the parameters that are on the meta device."""
         return [param.name for param in self.all if param.local.is_meta]
 
     @property
     def holders(self) -> list[ShardHolder]:
-        """What an optimizer updates: each parameter, or one for all of them."""
+        """The owners of what an optimizer updates: each parameter, or one flat one for all."""
         return list(dict.fromkeys(param.holder for param in self.all))
 
     @property
     def has_post_hooks(self) -> bool:
-        """Whether something follows a parameter's reduction: an optimizer in backward, say."""
+        """Whether a hook follows a parameter's reduction, such as an optimizer in backward."""
         return any(holder.post_accumulate_hooks for holder in self.holders)
 
     @property
@@ -116,7 +125,7 @@ class UnitParams(Sequence[ManagedParameter]):
 
     @property
     def extended_memory(self) -> list[torch.Tensor]:
-        """What extended parameters are made of while they are unsharded."""
+        """The memory of unsharded extended parameters."""
         return [] if self.extended is None else self.extended.memory
 
     def layout(
@@ -125,14 +134,22 @@ class UnitParams(Sequence[ManagedParameter]):
         policy: MixedPrecisionPolicy,
         plain: Sequence[ManagedParameter] | None = None,
     ) -> UnitLayout:
-        """Plan where the plain parameters lie, as they are now, or where these would."""
+        """Return the layout of the plain parameters with their dtypes of now.
+
+        plain: others to plan for instead, with which nothing is done. Planning costs time for each
+        parameter.
+        """
         specs = [param.spec(policy) for param in (self.plain if plain is None else plain)]
         if self.flat_layout is not None:
             return retype(self.flat_layout, specs)
         return rows_layout(specs, shard_size=self._mesh.plan.shard_size, rule=comm.rule)
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
-        """Forget the gradients of what is trained, whether or not it is registered now."""
+        """Drop or zero the gradients of the sharded parameters.
+
+        Reaches them while modules show unsharded parameters, too, where ``nn.Module.zero_grad``
+        would not find them.
+        """
         for holder in self.holders:
             parameter = holder.sharded
             if set_to_none:
@@ -140,38 +157,48 @@ class UnitParams(Sequence[ManagedParameter]):
             elif parameter.grad is not None:
                 parameter.grad.zero_()
 
-    # Following what others do
+    # Following what users do
 
     def follow_trained(self) -> None:
-        """Let unsharded parameters that stayed be trainable as the sharded ones are now."""
+        """Bring ``requires_grad`` of both forms in line, for units that stay unsharded."""
         for param in self.all:
             param.current_unsharded()
 
     def follow_replacements(self) -> None:
-        """Take over what somebody registered in place of sharded parameters."""
+        """Take parameters that somebody registered in place of the sharded ones.
+
+        Raises StateError for one that does not fit.
+        """
         self.shown.drop_switch()
         self._counted = None
         for param in self.all:
             param.follow_replacement()
             sharded = param.holder.sharded
-            if owner_of(sharded) is None:  # `torch.utils.swap_tensors` swaps attributes as well
+            # `torch.utils.swap_tensors` gives our object the attributes of the other one, and so
+            # takes away the mark. The object is still ours.
+            if owner_of(sharded) is None:
                 mark_owner(sharded, param)
 
     @property
     def is_split(self) -> bool:
-        """Whether plain and extended ones are told apart. Users make extended ones until first use."""
+        """Whether ``plain`` and ``extended`` still say which parameters define their all-gather.
+
+        Users may turn shards into such tensors until the first use.
+        """
         plain = [param for param in self.all if not param.is_extended]
         num_extended = 0 if self.extended is None else len(self.extended)
         return plain == self.plain and len(self.all) == len(plain) + num_extended
 
     def split(self) -> None:
-        """Tell plain parameters from extended ones; their memory is to be allocated."""
+        """Divide the parameters into plain and extended ones. The caller calls `allocate` next."""
         plain = [param for param in self.all if not param.is_extended]
         self.buffers = None
         changed = {id(param) for param in plain} ^ {id(param) for param in self.plain}
         for param in self.all:
             if id(param) in changed:
-                param.unsharded = None  # made of other memory, and in another way
+                # Dropped, not moved: an extended parameter's is made by its own method, the first
+                # time without `out=`.
+                param.unsharded = None
         self.plain = plain
         self.shown.forget_views()
         self.extended = None
@@ -181,12 +208,20 @@ class UnitParams(Sequence[ManagedParameter]):
             self.extended = ExtendedParameters(
                 extended, mesh.shard_mesh, mesh.shard_group, self._device
             )
+        # Extended parameters may get a new unsharded form at any gather, and shards over a smaller
+        # group are a third form: a `Switch` knows two, which stay.
         self.shown.may_switch = self.extended is None and self._mesh.post_forward is None
 
     def allocate(
         self, layout: UnitLayout, comm: Comm, runtime: Runtime, config: UnitConfig
     ) -> None:
-        """Make memory for the plain parameters; the shards are to be moved there."""
+        """Allocate memory for both forms of the plain parameters. Every rank has to call it.
+
+        The caller calls `move_shards` next: the new memory has no values. Raises UnavailableError,
+        on every rank, if ranks were to share the memory and cannot.
+        """
+        # The old shards live until `move_shards`, since parameters still refer to them. The old
+        # unsharded memory goes first, so that both are never there at once.
         self.buffers = None
         with torch.inference_mode(False):
             buffers = UnitBuffers(
@@ -197,12 +232,15 @@ class UnitParams(Sequence[ManagedParameter]):
                 pin_memory=config.pin_memory,
             )
         self._create_unsharded(buffers)
-        self.buffers = buffers  # all of it is there: else the next use begins again
+        # Last: if anything above raises, `buffers` is None and the next use allocates again.
+        self.buffers = buffers
 
     def move_shards(self) -> None:
-        """Bring the shards into the unit's memory, wherever they are now."""
+        """Copy shards that lie elsewhere into the unit's memory, and make that their memory."""
         assert self.buffers is not None
         with torch.no_grad():
+            # The flat parameter first: if it was replaced, the pieces below are moved to the same
+            # memory and find themselves there.
             if self.flat is not None:
                 (flat,) = self.buffers.flat_shards
                 self.flat.move(flat)
@@ -213,31 +251,38 @@ class UnitParams(Sequence[ManagedParameter]):
             self._addresses = sum(map(torch.Tensor.data_ptr, self._sharded_tensors()))
 
     def read_privately(self) -> None:
-        """From now on, keep what is written to unsharded parameters apart from the shards."""
+        """Give unsharded parameters private memory, so that writes to them do not reach shards."""
         assert self.buffers is not None
         self.buffers.read_privately()
         self._create_unsharded(self.buffers)
 
     def read_in_place(self) -> None:
-        """Read the shards themselves again, of all ranks."""
+        """Let unsharded parameters be the memory of all ranks' shards again."""
         assert self.buffers is not None
         self.buffers.read_in_place()
         self._create_unsharded(self.buffers)
 
     def _create_unsharded(self, buffers: UnitBuffers) -> None:
+        """Make the unsharded parameters over new memory, or move them there."""
         self._counted = None
+        # First: what users keep may be used again, and a `Switch` must not refer to old tensors.
         self.shown.release()
         for index, param in enumerate(self.plain):
             param.create_unsharded(buffers.unsharded(index))
-        # One reference more to each, whenever `kept` counts them.
+        # This list has a reference to each of them from now on, so it is filled before `look_after`
+        # counts references, and changed nowhere else.
         self.unsharded_locals = [*map(_local_of, self.plain)]
         self.num_created += 1
+        # Both take what is referred to now for the unit's own: nobody else has seen the tensors.
         self.shown.look_after(self.plain, buffers)
         buffers.note_uses()
 
     @property
     def have_moved(self) -> bool:
-        """Whether a shard is no longer the registered parameter over the unit's memory."""
+        """Whether some shard is not over the unit's memory, or not the registered parameter.
+
+        `follow_replacements` and `move_shards` mend that.
+        """
         buffers = self.buffers
         if buffers is None:
             return True
@@ -252,35 +297,43 @@ class UnitParams(Sequence[ManagedParameter]):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether parameters are read where all ranks' shards are."""
+        """Whether some unsharded parameters are the memory of all ranks' shards."""
         return self.buffers is not None and self.buffers.in_place
 
     def num_writes(self) -> int:
-        """Count writes to shards, through a DTensor or its local tensor, as far as versions tell."""
+        """Return the sum of the version counters of shards, to be compared with an earlier one.
+
+        Counts writes through a DTensor and through its local tensor. Writes through ``p.data`` and
+        ``torch._foreach_*`` on DTensors advance no counter.
+        """
         return sum(map(_version, self._sharded_tensors()))
 
     @property
     def has_new_pieces(self) -> bool:
-        """Whether somebody gave a piece of a flat buffer other memory (``p.data = ...``).
+        """Whether somebody gave a flat unit's shard other memory (``p.data = ...``).
 
-        A part of `have_moved` that costs little enough for each module's forward.
+        A part of `have_moved` that is cheap enough to ask before each module's forward. Compares a
+        sum of addresses, so two shards that exchanged their memory would go unnoticed.
         """
         if self._addresses is None:
             return False
         return sum(map(torch.Tensor.data_ptr, self._sharded_tensors())) != self._addresses
 
     def _sharded_tensors(self) -> list[torch.Tensor]:
+        """Return every tensor by which users write to shards, once each."""
         if self._counted is None:
+            # A DTensor and its local tensor have a version counter each. In flat units both are the
+            # same tensor, which must not count twice.
             tensors = [tensor for own in self.holders for tensor in (own.sharded, own.local)]
             self._counted = list({id(tensor): tensor for tensor in tensors}.values())
         return self._counted
 
     def num_unsharded_writes(self) -> int:
-        """The same of the unsharded parameters."""
+        """Return the sum of the version counters of unsharded parameters. See `num_writes`."""
         return sum(map(_version, self.unsharded_locals))
 
     def check_unchanged(self) -> None:
-        """Refuse parameters that were replaced while they are unsharded, for backward."""
+        """Raise MisuseError if unsharded parameters were replaced since forward, before backward."""
         for index, param in enumerate(self.plain):
             assert self.buffers is not None
             unsharded = param.unsharded
@@ -296,7 +349,7 @@ class UnitParams(Sequence[ManagedParameter]):
 
 
 def _local_of(param: ManagedParameter) -> torch.Tensor:
-    """Return an unsharded parameter, this rank's part of one that is a DTensor."""
+    """Return an unsharded parameter, or its local tensor if it is a DTensor."""
     unsharded = param.unsharded
     assert unsharded is not None
     return unsharded if param.form.unsharded is None else unsharded._local_tensor  # type: ignore[attr-defined]
