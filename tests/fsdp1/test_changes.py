@@ -51,6 +51,24 @@ def test_parameters_may_change_their_dtype_under_an_optimizer(
         torch.testing.assert_close(parameter, alone.get_parameter(name))
 
 
+@orig_params
+@on_ranks(2)
+def test_writes_after_a_change_of_dtype_are_what_forward_uses(
+    api: Api, use_orig_params: bool
+) -> None:
+    model, alone = wrap(api, net(), use_orig_params=use_orig_params), net()
+    for each in (model, alone):
+        each(batch(0))
+        each.double()
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.mul_(3)
+    x = batch(0).double()
+    torch.testing.assert_close(model(x), alone(x))
+    for name, parameter in whole(api, model).items():
+        torch.testing.assert_close(parameter, alone.get_parameter(name))
+
+
 @pytest.mark.parametrize(
     "use_orig_params",
     [False, pytest.param(True, marks=pytest.mark.long)],  # tracing anew takes 8 seconds

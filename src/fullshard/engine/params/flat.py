@@ -214,6 +214,7 @@ class HiddenParameter(PieceParameter):
     ) -> None:
         super().__init__(original, slots, form, owned)
         self._holder = holder
+        self._has_values = True  # that the flat parameter does not have yet
         holder.contents.append((owned.piece, form.unsharded))
         mark_owner(holder.sharded, self)
         # Modules show it while the unit is sharded, for code that asks for shape or dtype. Computing
@@ -251,6 +252,15 @@ class HiddenParameter(PieceParameter):
         """Register this rank's piece, for the time of a state dict."""
         for slot in self.slots:
             slot.take_back(self.sharded)
+
+    def move_shard(self, target: torch.Tensor) -> None:
+        # Once only: from then on `FlatHolder.move` brings all values, also those that users have
+        # written to a flat parameter that `model.half()` has given other memory. Those here are older.
+        if self._has_values:
+            super().move_shard(target)
+            self._has_values = False
+        else:
+            self.sharded.data = target
 
     def take_assigned(self) -> None:
         """Copy the values of parameters that were registered in place of the piece meanwhile.
