@@ -1,14 +1,17 @@
-"""Unsharded parameters that somebody keeps after their reshard.
+"""Unsharded parameters that somebody keeps after their reshard (``self.w = layer.weight``).
 
-Their memory is freed, or holds values of before the next optimizer step, or is the shards' own:
-using them crashed, or gave other results from path to path. So such a parameter is told by its
-Python references, and may not be used until the unit is unsharded again (see `resharded`). For views
-of parameters see `kept_views`.
+Their memory is freed, or has the values of before the next optimizer step, or is the shards' own:
+using them would crash, or give results that depend on how ranks communicate. So each reshard counts
+the Python references to the unsharded parameters. One that has more than expected may not be used
+until the unit is unsharded again (see `resharded`). For views of parameters see `kept_views`.
 
-[Note: Counting references] A check has to cost less than a microsecond, so it compares one sum of
-reference counts with what it is when nobody else refers to the parameters. Autograd's saved tensors
-must not count: one C++ reference or more keeps one Python reference. A node that never runs holds
-one of each parameter for good, so that there is always exactly that one.
+[Note: Counting references] The check runs at every reshard and has to cost less than a microsecond.
+So it compares the sum of all reference counts with a baseline, taken when nobody but the unit had
+the parameters, and looks at single ones only if the sum differs. Tensors that autograd saves must
+not count. torch keeps one Python reference to a tensor's object while C++ refers to the tensor, be
+it once or often, so a graph would raise the count by one. An autograd node that never runs
+(`_Hold`) therefore saves every parameter for good: this one reference is always there, in the
+baseline as well as later.
 """
 
 import operator
@@ -23,12 +26,14 @@ from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.params.resharded import allow_use, forbid_use
 from fullshard.engine.references import python_uses
 
+# Private in torch 2.13. Without it no parameter is looked after.
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+# The exact types of unsharded forms: a plain parameter, a parameter that is a DTensor.
 _LOOKED_AFTER = (nn.Parameter, DTensor)
 
 
 class _Hold(torch.autograd.Function):
-    """See [Note: Counting references]."""
+    """A node that saves tensors and never runs. See [Note: Counting references]."""
 
     @staticmethod
     def forward(ctx: Any, one: torch.Tensor, held: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -41,18 +46,24 @@ class _Hold(torch.autograd.Function):
 
 
 class KeptParameters:
-    """Tells which unsharded parameters of a unit somebody keeps: plain tensors and DTensors."""
+    """Finds the unsharded parameters of one unit that somebody keeps: plain tensors and DTensors.
+
+    params: the parameters that it looks after.
+    """
 
     def __init__(self, params: Sequence[ManagedParameter]) -> None:
-        """Takes note of today's references: nothing but ``params`` may have any."""
+        """Take today's references for the baseline: nobody but the unit may have any."""
         self.params = [p for p in params if type(p.unsharded) in _LOOKED_AFTER]
         self._tensors: list[nn.Parameter] = []
         self._retired: list[nn.Parameter] = []
+        # `save_for_backward` below would call a user's hooks (`save_on_cpu`) with freed memory.
         if _hooks is None or _hooks(False) is not None:
-            self.params = []  # they would be called with memory that is not there
+            self.params = []
         for param in self.params:
             assert param.unsharded is not None
             self._tensors.append(param.unsharded)
+        # Whatever mode the program is in, the node has to be made. The baseline comes after it, and
+        # after `_tensors`, which has a reference to each as well.
         with torch.inference_mode(False), torch.enable_grad():
             one = torch.zeros((), requires_grad=True)
             self._holder: Any = _Hold.apply(one, self._tensors).grad_fn  # type: ignore[no-untyped-call]
@@ -60,14 +71,15 @@ class KeptParameters:
         self._total = sum(self._own)
 
     def looks_after(self, params: Sequence[ManagedParameter]) -> bool:
-        """Whether these are its parameters, with the same unsharded forms."""
+        """Whether these parameters have the unsharded forms whose references were counted."""
         plain = [p.unsharded for p in params if type(p.unsharded) in _LOOKED_AFTER]
         return len(plain) == len(self._tensors) and all(map(operator.is_, plain, self._tensors))
 
     def retire(self, num_switched: int) -> None:
-        """After a reshard: forbid the use of those that somebody keeps.
+        """Forbid the use of parameters that somebody keeps. Called after each reshard.
 
-        num_switched: how many references a `Switch` has, one for each place.
+        num_switched: how many references the unit's `Switch` has to them: one per slot, or 0. It is
+            made after the baseline was taken.
         """
         if sum(map(python_uses, self._tensors)) != self._total + num_switched:
             self._retire(is_switched=num_switched > 0)
@@ -82,7 +94,7 @@ class KeptParameters:
                 self._retired.append(tensor)
 
     def restore(self) -> None:
-        """Before parameters are unsharded: let all be used again."""
+        """Allow the use of all parameters. Called before they are shown unsharded."""
         if self._retired:
             for tensor in self._retired:
                 allow_use(tensor)

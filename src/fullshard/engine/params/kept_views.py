@@ -1,28 +1,30 @@
 """Views of unsharded parameters that somebody keeps after their reshard.
 
-``self.kept = self.weight.t()``: a view reads the memory of the parameter, which is freed or stale
-once that is resharded. PyTorch's FSDP crashes there. So it may not be used until its unit is
-unsharded again (see `resharded`); what reads peers' shards in place would still be right at times,
-and is treated alike, so that a program does not depend on the path.
+A view (``self.kept = self.weight.t()``) reads the memory of the parameter, which is freed or stale
+once that is resharded. PyTorch's FSDP crashes there. So a view may not be used until its unit is
+unsharded again (see `resharded`). Where peers' shards are read in place, its values would still be
+right at times. It is an error all the same, so that a program does not depend on how ranks
+communicate.
 
-[Note: Counting uses] Who uses a storage is counted, not listed. Each reshard compares the count with
-those that were found harmless: the unit's own, and what autograd saves, which is the same in each
-pass of most models. Only a count that is new is looked into, among the objects that the garbage
-collector tracks: those of its two young generations, where a view made since the unshard must be
-(0.1 to 0.5 ms), or all if a collection may have aged it (50 ms). So a static model pays nothing after
-its first passes, and one that makes and keeps a view in each pays the former.
+[Note: Counting uses] torch counts the tensors over a storage ("uses") but does not list them. Each
+reshard compares the count with those that were found harmless: the unit's own tensors plus what
+autograd saves, which in most models is the same in each pass. Only a count that is new is looked
+into, by searching the objects that the garbage collector tracks for tensors over the storage: the
+two young generations, where a view made since the unshard has to be (0.1 to 0.5 ms), or all objects
+if a collection may have moved it on (50 ms). So a model that does the same in each pass pays nothing
+after the first passes, and one that makes and keeps a view in each pass pays the smaller search.
 
-Threads of a process group may refer to what they have gathered for a moment after it is there. So a
-count is harmless only when it was looked into twice without finding a view, and one that is above
-what is expected gets `_MOMENTS` to fall.
+Threads of a process group may hold what they have gathered for a moment after the gather is over. So
+a count that stays unexplained is taken for harmless only at the second time, and a count above what
+is expected gets `_MOMENTS` to fall.
 
-A view that a unit's own backward uses may be used: the unit is unsharded then. What only autograd
-refers to is left alone.
+In the backward of its own unit a view may be used: the unit is unsharded then. A view that only
+autograd refers to is left alone.
 
-Not noticed: NumPy arrays over a parameter, and views that no Python object refers to; where counts
-change from pass to pass, a view by which one comes to what was found harmless; and so, until the end
-of backward, when nothing is saved any more, a view that autograd saves as well and that the same
-forward did not keep before.
+Not noticed: NumPy arrays over a parameter; views that no Python object refers to; where counts
+change from pass to pass, a view that makes a count equal to a harmless one. For that reason a view
+that autograd saves as well, and that earlier forwards did not keep, may be noticed only at the end of
+backward, when nothing is saved any more.
 """
 
 import collections
@@ -41,16 +43,21 @@ from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.params.resharded import allow_use, forbid_use
 from fullshard.engine.references import python_uses, storage_uses, tensor_uses
 
-_MOMENTS = (0.0, 1e-4, 1e-3, 3e-3, 6e-3)  # seconds
+_MOMENTS = (0.0, 1e-4, 1e-3, 3e-3, 6e-3)  # seconds between looks at a count that may fall
+# By address of a storage: who looks after it.
 _owners: weakref.WeakValueDictionary[int, "KeptViews"] = weakref.WeakValueDictionary()
 
 
 class _Mark:
-    """Something that ages in the garbage collector as what is made after it does, or sooner."""
+    """An object that shows how old others are: collections move it on no later than what is newer.
+
+    While the garbage collector still has it in a generation, every object made after it is in that
+    generation or a younger one.
+    """
 
 
 class KeptViews:
-    """Tells which views of a unit's unsharded parameters somebody keeps."""
+    """Finds the views of one unit's unsharded parameters that somebody keeps."""
 
     def __init__(
         self,
@@ -58,30 +65,35 @@ class KeptViews:
         buffers: UnitBuffers,
         former: "KeptViews | None" = None,
     ) -> None:
-        """Takes note of today's uses: nobody else may use private memory.
+        """Take today's uses for the unit's own: nobody else may have tensors over private memory.
 
-        former: what looked after them in other memory, if they are the same parameters.
+        former: what looked after the same parameters in other memory; its harmless counts hold on.
         """
         self._params, self._buffers = params, buffers
         self._is_in_place = buffers.in_place
         self._storages = {each._cdata: each for each in buffers.unsharded_storages()}
         self._addresses = list(self._storages)
         self._own = buffers.own_uses(self._storages)
-        self._landing_uses = 0
-        self._kept: list[weakref.ref[torch.Tensor]] = []
+        self._landing_uses = 0  # of `_own`: views that gathers have made since
+        self._kept: list[weakref.ref[torch.Tensor]] = []  # views; weak, so as not to keep them
         self._is_resharded = False
-        # Uses beyond the unit's own that are autograd's, after a forward with gradients and else.
+        # Numbers of uses beyond the unit's own that were found harmless: first where nothing is
+        # saved for backward, second after a forward that saves. Index: `is_saving`.
         self._harmless: tuple[set[int], set[int]] = (
             ({0}, {0}) if former is None else former._harmless
         )
-        self._unexplained: tuple[set[int], set[int]] = (  # once: the second time they are harmless
+        # Numbers that were looked into once without finding a view; at the second time, harmless.
+        self._unexplained: tuple[set[int], set[int]] = (
             (set(), set()) if former is None else former._unexplained
         )
-        self._mark = _Mark()  # the last unshard
+        self._mark = _Mark()  # as old as the last unshard
         _owners.update(dict.fromkeys(self._addresses, self))
 
     def retire(self, *, after_forward: bool) -> None:
-        """After a reshard: forbid the use of views that somebody keeps."""
+        """Forbid the use of views that somebody keeps. Called after each reshard.
+
+        after_forward: whether a backward may follow, for which autograd saves tensors.
+        """
         self._is_resharded = True
         uses = sum(map(storage_uses, self._addresses)) - self._own
         is_saving = after_forward and torch.is_grad_enabled()
@@ -89,7 +101,7 @@ class KeptViews:
             self._look(is_saving=is_saving)
 
     def restore(self) -> None:
-        """Before parameters are unsharded: let all views be used again."""
+        """Allow the use of all views. Called before parameters are shown unsharded."""
         self._is_resharded = False
         self._mark = _Mark()
         for reference in self._kept:
@@ -97,23 +109,30 @@ class KeptViews:
                 allow_use(view)
 
     def release(self) -> None:
-        """Its memory is read no more: views of what nobody frees are right for good."""
+        """Allow what is safe for good. Called when the unit leaves this memory for other.
+
+        In-place memory is this rank's and its peers' shards, which are never freed.
+        """
         if self._is_in_place:
             self.restore()
 
     def _look(self, *, is_saving: bool) -> None:
-        """Forbid the use of views that are known, and look for others if the count is new."""
+        """Forbid the use of known views, and search for others if they do not explain the count."""
+        # Gathers keep the views that they write to from step to step: they are the unit's own.
         landing_uses = self._buffers.landing_uses
         self._own += landing_uses - self._landing_uses
         self._landing_uses = landing_uses
         harmless = self._harmless[is_saving]
         if self._num_others() in harmless:
             return
-        # While autograd saves, others are to be expected: only what was made since the unshard is
-        # looked for. Else nobody is, so it may be older.
+        # While autograd saves, new counts are to be expected, so the search goes back no further
+        # than the unshard. Otherwise nobody should have any, and what is there may be older: then the
+        # search goes back to the last one through all objects.
         marks = (self._mark if is_saving else _last_look, _last_look)
         for generation in (0, 1):
             objects = gc.get_objects(generation)
+            # Before `_adopt_views`, which empties the list. With a mark in this generation, older
+            # generations have nothing that is newer than the mark.
             is_enough = any(each in marks for each in objects if type(each) is _Mark)
             _adopt_views(objects)
             if self._num_others() in harmless:
@@ -122,6 +141,8 @@ class KeptViews:
                 break
         else:
             _look_at_all()
+        # What a process group's thread holds is gone in milliseconds. Not while autograd saves: its
+        # uses do not fall, and each forward would wait for them.
         for moment in () if is_saving else _MOMENTS:
             if self._num_others() in harmless:
                 return
@@ -132,7 +153,7 @@ class KeptViews:
         )
 
     def _num_others(self) -> int:
-        """Count uses that are neither the unit's own nor those of kept views; forbid the latter."""
+        """Forbid the use of known views, and return how many uses are neither theirs nor the unit's."""
         alive = set()
         for reference in list(self._kept):
             if (view := reference()) is None:
@@ -144,16 +165,17 @@ class KeptViews:
         return sum(map(storage_uses, self._addresses)) - self._own - len(alive)
 
     def adopt(self, view: torch.Tensor) -> None:
-        """Take note of a view that somebody keeps, unless it is the unit's own."""
+        """Take note of a view that somebody keeps, unless it is known."""
         if all(view is not each() for each in self._kept):
             self._kept.append(weakref.ref(view))
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the unit's own."""
+        """Whether a tensor over the unit's memory is one of the unit's own."""
         own = [*self._buffers.own_views(), *(param.unsharded for param in self._params)]
         return any(tensor is each for each in own)
 
     def _name(self, view: torch.Tensor) -> str:
+        """Say in words which parameter a view is of: the one in whose memory it begins."""
         local = _local(view)
         address, start = local.untyped_storage()._cdata, local.storage_offset() * local.itemsize
         for index, param in enumerate(self._params):
@@ -165,20 +187,23 @@ class KeptViews:
         return f"A view of {', '.join(param.name for param in self._params)}"
 
 
-_last_look = _Mark()  # at all objects
+_last_look = _Mark()  # as old as the last search through all objects, for any unit
 
 
 def _look_at_all() -> None:
-    """Look for kept views of all units, so that none needs that again soon."""
+    """Search all objects for kept views, for all units at once: it costs the same (50 ms)."""
     global _last_look  # noqa: PLW0603
     _adopt_views(gc.get_objects())
     _last_look = _Mark()
 
 
 def _adopt_views(objects: list[Any]) -> None:
-    """Let units take note of tensors that view their memory and that Python refers to.
+    """Let units take note of the tensors over their memory that Python code refers to.
 
-    Looks at types alone, since attributes of some modules' objects warn when they are read.
+    objects: emptied, since its references would count as well.
+
+    Finds tensors by ``type()``: ``isinstance`` reads ``__class__``, and some modules' objects warn
+    when any attribute is read.
     """
     types = {each for each in set(map(type, objects)) if issubclass(each, torch.Tensor)}
     views: list[torch.Tensor] = []
@@ -188,9 +213,11 @@ def _adopt_views(objects: list[Any]) -> None:
             if type(each) in types and (keeper := _owners.get(_address(each))) is not None:
                 views.append(each)
                 keepers.append(keeper)
+    # From here on only `views` refers to what was found, as `_unkept_references` expects.
     each = None
     objects.clear()
-    # A DTensor that only autograd saves refers to its local tensor all the same.
+    # A DTensor that only autograd saves refers to its local tensor all the same: one reference to
+    # that for each such DTensor is nobody's.
     shells = collections.Counter(
         id(view._local_tensor) for view in views if isinstance(view, DTensor)
     )
@@ -205,7 +232,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return which storage a tensor views, 0 for none."""
+    """Return the address of a tensor's storage object, 0 for none."""
     try:
         return int(_local(tensor).untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError, AttributeError):  # sparse, or not made yet
@@ -213,14 +240,17 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _unkept_references(tensor: torch.Tensor) -> int:
-    """Count references to a tensor in a list that Python refers to nowhere else."""
+    """Return how many references a tensor has if a list is all of Python that refers to it."""
     own, saved = _references_in_list()
     return saved if tensor_uses is not None and tensor_uses(tensor) > 1 else own
 
 
 @functools.cache
 def _references_in_list() -> tuple[int, int]:
-    """Return how many references a tensor has that is in one list, and if autograd saves it too."""
+    """Measure the references to a tensor that is in one list: (nothing else, saved by autograd).
+
+    Measured, since torch and Python versions differ in what they count.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         own = [torch.zeros(1)]
         saved = [torch.zeros(1)]

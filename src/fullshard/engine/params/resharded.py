@@ -1,7 +1,8 @@
 """Tensors whose memory is freed or stale: using one is an error that names it.
 
-Such a tensor changes its class until the memory is back. Python sees that and autograd does not: it
-goes on to save it, and gives it back once it may be used again.
+Such a tensor gets another class until the memory is back. The class refuses every operation from
+Python that reads memory. Autograd, in C++, does not look at the class: graphs that have saved the
+tensor stay valid and find it as it was when backward runs.
 """
 
 import functools
@@ -13,28 +14,31 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import StateError
 
-_KEPT = "_fullshard_kept"  # on such a tensor: what it is, in words
-# What reads no memory.
+_KEPT = "_fullshard_kept"  # on such a tensor: how the message begins, or who knows the name
+
+# What is allowed, since it reads no memory. The engine itself uses some of it on such tensors.
 _PROPERTIES = ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim")
 _LAYOUT = ("layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "nbytes", "itemsize")
 _METHODS = ("size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous")
 _PLACES = ("untyped_storage", "storage_offset", "data_ptr", "_version", "_backward_hooks", "_base")
 _OTHERS = ("is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__", "_is_view")
-_OF_DTENSORS = ("to_local", "full_tensor", "redistribute")  # which are called like any method
+# Plain Python methods of DTensor, which do not go through `__torch_function__`.
+_OF_DTENSORS = ("to_local", "full_tensor", "redistribute")
 _HARMLESS = {*_PROPERTIES, *_LAYOUT, *_METHODS, *_PLACES, *_OTHERS}
 
 
 class Named(Protocol):
-    """Somebody who knows the name of a parameter."""
+    """An object that knows the name of a parameter."""
 
     @property
     def name(self) -> str: ...
 
 
 def forbid_use(tensor: torch.Tensor, name: str | Callable[[], Named | None]) -> None:
-    """Make the use of a tensor an error.
+    """Make the use of a tensor raise StateError, until `allow_use`. Does nothing the second time.
 
-    name: how the message begins; or who knows it, of what has no memory at all.
+    name: how the message begins. Or, for a placeholder on the meta device, a function that returns
+        the parameter's manager, or None if that is gone: such a parameter may be named later.
     """
     if not is_forbidden(tensor):
         setattr(tensor, _KEPT, name)
@@ -42,7 +46,7 @@ def forbid_use(tensor: torch.Tensor, name: str | Callable[[], Named | None]) -> 
 
 
 def allow_use(tensor: torch.Tensor) -> None:
-    """Let it be used again."""
+    """Give a tensor its own class back, if its use is forbidden."""
     if is_forbidden(tensor):
         tensor.__class__ = type(tensor).__base__  # type: ignore[assignment]
         delattr(tensor, _KEPT)
@@ -54,7 +58,11 @@ def is_forbidden(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _resharded(cls: type[torch.Tensor]) -> type[torch.Tensor]:
-    """Return a subclass of the same layout, so that a tensor may change to it and back."""
+    """Return a subclass that refuses use.
+
+    It adds no slots: Python lets an object change its class only between classes that lie alike in
+    memory.
+    """
 
     def check(
         own: type[torch.Tensor],
@@ -80,13 +88,15 @@ def _resharded(cls: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def _same(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:  # noqa: ARG001
-    """Let copies of a module share a placeholder, which nobody changes."""
+    """Let copies of a module share a placeholder on meta; refuse to copy anything else."""
     if not self.is_meta:
         raise _error(self, "__deepcopy__")
     return self
 
 
 def _refusing(name: str) -> Callable[..., Any]:
+    """Return a method that raises StateError."""
+
     def refuse(self: torch.Tensor, *_: Any, **__: Any) -> Any:
         raise _error(self, name)
 
@@ -99,10 +109,12 @@ def _check(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call what reads no memory, and refuse everything else."""
+    """Call what reads no memory, and raise StateError for everything else."""
+    # Reading or setting a property arrives as `__get__` or `__set__` of its descriptor.
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
+    # `data` of a placeholder has no memory either.
     if name in _HARMLESS or (name == "data" and args[0].is_meta):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

@@ -1,11 +1,12 @@
-"""Which form of a unit's parameters the modules see, and what autograd leaves on it.
+"""The form of a unit's parameters that modules show, and the gradients that autograd leaves on it.
 
-sharded      between steps: what an optimizer updates
-unsharded    in forward and backward: what modules compute with
-between      from forward to backward, where users train the originals: the sharded parameters
-             are registered, while ``module.weight`` is the unsharded one
-gradients    after a backward, of parameters that stay unsharded: whole ones are registered,
-             and their ``grad`` is the sharded gradient (see `stand_ins`)
+form        when                                  registered   ``module.weight``
+sharded     between steps                         sharded      sharded
+unsharded   in forward and backward               unsharded    unsharded
+between     from forward to backward, for flat    sharded      unsharded
+            units that stay unsharded
+gradients   after a backward, for other units     unsharded, whose ``.grad`` is that of the
+            that stay unsharded                   sharded ones (see `stand_ins`)
 """
 
 import itertools
@@ -24,36 +25,41 @@ from fullshard.engine.params.stand_ins import StandIns, own_gradient
 
 
 class ShownForm:
-    """The form in which one unit's parameters are registered, and the one that changes it.
+    """Registers one unit's parameters in one form or another, and looks after the unsharded form.
 
-    may_switch: whether registering is all there is to do, for parameters that are simple.
+    may_switch: whether the unit knows of nothing that forbids a `Switch`. The parameters are asked
+        as well.
     """
 
     def __init__(self) -> None:
         self._params: list[ManagedParameter] = []
         self.may_switch = False
-        self._switch: Switch | None = None
-        self._num_switched = 0  # references of the switch to what `_kept` looks after
-        self._has_shadows = False  # attributes differ from what is registered
-        self._stand_ins: StandIns | None = None  # while whole parameters show gradients
+        self._switch: Switch | None = None  # made when a form is shown, dropped on any change
+        self._num_switched = 0  # references of the switch to the parameters of `_kept`
+        self._has_shadows = False  # `between`: attributes are not what is registered
+        self._stand_ins: StandIns | None = None  # `gradients`
         self._kept: KeptParameters | None = None
         self._kept_views: KeptViews | None = None
 
     def take(self, params: list[ManagedParameter]) -> None:
-        """Show these parameters from now on, the sharded form first."""
+        """Show these parameters from now on, sharded."""
         self._params = params
         self.drop_switch()
         for param in params:
             param.show_sharded()
 
-    # The unsharded form is made anew
+    # When the unsharded form is made anew
 
     def forget_views(self) -> None:
-        """Look no more after views of unsharded parameters, which become other ones."""
+        """Forget what was learnt about views: the unit's parameters become others."""
         self._kept_views = None
 
     def release(self) -> None:
-        """Before the unsharded form is made of other memory: let what users keep be used."""
+        """Allow the use of what users keep. Called before the unsharded form gets other memory.
+
+        What they keep is then either moved to the new memory and looked after again, or no longer
+        the unit's.
+        """
         self.drop_switch()
         self.hide_gradients()
         if self._kept is not None:
@@ -62,15 +68,21 @@ class ShownForm:
             self._kept_views.release()
 
     def look_after(self, plain: Sequence[ManagedParameter], buffers: UnitBuffers) -> None:
-        """Look after the new unsharded form: nobody but the unit refers to it yet."""
-        # Parameters that only moved may be kept by somebody now: their references were counted.
+        """Look after the new unsharded form. Called before anybody but the unit refers to it."""
+        # Parameters that only moved to other memory are the same objects, and somebody may keep
+        # them. Then the baseline of before holds; a new one would count the keeper as the unit.
         if self._kept is None or not self._kept.looks_after(plain):
             self._kept = KeptParameters(plain)
         self._kept_views = KeptViews(plain, buffers, self._kept_views)
+        # What somebody keeps was allowed by `release`, and has no memory until the next unshard.
         self.retire()
 
     def retire(self, *, after_forward: bool = False) -> None:
-        """After a reshard: make the use of unsharded parameters that somebody keeps an error."""
+        """Make the use of unsharded parameters that somebody keeps an error, after each reshard.
+
+        Call it after `show_sharded`: while modules have the unsharded parameters registered, each
+        would count as kept.
+        """
         if self._kept is not None and self._kept_views is not None:
             self._kept.retire(self._num_switched)
             self._kept_views.retire(after_forward=after_forward)
@@ -86,22 +98,24 @@ class ShownForm:
             each.show_sharded()
 
     def show_unsharded(self) -> None:
-        """Register the unsharded parameters, as modules compute with them."""
+        """Register the unsharded parameters, which have their memory again."""
+        # First of all: what follows reads the parameters.
         if self._kept is not None and self._kept_views is not None:
             self._kept.restore()
             self._kept_views.restore()
         self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
-            self.follow_switch()  # what is trained was in sight, and may have been frozen
+            # Users had the sharded parameters in sight and may have frozen some of them.
+            self.follow_switch()
         for each in (self._switch,) if self._switch is not None else self._registrars():
             each.show_unsharded()
 
     def show_between(self) -> None:
-        """Register the sharded parameters, and let attributes be the unsharded ones.
+        """Register the sharded parameters, and set modules' attributes to the unsharded ones.
 
-        Between forward and backward: who asks for parameters gets those that are trained, and who
-        computes with ``module.weight`` gets the whole one.
+        From forward to backward, ``model.parameters()`` then yields what is trained, and
+        ``module.weight`` is whole for code that computes with it.
         """
         self.show_sharded()
         self._has_shadows = True
@@ -111,13 +125,13 @@ class ShownForm:
                 slot.shadow(unsharded)
 
     def show_gradients(self) -> None:
-        """Let whole parameters that stay in sight show the gradients of the sharded ones."""
+        """Let registered unsharded parameters show the gradients of the sharded ones."""
         if self._stand_ins is None:
             self._stand_ins = StandIns()
             self._stand_ins.show(self._params)
 
     def hide_gradients(self) -> None:
-        """Let whole parameters have gradients of their own again."""
+        """Let unsharded parameters have gradients of their own again, as autograd leaves them."""
         if self._stand_ins is not None:
             self._stand_ins.hide()
             self._stand_ins = None
@@ -129,22 +143,23 @@ class ShownForm:
                 slot.drop_shadow()
 
     def follow_switch(self) -> None:
-        """Notice parameters that were frozen, made trainable or registered in one more place."""
+        """Drop the switch if parameters were frozen, made trainable or registered in more places."""
         if self._switch is not None and not self._switch.is_current:
             self.drop_switch()
 
     def drop_switch(self) -> None:
-        """Register one by one until all is known again."""
+        """Forget the switch; the next form that is shown makes another one."""
         self._switch, self._num_switched = None, 0
 
     def _registrars(self) -> Sequence["Switch | ManagedParameter"]:
-        """Return who registers a form: one `Switch` if setting dict entries is enough.
+        """Return what registers a form: one new `Switch` if setting dictionary entries is enough.
 
-        Else each parameter, which may have more to do.
+        Otherwise the parameters, each of which may have more to do.
         """
         if not self.may_switch or not all(param.is_only_registered for param in self._params):
             return self._params
         self._switch = Switch(self._params)
+        # The switch is younger than the baseline of `kept`, so its references have to be told apart.
         if self._kept is not None:
             self._num_switched = sum(len(param.slots) for param in self._kept.params)
         return (self._switch,)
@@ -152,29 +167,35 @@ class ShownForm:
     # Gradients that autograd leaves on the unsharded form
 
     def take_gradients(self) -> list[torch.Tensor | None]:
-        """Take what autograd has accumulated: one full gradient per parameter, or None."""
-        self.hide_gradients()
+        """Return and clear what autograd has accumulated: per parameter, its full gradient or None.
+
+        May be collective and raises StateError: see `ManagedParameter.take_gradient`.
+        """
+        self.hide_gradients()  # else `.grad` would be that of the sharded parameter
         if self._switch is not None and self._switch.is_plain:
             return self._switch.take_gradients()
         return [param.take_gradient() for param in self._params]
 
     @property
     def has_gradients(self) -> bool:
-        """Whether autograd has accumulated something that nobody took."""
+        """Whether autograd has accumulated a gradient that was not taken yet."""
         if self._switch is not None:
             return self._switch.has_gradients
         tensors = [param.unsharded for param in self._params if param.unsharded is not None]
         return any(own_gradient(tensor) is not None for tensor in tensors)
 
     def drop_gradients(self) -> None:
-        """Forget what autograd has accumulated."""
+        """Drop what autograd has accumulated."""
         self.hide_gradients()
         for param in self._params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
     def warn_of_captured(self, label: str) -> None:
-        """Warn of parameters whose gradient `torch.autograd.grad` returns."""
+        """Warn of parameters whose gradient `torch.autograd.grad` returns: nothing reduces it.
+
+        Call it inside the backward: what is captured is known only then. label: the unit's.
+        """
         names = [
             param.name
             for param in self._params
@@ -190,16 +211,15 @@ class ShownForm:
             )
 
 
-_unsharded = operator.itemgetter(3)  # of an entry
+_unsharded = operator.itemgetter(3)  # of an entry of `Switch._entries`
 
 
 class Switch:
-    """Shows many parameters in one form or the other, where nothing but registering is to be done.
+    """Shows all parameters of a unit in one form or the other, by setting dictionary entries.
 
-    Refers to each unsharded parameter once a place: `kept` counts that.
-
-    What `ManagedParameter.show_sharded` and `show_unsharded` do, for all parameters of a unit at a
-    fraction of the cost: it happens four times in a step.
+    Does what `ManagedParameter.show_sharded` and `show_unsharded` do at a fraction of the cost: this
+    happens four times a step. Refers to each unsharded parameter once per slot; `kept` subtracts
+    that.
     """
 
     def __init__(self, params: Sequence[ManagedParameter]) -> None:
@@ -209,12 +229,12 @@ class Switch:
             for slot in param.slots
         ]
         self._params = params
-        self._slots = [param.slots for param in params]
+        self._slots = [param.slots for param in params]  # the lists themselves, which may grow
         self.is_plain = all(param.form.unsharded is None for param in params)
 
     @property
     def is_current(self) -> bool:
-        """Whether no parameter was frozen, made trainable or registered in one more place."""
+        """Whether no parameter was frozen, made trainable or registered in another place since."""
         for _, _, sharded, unsharded in self._entries:
             if sharded.requires_grad is not unsharded.requires_grad:
                 return False
@@ -222,12 +242,13 @@ class Switch:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether autograd has accumulated something that nobody took."""
+        """Whether autograd has accumulated a gradient that was not taken yet."""
+        # Maps, not a comprehension: this is asked of every unit at the end of each backward.
         gradients = map(own_gradient, map(_unsharded, self._entries))
         return not all(map(operator.is_, gradients, itertools.repeat(None)))
 
     def take_gradients(self) -> list[torch.Tensor | None]:
-        """Do what `ManagedParameter.take_gradient` does, for parameters that are plain tensors."""
+        """Do what `ManagedParameter.take_gradient` does, if ``is_plain``: no form is a DTensor."""
         grads: list[torch.Tensor | None] = []
         for param in self._params:
             unsharded = param.unsharded
@@ -235,7 +256,7 @@ class Switch:
             grad = unsharded.grad
             if grad is not None:
                 if grad.layout is not torch.strided:
-                    grad = param.take_gradient()  # says what is wrong
+                    grad = param.take_gradient()  # raises StateError, with the reason
                 unsharded.grad = None
             grads.append(grad)
         return grads

@@ -1,10 +1,12 @@
-"""Whole parameters that stay in sight after a backward, and their gradients.
+"""Whole parameters that stay registered after a backward, and their gradients.
 
-Units that stay unsharded show whole parameters, as PyTorch's do, while gradients are on the sharded
-ones. Whoever goes through ``model.parameters()`` there would find no gradient: clipping would clip
-nothing. So outside of forward and backward such a parameter changes its class, and its ``grad`` is
-that of the sharded one, to read, to scale and to forget. Autograd, which knows no classes, goes on
-to accumulate into the parameter's own.
+Units that stay unsharded have whole parameters registered, as in PyTorch, while gradients are on the
+sharded ones. Code that goes through ``model.parameters()`` there would find no gradient: clipping
+would clip nothing. So outside of forward and backward such a parameter gets another class, whose
+``grad`` is that of the sharded parameter: it can be read, scaled in place and set to None. Autograd,
+in C++, does not look at the class and goes on to accumulate into the parameter's own gradient.
+
+Why whole parameters stay registered at all: see docs/design.md, "Flat units".
 """
 
 import copy
@@ -20,12 +22,12 @@ from fullshard.errors import StateError
 
 _own: Any = torch.Tensor.grad  # the property of every tensor
 
-# What autograd has accumulated into a parameter, whatever stands in for it, or None.
+# Return what autograd has accumulated into a parameter, also while its class shows another gradient.
 own_gradient: Callable[[torch.Tensor], torch.Tensor | None] = _own.__get__
 
 
 class StandIns:
-    """The parameters of one unit that have changed their class."""
+    """The unsharded parameters of one unit whose class shows the sharded ones' gradients."""
 
     def __init__(self) -> None:
         self._tensors: list[nn.Parameter] = []
@@ -34,23 +36,30 @@ class StandIns:
         """Let the unsharded parameters show the gradients of the sharded ones."""
         for param in params:
             tensor = param.unsharded
+            # By exact type: users' subclasses have no stand-in.
             if tensor is not None and (other := _KINDS.get(type(tensor))) is not None:
                 tensor.__class__ = other
                 self._tensors.append(tensor)
 
     def hide(self) -> None:
-        """Let them have gradients of their own again, for a forward or a backward."""
+        """Let the parameters have gradients of their own again, before a forward or a backward."""
         for tensor in self._tensors:
             tensor.__class__ = type(tensor)._kind  # type: ignore[attr-defined]
         self._tensors.clear()
 
 
 def _get(self: Any) -> Any:
+    """Return the parameter's own gradient if there is one, else that of the sharded parameter."""
+    # Autograd may have left one meanwhile. Nothing has reduced it yet, and it must not be hidden.
     own, trained = _own.__get__(self), _trained(self)
     return own if own is not None or trained is None else trained.grad
 
 
 def _set(self: Any, value: torch.Tensor | None) -> None:
+    """Set the gradient of the sharded parameter; None clears both.
+
+    Raises StateError for a value that is not sharded as the parameter is.
+    """
     trained = _trained(self)
     if trained is None:
         _own.__set__(self, value)
@@ -69,12 +78,16 @@ def _set(self: Any, value: torch.Tensor | None) -> None:
 
 
 def _trained(self: Any) -> nn.Parameter | None:
-    """Return the sharded parameter; None for a copy, which stands for nothing."""
+    """Return the sharded parameter, or None for a copy of an unsharded one.
+
+    A copy has the attributes of what it was copied from, so it is told by identity.
+    """
     manager = manager_of(self)
     return manager.sharded if manager is not None and manager.unsharded is self else None
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """Copy the parameter as what it is without the exchanged class."""
     kind = type(self)
     self.__class__ = kind._kind
     try:
@@ -84,6 +97,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
+    """Pickle the parameter as what it is: the stand-in class has no name to be found by."""
     kind = type(self)
     self.__class__ = kind._kind
     try:
@@ -93,6 +107,10 @@ def _reduce(self: Any, protocol: Any) -> Any:
 
 
 def _stand_in(kind: type) -> type:
+    """Return a subclass with another ``grad``, of the same name.
+
+    It adds no slots: see `resharded`.
+    """
     namespace = {
         "__slots__": (),
         "__doc__": "A whole parameter whose gradient is that of the sharded one.",

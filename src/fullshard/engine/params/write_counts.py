@@ -1,7 +1,7 @@
-"""What version counters and contents say of writes to one unit's parameters.
+"""Writes to one unit's parameters, as version counters and contents show them.
 
-Version counters miss what is written through ``p.data`` or ``torch._foreach_*`` on DTensors: see
-`writes`, which looks at contents as well.
+Version counters miss writes through ``p.data`` and ``torch._foreach_*`` on DTensors. `checks.writes`
+therefore compares contents in some passes.
 """
 
 import warnings
@@ -11,25 +11,35 @@ from fullshard.engine.params.of_unit import UnitParams
 
 
 class WriteCounts:
-    """Writes to a unit's shards and unsharded parameters, since two moments."""
+    """Counts writes to a unit's shards and unsharded parameters since two moments.
+
+    The moments are the unit's last gather (`gathered`), and the begin of a pass in which peers read
+    in place (`begin`).
+    """
 
     def __init__(self, params: UnitParams) -> None:
         self._params = params
-        self._at_gather: int | None = None  # writes to shards, None where nobody will ask
-        self._unsharded_at_gather = 0  # to unsharded parameters, if they may stay
-        # To unsharded parameters as `_created` made them: all of it known and said, or meant.
+        # Sums of version counters at the gather: of shards (None if nobody will ask), and of
+        # unsharded parameters, if they may stay unsharded.
+        self._at_gather: int | None = None
+        self._unsharded_at_gather = 0
+        # Version counters of unsharded parameters, one per plain parameter, up to which writes were
+        # warned of or meant to be lost. They are those of the tensors of `params.num_created ==
+        # _created`; -1 makes the next gather read them again.
         self._known: list[int] = []
         self._num_known = 0
         self._created = -1
-        self._lost: set[str] = set()  # parameters of which writes were lost, and it was said
-        self._at_begin = (0, 0)  # to both, where they are one memory
+        self._lost: set[str] = set()  # names of parameters that were warned of
+        self._at_begin = (0, 0)  # sums at the begin of a pass: shards, unsharded parameters
 
     def gathered(self, *, early: bool, may_stay: bool) -> None:
-        """Shards are being gathered.
+        """Take note of a gather that was started.
 
-        early: before their module is called. may_stay: what is gathered may outlast the iteration.
+        early: it was started before the module is called.
+        may_stay: what is gathered may stay unsharded after this iteration.
         """
         params = self._params
+        # Counting costs some time per parameter, so only where `changed_since_gather` is asked.
         self._at_gather = params.num_writes() if early or may_stay else None
         if may_stay:
             self._unsharded_at_gather = params.num_unsharded_writes()
@@ -40,23 +50,25 @@ class WriteCounts:
     def will_lose(self) -> bool:
         """Whether unsharded parameters that are about to be freed were written to.
 
-        Not where they are the shards' memory: that is refused, see `changed_since_begin`. Nobody
-        else writes to them in a way that counts, so what was known at any time holds.
+        False where they are the shards' memory: such writes are errors, see `changed_since_begin`.
+        The engine itself advances none of these counters, so a difference is always a user's write,
+        however long ago the last look was.
         """
         params = self._params
         return not params.is_in_place and params.num_unsharded_writes() != self._num_known
 
     def warn_of_written(self, label: str) -> None:
-        """Warn of those writes."""
+        """Warn of the writes that `will_lose` has found, with the names of the parameters."""
+        # The counters that are known belong to tensors that exist no more, or say nothing.
         if self._created != self._params.num_created:
-            return  # counted on other tensors
+            return
         before = self._known
         self._learn()
         changed = zip(self._params.plain, before, self._known, strict=True)
         self.warn_of_lost(label, [param.name for param, old, new in changed if old != new])
 
     def warn_of_lost(self, label: str, names: Sequence[str]) -> None:
-        """Warn that what was written to these unsharded parameters will be lost, once of each."""
+        """Warn that writes to these unsharded parameters will be lost, once for each parameter."""
         names = [name for name in names if name not in self._lost]
         if not names:
             return
@@ -71,24 +83,26 @@ class WriteCounts:
         )
 
     def excuse(self) -> None:
-        """What was written to unsharded parameters until now was meant to be lost."""
+        """Never warn of writes until now: users of ``unshard()`` know that they are lost."""
         self._created = -1
 
     def _learn(self) -> None:
+        """Take all writes to unsharded parameters until now for known."""
         self._known = [tensor._version for tensor in self._params.unsharded_locals]
         self._num_known = sum(self._known)
         self._created = self._params.num_created
 
     @property
     def changed_since_gather(self) -> bool:
-        """Whether shards were written to since they were gathered, as far as versions tell."""
+        """Whether version counters show a write to shards since they were gathered."""
         return self._at_gather is not None and self._params.num_writes() != self._at_gather
 
     def is_gathered_outdated(self, *, keeps_written: bool = False) -> bool:
-        """Whether what stayed unsharded is no longer what the shards say. Compares contents.
+        """Whether parameters that stayed unsharded have other values than this rank's shards.
 
-        What a user has written to the unsharded parameters stays in use, as in PyTorch; if
-        ``keeps_written``, whatever version counters tell of the shards.
+        Compares contents, unless the user has written to the unsharded parameters: those values
+        stay in use, as in PyTorch, until version counters show a write to shards. With
+        ``keeps_written`` they stay in use even then.
         """
         params, buffers = self._params, self._params.buffers
         is_untouched = params.num_unsharded_writes() == self._unsharded_at_gather
@@ -97,13 +111,13 @@ class WriteCounts:
         return is_untouched and buffers is not None and not buffers.holds_shards()
 
     def begin(self) -> None:
-        """A pass begins in which nobody is to write to what peers read in place."""
+        """Take note that a pass begins in which nobody may write to what peers read in place."""
         if self._params.is_in_place:
             self._at_begin = self._params.num_writes(), self._params.num_unsharded_writes()
 
     @property
     def changed_since_begin(self) -> bool:
-        """Whether parameters that are read in place were written to since, as far as versions tell."""
+        """Whether version counters show a write, since `begin`, to what peers read in place."""
         params = self._params
         if not params.is_in_place:
             return False
@@ -111,9 +125,10 @@ class WriteCounts:
 
     @property
     def reached_peers(self) -> bool:
-        """Whether unsharded parameters that are all ranks' shards were written to since then.
+        """Whether unsharded parameters that are all ranks' shards were written to since `begin`.
 
-        A part of it: every rank that writes notices, whoever's shards have changed.
+        A part of `changed_since_begin`. Every rank that runs the write notices it here, while only
+        the ranks whose shards have changed notice it by contents.
         """
         params = self._params
         return params.is_in_place and params.num_unsharded_writes() != self._at_begin[1]
