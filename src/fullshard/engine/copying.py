@@ -35,8 +35,8 @@ def copy_sharded(
         )
     states = {state: None for each in modules if (state := hooks_of(each)) is not None}
     _check(module, modules, states)
-    # State and classes are off while plain modules are copied: deepcopy would copy units and process
-    # groups as well, and `__deepcopy__` of the classes leads back here.
+    # State and classes are off while plain modules are copied: deepcopy would copy units and
+    # process groups as well, and `__deepcopy__` of the classes leads back here.
     classes: dict[nn.Module, Any] = {each: type(each) for state in states for each in state.modules}
     for state in states:
         state.detach()
@@ -55,8 +55,8 @@ def copy_sharded(
     for state in states:
         copies = [memo[id(each)] for each in state.modules]
         new[state] = Hooks(copies, [_copy_unit(unit, memo) for unit in state.all_units])
-        for each, one in zip(state.modules, copies, strict=True):
-            one.__class__ = classes[each]
+        for original, copy in zip(state.modules, copies, strict=True):
+            copy.__class__ = classes[original]
         state.copy_methods(new[state], memo)
         for ignored, names in state.ignored_names.items():
             new[state].ignored_names[memo[id(ignored)]] = set(names)

@@ -55,7 +55,7 @@ class Iteration:
         self.reductions = ReductionQueue()
         self._forward_root: weakref.ref[Any] | None = None  # weak, as its state owns this object
         self._caller: types.FrameType | None = None  # the frame that runs the root's forward
-        self._after: dict[int, Unit] = {}  # by id of a unit: gather this one after its backward
+        self._prefetch_after: dict[int, Unit] = {}  # gather it after backward of a unit, by id
         # The callback at the end of the backward pass under way. Autograd alone refers to it, until
         # the pass has ended or raised; so a dead reference here means that the pass raised.
         self._backward_end: weakref.ref[Any] | None = None
@@ -71,7 +71,7 @@ class Iteration:
     def connect(self) -> None:
         """Take note of the units' communication, and make room for their reductions. Collective."""
         comms = comms_of(self.units)
-        self._original = [unit for unit in self.units if unit.keeps_originals]
+        self._of_originals = [unit for unit in self.units if unit.keeps_originals]
         # Peers' memory is read over the shard axis alone. Ranks that hold whole parameters, such as
         # replicas, do not meet in fences, so each may run a forward on its own.
         sharing = dict.fromkeys(unit.comm for unit in self.units)
@@ -268,7 +268,7 @@ class Iteration:
             for unit in self.units:
                 unit.keep_privately()  # reads peers' shards, so before the fence
             self._stayed.note()  # counts what is in private memory, so after that
-        for unit in self._original:  # optimizers and `zero_grad` must find what is trained
+        for unit in self._of_originals:  # optimizers and `zero_grad` must find what is trained
             if self._expects_backward:
                 unit.hide_between()
             elif not unit.is_held:
@@ -310,7 +310,7 @@ class Iteration:
         if when is BackwardPrefetch.BACKWARD_PRE:
             self.start_backward_unshard(self.units[previous])
         elif when is BackwardPrefetch.BACKWARD_POST:
-            self._after[id(unit)] = self.units[previous]
+            self._prefetch_after[id(unit)] = self.units[previous]
 
     def start_backward_unshard(self, unit: Unit) -> None:
         if unit.config.unshard_in_backward:
@@ -336,7 +336,7 @@ class Iteration:
             unit.hide_unsharded()  # after `take_gradients`, which undoes it
         if not is_put_off:
             self._reduce(unit, grads)
-        if (following := self._after.pop(id(unit), None)) is not None:
+        if (following := self._prefetch_after.pop(id(unit), None)) is not None:
             self.start_backward_unshard(following)  # BACKWARD_POST
 
     def _reduce(self, unit: Unit, grads: list[torch.Tensor | None]) -> None:
@@ -424,7 +424,7 @@ class Iteration:
             comm.abandon()
         self._recorder.forget()
         self._order.forget()
-        self._after.clear()
+        self._prefetch_after.clear()
         self._forward_root = self._caller = None
         if self._backward_end is not None:
             self._backward_end = None

@@ -59,8 +59,8 @@ class ModuleState:
         self._own_iteration: Iteration | None = None  # of a root, which owns it
         self._root: weakref.ref[ModuleState] | None = None
         self._states: list[ModuleState] = [self]  # of a root: those of the whole model
-        self._said: dict[str, Any] = {}  # arguments of `say` before the root was known
-        self._reduced: UnitConfig | None = None  # the config to return to after full precision
+        self._pending: dict[str, Any] = {}  # settings that wait for a root: see `say`
+        self._config_before: UnitConfig | None = None  # while in full precision
         self._num_registrations = -1  # in the process, when strays were last looked for
         self._strays: set[str] = set()  # names of those found then
         watch()
@@ -113,7 +113,7 @@ class ModuleState:
         """Whether the next backward is the last of its iteration; True unless the user says so."""
         iteration = self.iteration()
         value: bool = (
-            self._said.get("is_last_backward", True)
+            self._pending.get("is_last_backward", True)
             if iteration is None
             else iteration.is_last_backward
         )
@@ -124,14 +124,16 @@ class ModuleState:
         """The event that the root's next forward waits for, or None."""
         iteration = self.iteration()
         return (
-            self._said.get("post_optim_event") if iteration is None else iteration.post_optim_event
+            self._pending.get("post_optim_event")
+            if iteration is None
+            else iteration.post_optim_event
         )
 
     def say(self, **facts: Any) -> None:
         """Set ``is_last_backward`` or ``post_optim_event`` of the model: now, or with its root."""
         iteration = self.iteration()
         if iteration is None:
-            self._said.update(facts)
+            self._pending.update(facts)
             return
         for name, value in facts.items():
             setattr(iteration, name, value)
@@ -187,8 +189,8 @@ class ModuleState:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)
         for state in reversed(self._states):  # the root's last: its settings win
-            state.say(**state._said)
-            state._said.clear()
+            state.say(**state._pending)
+            state._pending.clear()
         return self._own_iteration
 
     def _cast_buffers(self) -> None:
@@ -208,14 +210,14 @@ class ModuleState:
         Call it between iterations. Buffers are cast back as well.
         """
         (unit,) = self.all_units
-        if full == (self._reduced is not None):
+        if full == (self._config_before is not None):
             return
         self.iteration_or_initialise()
-        if self._reduced is not None:
-            config, self._reduced = self._reduced, None
+        if self._config_before is not None:
+            config, self._config_before = self._config_before, None
             unit.configure(mp_policy=config.mp_policy, buffer_dtype=config.buffer_dtype)
         else:
-            self._reduced = unit.config
+            self._config_before = unit.config
             unit.configure(mp_policy=MixedPrecisionPolicy(), buffer_dtype=None)
             for module, dtypes in self.buffer_dtypes.items():
                 for name, dtype in dtypes.items():

@@ -38,7 +38,7 @@ class AfterBackward(_SingleLevelFunction):
     @staticmethod
     @passing_through
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, *_end(ctx.state, grads, ()))
+        return (None, *_after_backward(ctx.state, grads, ()))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -109,14 +109,14 @@ def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[
     if len(tensors) == 1 and type(tensors[0]) is torch.Tensor:
         view = tensors[0].view_as(tensors[0])
         if view.grad_fn is not None:  # a tensor made in inference mode has no graph
-            view.grad_fn.register_hook(functools.partial(_end, state))
+            view.grad_fn.register_hook(functools.partial(_after_backward, state))
             return (view,)
     marked = AfterBackward.apply(state, *tensors)  # type: ignore[attr-defined]
     return marked
 
 
 @passing_through
-def _end(
+def _after_backward(
     state: State, grads: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     """Call `after_backward`; return the gradients of the module's inputs.

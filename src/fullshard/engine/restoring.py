@@ -39,7 +39,7 @@ class _Module:
         ]
 
     def restore(self) -> None:
-        # The same dicts and lists get their contents back: slots and handles of hooks refer to them.
+        # The same dicts and lists get their contents back: slots and hooks' handles refer to them.
         for value, content in self._contents:
             value.clear()
             (value.update if isinstance(value, dict) else value.extend)(content)
@@ -119,8 +119,8 @@ def naming_lack(what: str, then: str) -> Iterator[None]:
         raise AllocationError(
             f"{what} (rank {dist.get_rank()}) ran out of memory: "
             f"{reason[0] if reason else type(error).__name__}. {then} Free memory, or shard smaller "
-            "modules one after the other, and do it again on every rank; ranks that had enough have "
-            "gone on."
+            "modules one after the other, and repeat the call on every rank. Ranks that had enough "
+            "memory did not raise."
         ) from error
 
 

@@ -2,8 +2,8 @@
 
 Two kinds of hooks of the whole process, installed when a model is first sharded:
 
-    registration    of a parameter or a module anywhere counts up, so that the next forward of a root
-                    looks through its modules for parameters that were added after sharding
+    registration    of a parameter or a module anywhere counts up, so that the next forward of a
+                    root looks through its modules for parameters added after sharding
     optimizer step  looks through an optimizer's parameters for those that sharding has replaced
 
 Both look again only when something has changed, so a step pays for two comparisons.
@@ -26,7 +26,7 @@ from fullshard.engine.params.managed import Count, manager_of, marks, owner_of
 from fullshard.engine.runtime import eager
 from fullshard.errors import StateError
 
-_NAMED = 8  # so many names in a message
+_MAX_NAMES = 8  # so many names in a message
 
 # Registrations since `watch`, except of managed parameters: units may register those at any time.
 registrations = Count()
@@ -60,8 +60,8 @@ def warn_of_strays(names: list[str]) -> None:
     if names:
         warnings.warn(
             f"{_listed(names)} (rank {dist.get_rank()}): registered after the module was sharded, "
-            "so neither sharded nor reduced: each rank trains it on its own data, and values "
-            "differ. Add parameters before sharding; or, if you reduce their gradients yourself, "
+            "so neither sharded nor reduced. Each rank trains on its own data, and values drift "
+            "apart. Add parameters before sharding; or, if you reduce their gradients yourself, "
             "name them in ignored_params (ignored_states).",
             UserWarning,
             stacklevel=2,
@@ -103,18 +103,18 @@ def _look_through(optimizer: Optimizer) -> None:
     if built_before:
         raise StateError(
             f"{name} (rank {dist.get_rank()}) has {_listed(built_before)} as before sharding, or "
-            "before they were replaced: a step would change nothing that is used. Build the "
-            "optimizer from model.parameters() after sharding and loading."
+            "before a load replaced them: a step would change nothing that the model uses. Build "
+            "the optimizer from model.parameters() after sharding and loading."
         )
     if stand_ins:
         raise StateError(
-            f"{name} (rank {dist.get_rank()}) has {_listed(stand_ins)} as they are while unsharded: "
-            "a step would change nothing that is used. It was built after a forward that keeps "
-            "them unsharded, or inside unshard(): build it before, or call model.reshard() first."
+            f"{name} (rank {dist.get_rank()}) has {_listed(stand_ins)} as they are while unsharded, "
+            "so its step would not reach the shards. It was built after a forward that keeps them "
+            "unsharded, or after unshard(). Build it before, or call model.reshard() first."
         )
 
 
 def _listed(names: list[str]) -> str:
     """Join the first names, and say how many more there are."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

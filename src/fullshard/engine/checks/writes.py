@@ -41,9 +41,9 @@ from fullshard.errors import StateError
 
 # Passes of a kind that are watched, counted from 0: the first two, and more and more rarely later.
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
-_ALL = 4096  # a shard of up to so many words is sampled whole
+_MAX_WHOLE = 4096  # a shard of up to so many words is sampled whole
 _STRIDE = 1024  # of a larger one, one word in so many is sampled
-_FEW = 1024  # but at least so many words
+_MIN_SAMPLED = 1024  # but at least so many words
 _BLOCK = 1024  # a fingerprint keeps one sum per so many words
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -124,10 +124,10 @@ class _Sample:
 def refuse_write(unit: Unit) -> None:
     """Raise StateError: somebody wrote to parameters that ranks have been reading in place."""
     raise StateError(
-        f"{unit.label}: its parameters were written to while the model ran, between the begin "
+        f"{unit.label}: its parameters were written to while the model ran, between the beginning "
         "of forward and the end of backward. The first passes did not do that, so the ranks of "
-        "this host read each other's parameters in place, and some may have read what was half "
-        "written. Write between steps, or from the first step on, or call "
+        "this host read each other's parameters in place, and some may have read half-written "
+        "values. Write between steps, or from the first step on, or call "
         "set_default_comm('process_group') before sharding."
     )
 
@@ -305,9 +305,9 @@ class WriteWatch:
 
 def _sampled(words: torch.Tensor) -> torch.Tensor:
     """View the elements of a 1-D tensor that samples compare: all, or some at equal distances."""
-    if words.numel() <= _ALL:
+    if words.numel() <= _MAX_WHOLE:
         return words
-    return words[:: min(_STRIDE, words.numel() // _FEW)]
+    return words[:: min(_STRIDE, words.numel() // _MIN_SAMPLED)]
 
 
 def _fingerprints(tensors: Sequence[torch.Tensor]) -> _Fingerprints:
