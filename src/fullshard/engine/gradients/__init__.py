@@ -1,1 +1,1 @@
-"""Gradients: from full ones that autograd leaves to sharded ones that an optimizer reads."""
+"""Gradients: from the full ones that autograd leaves to the sharded ones that optimizers read."""

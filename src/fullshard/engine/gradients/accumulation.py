@@ -1,12 +1,18 @@
-"""Full gradients that wait for a later reduction.
+"""Full gradients that wait for a later reduction (`set_requires_gradient_sync(False)`, `no_sync`).
 
 Flat units keep one buffer per bucket and show it as ``.grad``: dropping or zeroing that
 (``optimizer.zero_grad()``) drops what is accumulated, as it would in training on one process.
-Reduced gradients of earlier backwards are put aside meanwhile, and the sum is added to them. Other
-units keep their sums out of sight.
+Reduced gradients of earlier backwards are put aside meanwhile; later the sum is reduced and added
+to them. Other units keep their sums hidden, one per parameter.
 
-During backward the sums are lent to the unsharded parameters, so that autograd adds to them in
-place while what it adds is in cache.
+[Note: Lent sums] During backward the sums are lent: they become ``.grad`` of the unsharded
+parameters, so that autograd adds to them in place while what it adds is in cache. After backward
+there are four cases for each parameter, which `add` tells apart:
+
+    ``.grad`` is what was lent     autograd has added to it, or had nothing to add
+    ``.grad`` is another tensor    autograd made it of the sum (``create_graph=True``): it has all
+    ``.grad`` is None              somebody dropped it in backward; the sum counts all the same
+    nothing was lent               ``.grad`` is this backward's alone, and is added here
 """
 
 import enum
@@ -28,8 +34,8 @@ from fullshard.plan.layout import BucketLayout, UnitLayout
 class SpareMemory:
     """Host memory that is kept from step to step, and used again if nobody else refers to it.
 
-    New memory costs a page fault for every page, several times the addition it is used for. Of
-    other devices nothing is kept: they have caching allocators.
+    New memory costs a page fault for every page: several times the addition that it is used for.
+    Memory of other devices is not kept, since they have caching allocators.
     """
 
     def __init__(self) -> None:
@@ -37,12 +43,13 @@ class SpareMemory:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is kept, as bytes."""
+        """The memory that is kept, as 1-D tensors of bytes."""
         storages = self._storages.values()
         return [tensor_over(each, 0, (each.nbytes(),), torch.uint8) for each in storages]
 
     def keep(self, key: int, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory; it may be in use for a while yet."""
+        """Keep a tensor's memory under a key. Others may still use it: `take` looks."""
+        # Only memory that belongs to this tensor alone, and to this process.
         if type(tensor) is not torch.Tensor or not (tensor.is_cpu and tensor.is_contiguous()):
             return
         storage = tensor.untyped_storage()
@@ -50,7 +57,11 @@ class SpareMemory:
             self._storages[key] = storage
 
     def take(self, key: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor over the memory kept under this key, of any values; None if it cannot."""
+        """Return an uninitialised tensor over the memory that is kept under a key.
+
+        None if there is none of that size, or if somebody still refers to it: then it is forgotten,
+        and belongs to whoever has it.
+        """
         storage = self._storages.pop(key, None)
         if storage is None or storage.nbytes() != math.prod(shape) * dtype.itemsize:
             return None
@@ -61,24 +72,25 @@ class SpareMemory:
 
 @functools.cache
 def _references_to_own() -> int:
-    """Count the references to a storage that a local variable alone refers to.
+    """Return the reference count of a storage that one local variable alone refers to.
 
-    It is 2 up to Python 3.13, of which the call is one, and less where calls borrow.
+    Measured, since it differs: 2 up to Python 3.13 (the variable and the argument of the call), less
+    where calls borrow references (3.14).
     """
     own = torch.UntypedStorage(0)
     return python_uses(own)
 
 
 class Phase(enum.Enum):
-    """What `Unreduced` has, and may do next.
+    """What `Unreduced` has, and which call leads to which phase.
 
     EMPTY    no memory                                    add -> HOLDING
     HOLDING  sums                                         add; take -> TAKEN; replace -> OUTDATED
     OUTDATED sums, in memory that no longer fits          add; take -> EMPTY
-    TAKEN    memory, whose sums were reduced              add -> HOLDING; begin -> SPARE
-    SPARE    memory, whose sums an earlier step reduced   add -> HOLDING; let go -> EMPTY
+    TAKEN    memory; its sums were reduced in this step   add -> HOLDING; begin -> SPARE
+    SPARE    memory; its sums an earlier step reduced     add -> HOLDING; note_reduced -> EMPTY
 
-    Memory that holds nothing goes where it no longer fits (replace), too.
+    `take` that keeps no memory leads to EMPTY, and so does `replace` without sums.
     """
 
     EMPTY = enum.auto()
@@ -91,8 +103,8 @@ class Phase(enum.Enum):
 class Unreduced:
     """The gradients of one unit that wait for a later reduction, and memory for the next ones.
 
-    Every rank of a unit is in the same phase: it follows from what programs call, not from which
-    gradients exist.
+    All ranks are in the same phase, so they agree on whether there is something to reduce: the phase
+    follows from what programs call, not from which gradients exist on a rank.
     """
 
     def __init__(self) -> None:
@@ -101,23 +113,26 @@ class Unreduced:
 
     @property
     def is_holding(self) -> bool:
-        """Whether there are sums."""
+        """Whether sums wait for a reduction."""
         return self._phase is Phase.HOLDING or self._phase is Phase.OUTDATED
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The sums, except for those that are lent."""
+        """The tensors of the sums. Hidden ones are missing while they are lent."""
         if self._accumulation is None or not self.is_holding:
             return []
         return self._accumulation.memory
 
     @property
     def spare_memory(self) -> list[torch.Tensor]:
-        """What is kept for the sums of the next step, as bytes."""
+        """The memory that is kept for the sums of the next step, as 1-D tensors of bytes."""
         return [] if self._accumulation is None else self._accumulation.spare.tensors
 
     def add(self, grads: Sequence[torch.Tensor | None], make: Callable[[], "Accumulation"]) -> None:
-        """Add full gradients, one per parameter. ``make`` says where they go if there is no memory."""
+        """Add full gradients: one per parameter, or None.
+
+        make: makes the sums' memory if there is none.
+        """
         if self._accumulation is None:
             self._accumulation = make()
         if self._phase is not Phase.OUTDATED:
@@ -125,13 +140,16 @@ class Unreduced:
         self._accumulation.add(grads)
 
     def lend(self) -> None:
-        """Before backward: let autograd add to the sums, in place."""
+        """Let autograd add to the sums in place, in the backward that begins."""
         if self.is_holding:
             assert self._accumulation is not None
             self._accumulation.lend()
 
     def take(self, *, keep_memory: bool) -> list[torch.Tensor | None]:
-        """Return the sums, one per parameter, and forget them. Empty if there are none."""
+        """Return the sums, one per parameter or None, and forget them. Empty if there are none.
+
+        keep_memory: whether the memory may be used again, once the reduction has read the sums.
+        """
         if not self.is_holding:
             return []
         accumulation = self._accumulation
@@ -143,19 +161,23 @@ class Unreduced:
         return accumulation.take()
 
     def begin(self) -> None:
-        """A forward of the model begins."""
+        """Take note that a forward of the model begins."""
         if self._phase is Phase.TAKEN:
             self._phase = Phase.SPARE
 
     def note_reduced(self) -> None:
-        """A step reduces at once: what earlier steps added up in is not needed any more."""
+        """Take note of a reduction without sums: the program no longer accumulates.
+
+        A reduction in the same step as the last sums says nothing: a module may run twice.
+        """
         if self._phase is Phase.SPARE:
             self._let_go()
 
     def replace(self) -> None:
-        """Use other memory, and add in another way: parameters, layout or dtype may have changed."""
+        """Let the next sums be made anew: parameters, layout or dtype may have changed."""
         if self.is_holding:
-            self._phase = Phase.OUTDATED  # until these sums are reduced
+            # Sums that wait are of the old parameters; they are completed and reduced as they are.
+            self._phase = Phase.OUTDATED
         else:
             self._let_go()
 
@@ -164,28 +186,28 @@ class Unreduced:
 
 
 class Accumulation(Protocol):
-    """Where and how the unreduced gradients of one unit are added up."""
+    """The sums of one unit's unreduced gradients: in which memory and dtype they are formed."""
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The sums, except for those that are lent."""
+        """The tensors of the sums."""
         ...
 
     @property
     def spare(self) -> SpareMemory:
-        """What it keeps for the next time."""
+        """The memory that it keeps for the next sums."""
         ...
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add full gradients, one per parameter."""
+        """Add full gradients, one per parameter or None. Ends what `lend` began."""
         ...
 
     def lend(self) -> None:
-        """Put the sums where autograd adds to them in place. `add` gets them back."""
+        """Put the sums where autograd adds to them in place. See [Note: Lent sums]."""
         ...
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return the sums, one per parameter, and forget them."""
+        """Return the sums, one per parameter or None, and forget them."""
         ...
 
 
@@ -193,7 +215,7 @@ class RowsAccumulation:
     """Adds up the gradients of parameters that are sharded one by one, hidden from users."""
 
     def __init__(self, params: Sequence[ManagedParameter], dtype: torch.dtype | None) -> None:
-        """dtype: as what gradients are accumulated; None is their own."""
+        """Begin without sums. dtype: of the sums; None for that of the gradients."""
         self._params = params
         self._dtype = dtype
         self._lent: dict[int, torch.Tensor] = {}
@@ -206,8 +228,10 @@ class RowsAccumulation:
     @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
+            # The cases of [Note: Lent sums]. What was lent is not in `accumulated_grad`, so a gradient
+            # that contains it begins the sum again.
             if grad is None:
-                if index in self._lent:  # somebody has dropped it in backward
+                if index in self._lent:
                     param.accumulated_grad = self._lent[index]
                 continue
             if param.accumulated_grad is not None:
@@ -217,9 +241,12 @@ class RowsAccumulation:
         self._lent.clear()
 
     def _begin_sum(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """Return where a parameter's gradients are added from now on, holding this one."""
+        """Return the tensor in which a parameter's gradients are summed from now on: first, this.
+
+        Often that is the gradient itself, which autograd will not touch any more.
+        """
         if grad is self._lent.get(index):
-            return grad  # autograd has added to it
+            return grad
         dtype = self._dtype or grad.dtype
         memory = self.spare.take(index, grad.shape, dtype)
         if memory is not None:
@@ -232,12 +259,14 @@ class RowsAccumulation:
             if grad is not None and _can_be_lent(param, grad):
                 assert param.unsharded is not None
                 param.unsharded.grad = self._lent[index] = grad
+                # Else `add` would add the sum to itself.
                 param.accumulated_grad = None
 
     def take(self) -> list[torch.Tensor | None]:
         grads = [param.accumulated_grad for param in self._params]
         for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
             if grad is not None:
+                # The reduction reads it yet. `take` of spare memory finds that out by counting.
                 self.spare.keep(index, grad)
                 param.accumulated_grad = None
         self._lent.clear()
@@ -253,14 +282,19 @@ class FlatAccumulation:
         params: Sequence[ManagedParameter],
         device: torch.device,
     ) -> None:
-        """device: where gradients are accumulated, in the compute dtype, as autograd would."""
+        """Begin without sums.
+
+        device: of the sums, which have the compute dtype, as autograd would leave them.
+        """
         self._layout = layout
         self._params = params
         self._device = device
-        self._flats: dict[int, torch.Tensor] = {}  # of each parameter, by index
+        # By index of the parameter: the buffer of its bucket, and its part of that.
+        self._flats: dict[int, torch.Tensor] = {}
         self._views: dict[int, torch.Tensor] = {}
-        self._present: set[int] = set()
+        self._present: set[int] = set()  # indices of parameters that have a sum
         self._lent: dict[int, torch.Tensor] = {}
+        # What users find as `.grad` meanwhile, and the reduced gradient that was there before.
         self._shown: dict[ShardHolder, torch.Tensor] = {}
         self._aside: dict[ShardHolder, torch.Tensor | None] = {}
         self.spare = SpareMemory()
@@ -272,7 +306,8 @@ class FlatAccumulation:
 
     @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add full gradients, one per parameter, and show the sums."""
+        """Add full gradients, one per parameter or None, and show the sums as ``.grad``."""
+        # First: what users have dropped since must not come back with the sum.
         self._forget_dropped()
         for number, bucket in enumerate(self._layout.buckets):
             has_gradient = [grads[param.index] is not None for param in bucket.params]
@@ -282,11 +317,14 @@ class FlatAccumulation:
             if grad is None:
                 continue
             lent = self._lent.get(index)
-            if grad is not lent:  # to which autograd has added
+            # See [Note: Lent sums]. A sum that was lent and dropped needs nothing: it is in the
+            # buffer all along. One that autograd made anew has all, and is copied over it.
+            if grad is not lent:
                 if index in self._present and lent is None:
                     self._views[index].add_(grad)
                 else:
-                    self._views[index].copy_(grad)  # reading zeros costs a page fault as well
+                    # Not added to the zeros of a new buffer: reading them costs a page fault too.
+                    self._views[index].copy_(grad)
             self._present.add(index)
         self._lent.clear()
         for index in self._present:
@@ -294,14 +332,21 @@ class FlatAccumulation:
             if holder in self._shown:
                 continue
             self._aside[holder] = holder.sharded.grad
+            # A piece shows its whole gradient, the flat parameter that of the whole buffer.
             is_one = isinstance(holder, ManagedParameter)
             self._shown[holder] = self._views[index] if is_one else self._flats[index]
             show_gradient(holder.sharded, self._shown[holder])
 
     def _allocate(self, number: int, bucket: BucketLayout, *, covers: bool) -> None:
-        """Make a bucket's buffer. ``covers``: every parameter's part of it is about to be set."""
+        """Make a bucket's buffer.
+
+        number: of the bucket in the layout.
+        covers: whether every parameter's part is about to be set, so that nothing need be zeroed.
+        """
         shape, dtype = (bucket.unsharded_numel,), bucket.compute_dtype
         flat = self.spare.take(number, shape, dtype)
+        # Parameters without a gradient show zeros, and so does padding: both are part of what users
+        # see. Padding of spare memory is zero since it was new.
         if flat is None:
             flat = torch.zeros(shape, dtype=dtype, device=self._device)
         elif not covers:
@@ -318,7 +363,7 @@ class FlatAccumulation:
                 param.unsharded.grad = self._lent[index] = view
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return the sums, one per parameter, and show what was put aside again."""
+        """Return the sums, one per parameter or None, and show what was put aside again."""
         self._forget_dropped()
         for holder, grad in self._aside.items():
             show_gradient(holder.sharded, grad)
@@ -326,6 +371,7 @@ class FlatAccumulation:
             self._views[index] if index in self._present else None
             for index in range(len(self._params))
         ]
+        # The sums above are views of these buffers; spare memory is used again when they are gone.
         for number, bucket in enumerate(self._layout.buckets):
             if bucket.params[0].index in self._flats:
                 self.spare.keep(number, self._flats[bucket.params[0].index])
@@ -335,18 +381,23 @@ class FlatAccumulation:
         return sums
 
     def _forget_dropped(self) -> None:
-        """Forget what users have dropped since."""
+        """Forget sums that users have dropped: their ``.grad`` is no longer the one shown."""
         dropped = {h for h, shown in self._shown.items() if h.sharded.grad is not shown}
         for holder in dropped:
             del self._shown[holder]
-            self._aside[holder] = None  # the user means it all
+            # Who sets `.grad` to None means all of it, the gradient put aside as well.
+            self._aside[holder] = None
         for index in [i for i in self._present if self._params[i].holder in dropped]:
             self._views[index].zero_()
             self._present.remove(index)
 
 
 def _can_be_lent(param: ManagedParameter, grad: torch.Tensor) -> bool:
-    """Whether autograd may add to a sum in place: it is a gradient of the unsharded parameter."""
+    """Whether a sum fits as ``.grad`` of the unsharded parameter, so that autograd can add to it.
+
+    Not if the parameter is a DTensor, has a gradient that was not taken, is frozen, or has another
+    dtype than the sum.
+    """
     unsharded = param.unsharded
     return (
         unsharded is not None
@@ -358,11 +409,12 @@ def _can_be_lent(param: ManagedParameter, grad: torch.Tensor) -> bool:
 
 
 def show_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set a parameter's gradient, of whatever shape and dtype."""
+    """Set a parameter's ``.grad`` to a tensor of any shape and dtype, or to None."""
     parameter.grad = None
     if grad is None:
         return
+    # torch compares a gradient with `data` (shape, dtype, device) when it is set, and not again.
     data = parameter.data
-    parameter.data = grad  # which autograd compares the gradient with
+    parameter.data = grad
     parameter.grad = grad
     parameter.data = data

@@ -1,7 +1,8 @@
-"""The buckets in which one unit's gradients are reduced, and how each of them is.
+"""The buckets in which one unit's gradients are reduced, and the recipe of each.
 
-They follow from what is trainable now, so freezing and unfreezing make other buckets; those of every
-choice are kept, since programs alternate between a few.
+Only gradients of trainable parameters travel. So buckets follow from which parameters are trainable,
+never from which have a gradient, and all ranks agree on their sizes. Freezing and unfreezing make
+other buckets; those of every choice are kept, since programs alternate between a few.
 """
 
 import itertools
@@ -23,10 +24,12 @@ from fullshard.policies import UnitConfig
 class GradientBuckets:
     """Chooses and keeps the buckets of one unit's gradients.
 
-    shard_comm, replicate_comm: over which they are reduced.
-    owed: indices of parameters of whom unreduced gradients are kept. They take part in the next
-        reduction, trainable or not.
-    alive: all memory of reduced gradients that exists.
+    shard_comm, replicate_comm: for the sums over the shard axis and over the replicate axis.
+    params: the unit's parameters, in the order of their indices.
+    flat_layout: the layout of a flat unit, else None.
+    owed: indices of parameters whose gradients were kept for a later reduction. They take part in
+        the next one, even if they were frozen meanwhile. The same on all ranks.
+    alive: all memory of reduced gradients that exists, for reports.
     """
 
     def __init__(
@@ -49,32 +52,36 @@ class GradientBuckets:
         specs: Sequence[ParamSpec],
         flat_layout: UnitLayout | None = None,
     ) -> None:
-        """Say whose gradients these are. Forgets what was kept for others.
+        """Set the parameters, and forget all buckets, with sums that wait in them.
 
-        flat_layout: of the parameters, which is that of their gradients then.
+        specs: of all parameters, in the order of their indices.
+        flat_layout: of a flat unit, whose gradients lie as its parameters do.
         """
         self.params, self._specs = list(params), list(specs)
         self.flat_layout = flat_layout
         self._by_trainable.clear()
 
     def use_comms(self, *, shard: Comm | None = None, replicate: Comm | None = None) -> None:
-        """Reduce over these from now on; layouts stay as they are."""
+        """Reduce over other groups from now on. Buckets stay as they are."""
         self.shard_comm = shard or self.shard_comm
         self.replicate_comm = replicate or self.replicate_comm
         self.forget_recipes()
 
     def forget_recipes(self) -> None:
-        """Make new recipes for the next reductions."""
+        """Drop all recipes, since something beside the configuration has changed."""
         for bucket in self.known:
             bucket.recipe = None
 
     @property
     def known(self) -> list[BucketGradients]:
-        """The buckets of every choice of trainable parameters so far."""
+        """The buckets of every choice of trainable parameters there has been."""
         return list(itertools.chain.from_iterable(self._by_trainable.values()))
 
     def owe_trainable(self) -> None:
-        """Unreduced gradients were added up: who is trainable now gets one, frozen later or not."""
+        """Let the parameters that are trainable now take part in the next reduction.
+
+        Call it when their gradients are kept for later, whether or not each has one.
+        """
         self.owed.update(
             index for index, param in enumerate(self.params) if param.sharded.requires_grad
         )
@@ -84,7 +91,7 @@ class GradientBuckets:
         return UnitLayout(self._mesh.shard_size, tuple(each.bucket for each in self.current()))
 
     def needs(self, config: UnitConfig) -> dict[Comm, list[int]]:
-        """Return how many bytes each communication will stage at once, for `Comm.prepare`."""
+        """Return, for each communication, the bytes that it stages per bucket, for `Comm.prepare`."""
         needs: dict[Comm, list[int]] = {self.shard_comm: [], self.replicate_comm: []}
         for bucket in (each.bucket for each in self.current()):
             wire = wire_dtype(bucket, config, accumulated=False)
@@ -93,7 +100,7 @@ class GradientBuckets:
         return needs
 
     def current(self) -> list[BucketGradients]:
-        """Return the buckets of the parameters that are trainable now, or were."""
+        """Return the buckets of the parameters that are trainable now or owed a gradient."""
         mask = tuple([param.sharded.requires_grad for param in self.params])
         if self.owed:
             mask = tuple([trained or index in self.owed for index, trained in enumerate(mask)])
@@ -115,10 +122,10 @@ class GradientBuckets:
         return buckets
 
     def _divide(self, trainable: Sequence[int]) -> list[tuple[BucketLayout, list[int]]]:
-        """Return the buckets of the trainable parameters, and whose each bucket's gradients are.
+        """Return the buckets of some parameters, each with the indices of its parameters.
 
-        A flat buffer is reduced whole if anything in it is trainable, so that pieces stay where
-        they are.
+        trainable: indices, ascending. A flat bucket is reduced as a whole if anything in it is
+        trainable, so that every piece of a gradient lies as the piece of the parameter does.
         """
         if self.flat_layout is not None:
             flat = [
@@ -132,6 +139,7 @@ class GradientBuckets:
             shard_size=self._mesh.shard_size,
             rule=self.shard_comm.rule,
         )
+        # This layout counts the trainable parameters alone; map its indices back to the unit's.
         return [
             (each, [trainable[param.index] for param in each.params]) for each in layout.buckets
         ]
@@ -139,8 +147,12 @@ class GradientBuckets:
     def recipe(
         self, bucket: BucketGradients, config: UnitConfig, *, accumulated: bool, label: str
     ) -> Recipe:
-        """Return how a bucket is reduced: the recipe it was reduced by last, if that still holds."""
+        """Return how a bucket is reduced: the recipe of its last reduction, if that still holds.
+
+        accumulated: whether gradients are sums of several backwards, in the reduce dtype.
+        """
         known = bucket.recipe
+        # Identity first: configurations are frozen, and comparing all their fields takes longer.
         is_same = known is not None and (known.config is config or known.config == config)
         if known is not None and is_same and known.accumulated == accumulated:
             return known

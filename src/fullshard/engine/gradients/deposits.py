@@ -1,4 +1,4 @@
-"""The memory of one bucket's reduced gradients, and how sharded parameters get them."""
+"""One bucket's reduced gradients: the choice of their memory, and giving them to parameters."""
 
 import dataclasses
 import itertools
@@ -18,14 +18,17 @@ from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.layout import BucketLayout
 
-_POOLED = 2  # gradient memory kept for reuse: the current and, with accumulation, the next
+# Pieces of gradient memory that one bucket keeps for reuse. Two, since a reduction may begin while
+# the gradients of the last one are still there to be added to.
+_POOLED = 2
 
 
 @dataclasses.dataclass(slots=True)
 class PartialSum:
-    """A sum over the shard axis whose all-reduce was put off.
+    """A sum over the shard axis whose all-reduce over the replicate axis was put off.
 
-    present: for each holder, whether there was a gradient.
+    total: 1-D, ``bucket.shard_numel`` elements of the recipe's total dtype, in scratch memory.
+    present: for each holder, whether any rank of the shard axis had a gradient.
     """
 
     total: torch.Tensor
@@ -33,13 +36,16 @@ class PartialSum:
 
 
 class BucketGradients:
-    """The reduced gradients of one bucket.
+    """Gives the sharded parameters of one bucket their reduced gradients, and keeps the memory.
 
-    indices: which of the unit's parameters they are of.
-    holders: who gets them: each parameter, or one for all of them.
-    partial: what waits for its all-reduce.
-    recipe: how they were reduced last.
-    alive: all memory of gradients that is made is entered there.
+    bucket: the layout of the gradients.
+    indices: the unit's indices of the bucket's parameters, in bucket order.
+    holders: the owners of the sharded parameters, in bucket order: one per parameter, or one for all
+        inside a flat parameter. ``present`` and ``takers`` below are in this order.
+    has_one_holder: whether one flat parameter gets the whole bucket, padding included.
+    partial: a sum that waits for its all-reduce, or None.
+    recipe: of the last reduction, or None.
+    pool: memory of gradients that were reduced, the newest last: in use, or to be used again.
     """
 
     def __init__(
@@ -52,13 +58,13 @@ class BucketGradients:
         runtime: Runtime,
         alive: weakref.WeakSet[GradientShards],
     ) -> None:
+        """Begin without memory. ``alive``: a set to which every piece of memory is added."""
         self.bucket = bucket
         self.indices = list(indices)
         self.holders = list(holders)
         self.partial: PartialSum | None = None
         self.recipe: Recipe | None = None
         self.pool: list[GradientShards] = []
-        # One holder gets the whole bucket.
         self.has_one_holder = bucket.is_flat and not isinstance(holders[0], ManagedParameter)
         self._shard_rank = shard_rank
         self._runtime = runtime
@@ -66,12 +72,12 @@ class BucketGradients:
 
     @property
     def device(self) -> torch.device:
-        """Where the sharded parameters are."""
+        """The device of the sharded parameters: the host, if they are offloaded."""
         return self.holders[0].local.device
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a holder has a gradient already."""
+        """Whether any sharded parameter of the bucket has a gradient."""
         for holder in self.holders:  # noqa: SIM110  (a third of the cost of `any`)
             if holder.sharded.grad is not None:
                 return True
@@ -79,18 +85,19 @@ class BucketGradients:
 
     @property
     def in_use(self) -> torch.Tensor | None:
-        """The memory of the gradients that the holders have now, unless it lies elsewhere."""
+        """The memory of the gradients that the holders have now, 1-D; None if it is not ours."""
         return next((shards.flat for shards in self.pool if self._is_in_use(shards)), None)
 
     def free_unused(self) -> None:
-        """Free large memory that nobody uses."""
+        """Free pooled memory that nobody uses, except where it is small."""
         if self.bucket.shard_nbytes > KEPT_NBYTES:
             self.pool = [shards for shards in self.pool if not self._is_unused(shards)]
 
     def takers(self, owed: Collection[ManagedParameter]) -> tuple[bool, ...]:
-        """Say for each holder of a flat bucket whether it gets a gradient, whoever had one.
+        """Return, for each holder of a flat bucket, whether it gets a gradient: zeros, if need be.
 
-        It does if this rank has a part of it, and it is trainable or is one of ``owed``.
+        It does if this rank owns elements of it, and it is trainable or one of ``owed``. No rank is
+        asked whether it had a gradient: a flat buffer is reduced as a whole, as in PyTorch's FSDP1.
         """
         owners = {param.holder for param in owed}
         return tuple(
@@ -99,7 +106,10 @@ class BucketGradients:
         )
 
     def add_partial(self, other: "BucketGradients") -> None:
-        """Take over what waits in a bucket of another choice of parameters, of those in both."""
+        """Add the sums that wait in a bucket of another choice of parameters, where both have one.
+
+        For parameters that were frozen or unfrozen between micro-batches. ``other`` stays unchanged.
+        """
         assert other.partial is not None
         waiting = other.partial
         views = dict(zip(other.indices, other._part_of_each(waiting.total), strict=True))
@@ -107,6 +117,7 @@ class BucketGradients:
             return
         if self.partial is None:
             scratch = self._runtime.scratch
+            # Zeros: this bucket may have parameters that the other has not, and padding.
             total = scratch.take(self.bucket.shard_numel, waiting.total.dtype).zero_()
             self.partial = PartialSum(total, (False,) * len(self.holders))
         for index, part in zip(self.indices, self._part_of_each(self.partial.total), strict=True):
@@ -119,10 +130,16 @@ class BucketGradients:
         )
 
     def _part_of_each(self, total: torch.Tensor) -> list[torch.Tensor]:
+        """View a sum as this rank's shard of each parameter, also under one holder."""
         return shard_views(self.bucket, total, self._shard_rank)
 
     def destination(self, recipe: Recipe) -> tuple[GradientShards | None, torch.Tensor]:
-        """Choose where a sum goes: into the gradients' own memory if it is final as it comes."""
+        """Choose where a sum over the shard axis is formed: in gradient memory, or in scratch.
+
+        Returns the gradient memory, or None, and a 1-D tensor of ``bucket.shard_numel`` elements for
+        the sum. Gradient memory is chosen if the sum may be formed there (`Recipe.is_final`) and
+        there is no gradient to add it to. `deposit` gives scratch back.
+        """
         if recipe.is_final and not self.has_gradient:
             shards = self._take(self._runtime.device)
             return shards, shards.flat
@@ -131,19 +148,28 @@ class BucketGradients:
     def deposit(
         self, total: torch.Tensor, shards: GradientShards | None, present: Sequence[bool]
     ) -> None:
-        """Set or add to the sharded parameters' gradients.
+        """Set the sharded parameters' gradients, or add to the ones that they have.
 
-        shards: whose memory ``total`` is; if None, it is scratch and given back.
-        present: for each holder, whether there is a gradient.
+        total: the finished sum, 1-D, ``bucket.shard_numel`` elements.
+        shards: the gradient memory that ``total`` is; if None, it is scratch and is given back.
+        present: for each holder, whether there is a gradient. Where there is none, ``.grad`` stays
+            as it was.
+
+        Hooks on sharded parameters run here: `register_hook` before the gradient is set or added,
+        `register_post_accumulate_grad_hook` after it.
         """
         scratch = total if shards is None else None
         if shards is None:
             device = self.device
             is_first = not self.has_gradient
+            # To gradients that are there, on the device of the sum, scratch is added below as it is.
             if is_first or device != total.device:
                 shards = self._take(device)
+                # One copy that casts, moves to the host, or both; pinned memory lets it go on behind
+                # the host. `ReductionQueue.release` waits for it before anybody reads.
                 shards.flat.copy_(total, non_blocking=True)
-                if not is_first:  # the host adds
+                # Not here: the host itself reads the copy, in `add_` below.
+                if not is_first:
                     self._runtime.finish(self._runtime.record())
         views = shards.views if shards is not None else self._views(total)
         for position, holder in enumerate(self.holders):
@@ -151,6 +177,8 @@ class BucketGradients:
                 continue
             sharded = holder.sharded
             if sharded._backward_hooks:
+                # On the host, hooks read what the lane has copied there. The other case needs no
+                # wait: they run on the lane.
                 self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
                 run_gradient_hooks(holder, views[position])
             if sharded.grad is not None:
@@ -160,21 +188,29 @@ class BucketGradients:
             elif shards is not None:
                 sharded.grad = shards.wrapped[position]
             else:
+                # Others have a gradient, this one has not. A copy: `total` is scratch, and the next
+                # reduction writes to it.
                 local = views[position].to(holder.local.device, sharded.dtype, copy=True)
                 sharded.grad = holder.wrap_shard(local)
             if sharded._post_accumulate_grad_hooks:
                 for hook in holder.post_accumulate_hooks:
                     self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
                     hook(sharded)
+        # After the last view was read; on a device the lane keeps its order.
         if scratch is not None:
             self._runtime.scratch.give(scratch)
+        # Pooled while in use: `_take` asks who refers to it. Dropping the oldest frees nothing that
+        # a gradient still uses.
         if shards is not None:
             self.pool.append(shards)
             del self.pool[:-_POOLED]
 
     def deposit_low(self, total: torch.Tensor, dtype: torch.dtype, present: Sequence[bool]) -> None:
-        """Set or add to the gradients, which are in the reduce dtype. ``total`` is scratch."""
-        # If offloaded: one copy of all, which the host waits for.
+        """Set gradients of the reduce dtype (``keep_low_precision_grads``), or add to them.
+
+        total: scratch, which is given back. dtype: the reduce dtype. present: as in `deposit`.
+        """
+        # If offloaded: one copy of all, for which the host waits.
         views = self._views(total.to(self.device))
         for holder, view, is_present in zip(self.holders, views, present, strict=True):
             if not is_present:
@@ -184,19 +220,22 @@ class BucketGradients:
             if holder.local_grad is not None:
                 holder.local_grad.add_(view)
                 continue
+            # A copy: `total` is scratch, and the next reduction writes to it.
             show_gradient(holder.sharded, view.to(holder.local.device, dtype, copy=True))
         self._runtime.scratch.give(total)
 
     def _views(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """View a sum as what each holder gets of it."""
+        """View a sum as the local gradient of each holder."""
         if self.has_one_holder:
             return [total]
         return shard_views(self.bucket, total, self._shard_rank)
 
     def _take(self, device: torch.device) -> GradientShards:
+        """Return gradient memory on a device that nobody uses: pooled if there is, else new."""
         for position, shards in enumerate(self.pool):
             if shards.device == device and self._is_unused(shards):
                 return self.pool.pop(position)
+        # A user's gradient must be no inference tensor, wherever the first reduction happens.
         with torch.inference_mode(False):
             shards = GradientShards(
                 self.bucket,
@@ -213,6 +252,7 @@ class BucketGradients:
         return shards.is_unused_except_on(holder.local for holder in self.holders)
 
     def _is_in_use(self, shards: GradientShards) -> bool:
+        """Whether this memory is the gradients of all holders that own any elements."""
         return all(
             holder.sharded.grad is wrapped or not holder.sharded.numel()
             for holder, wrapped in zip(self.holders, shards.wrapped, strict=True)
@@ -220,11 +260,12 @@ class BucketGradients:
 
 
 def run_gradient_hooks(holder: ShardHolder, local: torch.Tensor) -> None:
-    """Pass a reduced gradient, as the sharded parameter's, through that one's `register_hook` hooks.
+    """Run the `register_hook` hooks of a sharded parameter on its reduced gradient.
 
-    Autograd never sees the sharded parameter, so nobody else runs them. What they return replaces
-    the values of ``local``.
+    Autograd never sees the sharded parameter, so nobody else runs them. They get the gradient as
+    users see it (a DTensor, of the parameter's dtype); what they return is copied into ``local``.
     """
+    # A list: a hook may remove itself.
     for hook in list((holder.sharded._backward_hooks or {}).values()):
         grad = holder.wrap_shard(local.to(holder.sharded.dtype))
         result = hook(grad)

@@ -1,4 +1,4 @@
-"""A unit's reduction between its start and its end, as a value."""
+"""A unit's reduction between its start and its release, as a value."""
 
 import dataclasses
 from typing import Protocol
@@ -14,16 +14,24 @@ from fullshard.engine.runtime import Runtime
 
 @dataclasses.dataclass(slots=True)
 class BucketInFlight:
+    """One bucket of a reduction that was started.
+
+    total: the sum over the shard axis, once ``reduction`` was waited for: 1-D.
+    shards: the gradient memory that ``total`` is; None if it is scratch.
+    takers: for each holder of a flat bucket, whether it gets a gradient; None for other buckets,
+        where ``reduction`` says it. Settled at the start: parameters may be frozen until the end.
+    """
+
     gradients: BucketGradients
     recipe: Recipe
     reduction: Reduction
     total: torch.Tensor
-    shards: GradientShards | None  # whose memory ``total`` is, or None: scratch
-    takers: tuple[bool, ...] | None  # of a flat bucket: who gets something
+    shards: GradientShards | None
+    takers: tuple[bool, ...] | None
 
 
 class Reducer(Protocol):
-    """What started a reduction and finishes it: `reduction.UnitGradients`."""
+    """The part of `reduction.UnitGradients`, which starts and finishes reductions, used here."""
 
     runtime: Runtime
 
@@ -38,7 +46,11 @@ class Reducer(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class InFlight:
-    """A unit's reduction between start and finish, with everything it needs."""
+    """A unit's reduction from start to release, with the tensors that it reads.
+
+    grads: the full gradients, where a lane reads them behind the host's back; else empty.
+    event: recorded on the lane when the reduction was finished; None without streams.
+    """
 
     gradients: Reducer
     buckets: list[BucketInFlight]
@@ -48,34 +60,38 @@ class InFlight:
 
     @property
     def is_for_host(self) -> bool:
-        """Whether the host has to wait before anybody reads the gradients."""
+        """Whether the lane copies gradients to the host, which has to wait before it reads them."""
         return self.event is not None and self.gradients.are_on_host
 
     def finish(self) -> None:
-        """Form the sums and give them to the sharded parameters."""
+        """Wait for the sums and give them to the sharded parameters. Collective with replicas."""
         self.gradients.finish(self)
         self.is_finished = True
 
     def release(self) -> None:
-        """Let compute wait for it, and drop what it held."""
+        """Let compute wait for the reduction, and drop what it holds."""
+        # In this order: what is dropped may be given to compute at once, while the lane reads it.
         self.gradients.runtime.wait(self.event)
         self.buckets.clear()
         self.grads.clear()
 
     @property
     def results(self) -> list[torch.Tensor]:
-        """The memory of gradients that are reduced into place."""
+        """Gradient memory that sums are formed in. Others reach theirs by a copy from scratch."""
         return [item.shards.flat for item in self.buckets if item.shards is not None]
 
     @property
     def temporaries(self) -> list[torch.Tensor]:
-        """What else it holds."""
+        """Everything else that the reduction holds: scratch, what travels, full gradients."""
         totals = () if self.is_finished else (i.total for i in self.buckets if i.shards is None)
         sources = (tensor for item in self.buckets for tensor in item.reduction.tensors)
         return [*totals, *sources, *(grad for grad in self.grads if grad is not None)]
 
     def discard(self) -> None:
-        """Wait for what is under way and forget the result."""
+        """Wait for collectives under way, whose memory must not go before, and drop the result.
+
+        Where nothing runs by itself there is nothing to wait for, and the peers may never come.
+        """
         if not self.is_finished and self.gradients.overlaps:
             for item in self.buckets:
                 item.reduction.wait()

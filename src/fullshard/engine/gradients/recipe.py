@@ -1,6 +1,25 @@
 """How the gradients of one bucket are reduced: in which dtypes, divided by what, and what follows.
 
-Planning only; `gradients` carries it out.
+Planning only; `reduction` carries it out. The last column is an example: float32 parameters with
+``MixedPrecisionPolicy(param_dtype=bfloat16)``.
+
+| dtype | used for | is | why | example |
+| --- | --- | --- | --- | --- |
+| compute | full gradients from autograd; sums of several backwards of a flat unit | `param_dtype`, \
+else the parameter's | autograd and PyTorch's FSDP1 leave them so | bfloat16 |
+| wire | what travels over the shard axis where ranks form the sums | the narrower of compute and \
+reduce dtype; the reduce dtype for sums of several backwards by rows | the sum is wide in any case, so \
+widening before it adds bytes and no precision | bfloat16 |
+| total | forming the sum over the shard axis | reduce dtype promoted with float32; the reduce dtype \
+where a backend sums what travels in it (NCCL, custom collectives), a communication hook reduces, or \
+there is one rank | rounding errors do not grow with the number of ranks | float32 |
+| reduce | the finished sum; what travels over the replicate axis | `reduce_dtype`, else compute | \
+programs get the gradients that PyTorch would give them | bfloat16 |
+| shard | ``.grad`` of sharded parameters | the parameter's; the reduce dtype with \
+`keep_low_precision_grads` | optimizers and autograd expect the parameter's dtype | float32 |
+
+In the example the float32 sum is formed in the memory of the gradients, is rounded there to what
+bfloat16 can express, and stays float32.
 """
 
 import dataclasses
@@ -18,12 +37,14 @@ from fullshard.policies import UnitConfig
 class Recipe:
     """How a bucket is reduced under one configuration.
 
-    config, accumulated: what it was made from.
-    over_shards, over_replicas: the sums, one after the other.
-    divisor: of the second.
-    total_dtype: in which the sum over the shard axis is formed.
-    is_final: whether that sum may be formed in the gradients' own memory, if there are none yet.
-    is_deposited: whether nothing happens to the sum before they get it.
+    config, accumulated: what the recipe was made from. It holds while they are equal.
+    over_shards, over_replicas: the sum over the shard axis, then the one over the replicate axis.
+    divisor: by which the second sum is divided; the first one divides by itself.
+    reduce_dtype, total_dtype: see the table above.
+    is_final: whether the sum over the shard axis has the dtype and device of the gradients and is
+        reduced in this backward, so that it may be formed in their memory, if that is free.
+    is_deposited: whether the sum over the shard axis is the gradient: nothing rounds it, adds to it
+        or looks at it, and the reduce-scatter says who gets one.
     """
 
     config: UnitConfig
@@ -49,19 +70,20 @@ def make_recipe(
 ) -> Recipe:
     """Plan the reduction of a bucket.
 
-    sum_dtype: in which sums over the shard axis are formed, given the dtype of what is summed
-        (`Comm.accumulate_dtype`).
+    sum_dtype: maps the reduce dtype to the total dtype (`Comm.accumulate_dtype`).
     accumulated: whether gradients are sums of several backwards, in the reduce dtype.
-    is_offloaded: whether the sharded parameters are on another device than the gradients.
+    is_offloaded: whether sharded parameters are on another device than full gradients.
+    label: how messages and profilers call the unit.
     """
     reduce_dtype = total_dtype = _reduce_dtype(bucket, config)
     if config.comm_hook is None and mesh.data_parallel_size > 1:
         total_dtype = sum_dtype(reduce_dtype)
     scaling, divisor = _scaling(config, mesh, sum_dtype), 1.0
+    # With replicas, what is divided after the sum is divided after the last sum, as in PyTorch.
     if mesh.replicate_size > 1:
         scaling, divisor = Scaling(scaling.before), scaling.after
     has_more_to_do = (
-        bucket.is_flat
+        bucket.is_flat  # who gets a gradient follows from the layout, not from the reduce-scatter
         or mesh.replicate_size > 1
         or reduce_dtype.itemsize < total_dtype.itemsize
         or config.all_reduce_hook is not None
@@ -84,6 +106,7 @@ def make_recipe(
         is_final=(
             total_dtype == bucket.dtype
             and not is_offloaded
+            # A sum that waits for its all-reduce is no gradient yet, and users must not see it.
             and (config.all_reduce_grads or mesh.replicate_size == 1)
             and not config.keep_low_precision_grads
         ),
@@ -92,7 +115,10 @@ def make_recipe(
 
 
 def wire_dtype(bucket: BucketLayout, config: UnitConfig, *, accumulated: bool) -> torch.dtype:
-    """Return what travels: the narrower of gradient and reduce dtype, as sums are wide anyway."""
+    """Return the dtype that travels over the shard axis: see the table above.
+
+    accumulated: whether gradients are sums of several backwards, in the reduce dtype.
+    """
     reduce_dtype = _reduce_dtype(bucket, config)
     if accumulated or reduce_dtype.itemsize <= bucket.compute_dtype.itemsize:
         return reduce_dtype
@@ -100,22 +126,25 @@ def wire_dtype(bucket: BucketLayout, config: UnitConfig, *, accumulated: bool) -
 
 
 def _reduce_dtype(bucket: BucketLayout, config: UnitConfig) -> torch.dtype:
+    """Return the dtype of a finished sum: the policy's, else that of the gradients."""
     return config.mp_policy.reduce_dtype or bucket.compute_dtype
 
 
 def _scaling(
     config: UnitConfig, mesh: MeshPlan, sum_dtype: Callable[[torch.dtype], torch.dtype]
 ) -> Scaling:
-    """Return by what to divide: the number of ranks that see different data.
+    """Return by what to divide: the user's factor, or the number of ranks that see different data.
 
-    Where sums travel or are formed in float16, part of it comes first, to avoid overflow.
+    Where sums travel or are formed in float16, a power of two near the root of it comes before the
+    sum, to avoid overflow, and the rest after it, to avoid underflow. 8 ranks: 4 before, 2 after.
     """
     factor = config.gradient_divide_factor or float(mesh.data_parallel_size)
     low = config.mp_policy.reduce_dtype or config.mp_policy.param_dtype
-    # Sums over the shard axis travel over the replicate axis in the reduce dtype.
+    # Over the replicate axis sums travel in the reduce dtype, whatever they were formed in.
     overflows = low == torch.float16 and (mesh.replicate_size > 1 or sum_dtype(low) == low)
     if not overflows:
         return Scaling(after=factor)
+    # As PyTorch chooses it. Powers of two divide without rounding.
     before = 1.0
     while factor % before == 0 and factor / before > before:
         before *= 2

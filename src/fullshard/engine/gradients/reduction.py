@@ -4,9 +4,30 @@
     finish   all-reduce over the replicate axis, divide, set ``.grad``  (one unit later, or at the
              end of backward: ranks that are a little apart do not wait for each other)
 
-Sizes never depend on which gradients exist: a missing one travels as zeros, so ranks that used
-different parameters still agree on every collective. A parameter that no rank had a gradient for
-keeps ``grad=None``.
+[Note: Missing gradients] Autograd leaves None on a parameter that a rank did not use. What follows:
+
+- *None on some ranks.* Sizes follow from which parameters are trainable, so a missing gradient
+  travels as zeros, and all ranks agree on every collective. The divisor stays the number of ranks.
+  One flag per parameter travels along; if any rank had a gradient, all ranks set ``.grad``. No flags
+  travel with custom collectives and where a backend sums by itself (NCCL, where reading flags would
+  stall the host): there each rank goes by its own gradients, so a rank without one leaves ``.grad``
+  as it was.
+- *None on all ranks, or on the only one.* ``.grad`` stays as it was: None, or the sum of earlier
+  backwards.
+- *Replicas.* The flags of the shard axis are combined over the replicate axis, by the all-reduce. If
+  that is put off, sum and flags wait together (`PartialSum`), and the all-reduce happens in a later
+  backward even if that has no new gradients.
+- *Flat units.* Nobody is asked. A buffer with anything trainable in it is reduced as a whole, and
+  every trainable parameter of which this rank owns elements gets a gradient: zeros, if no rank had
+  one. One rank whose gradients become ``.grad`` as they are (`_hand_over_all`) leaves None as None.
+- *All of a unit's gradients are None.* A rank then starts no reduction. So the ranks have to agree
+  in this, or the next collectives do not pair (DivergenceError, where ranks compare). Programs in
+  which only some ranks use a unit ask for the next case.
+- *`set_reduce_scatter_unused_params(True)`.* At the end of each backward that reduces, all ranks
+  reduce the unit, and all its trainable parameters get gradients: zeros, if no rank had one.
+- *Accumulation.* A missing gradient adds nothing to the sum. A parameter without any gradient since
+  the last reduction counts as None in the next one. Parameters that were trainable when gradients
+  were kept take part in it (`GradientBuckets.owed`), even if they were frozen meanwhile.
 """
 
 import functools
@@ -34,13 +55,13 @@ from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 
-_BLOCK_NUMEL = 1 << 16  # elements that stay in cache
+_BLOCK_NUMEL = 1 << 16  # so many elements stay in cache
 
 
 class CompleteGradients(NamedTuple):
-    """Full gradients, one per parameter, None where there is none.
+    """Full gradients that are ready to be reduced: one per parameter, or None.
 
-    is_wide: they are sums of several backwards, in the reduce dtype.
+    is_wide: whether they are sums of several backwards, in the reduce dtype.
     """
 
     grads: list[torch.Tensor | None]
@@ -48,7 +69,12 @@ class CompleteGradients(NamedTuple):
 
 
 class UnitGradients:
-    """Reduces one unit's gradients and keeps their memory."""
+    """Reduces one unit's gradients and keeps their memory.
+
+    label: how messages and profilers call the unit.
+    buckets: which gradients travel together.
+    unreduced: full gradients that wait for a later backward to reduce them.
+    """
 
     def __init__(
         self,
@@ -64,10 +90,10 @@ class UnitGradients:
         self._mesh = mesh
 
     def accumulate(self, grads: Sequence[torch.Tensor | None], config: UnitConfig) -> None:
-        """Keep full gradients, one per parameter, for a later reduction.
+        """Add full gradients, one per parameter or None, to what waits for a later reduction.
 
-        Those of flat units stay as autograd made them, since users see them; others are kept in the
-        reduce dtype.
+        Sums of flat units have the dtype that autograd computes in, since users see them; others
+        have the reduce dtype, as in PyTorch.
         """
         self.buckets.owe_trainable()
         self.unreduced.add(grads, functools.partial(self._new_accumulation, config))
@@ -79,34 +105,35 @@ class UnitGradients:
         return FlatAccumulation(flat_layout, params, self.runtime.device)
 
     def set_label(self, label: str) -> None:
-        """Be called this in messages and by profilers."""
+        """Change how messages and profilers call the unit."""
         self.label = label
-        self.buckets.forget_recipes()  # which have it in them
+        self.buckets.forget_recipes()  # they contain the label
 
     def lend_unreduced(self) -> None:
-        """Before backward: let autograd add to what `accumulate` keeps, in place."""
+        """Let autograd add to what `accumulate` keeps, in place, in the backward that begins."""
+        # Sums are plain tensors: inside `torch.func` transforms they belong to no level.
         if self.unreduced.is_holding:
             outside_transforms(self.unreduced.lend)()
 
     def drop_unreduced(self) -> None:
-        """Forget what earlier backwards left to be reduced later."""
+        """Forget all that earlier backwards left to be reduced later: sums over shards, and full ones."""
         self.drop_partial()
         self.take_unreduced()
 
     def take_unreduced(self) -> list[torch.Tensor | None]:
-        """Return what `accumulate` kept, one sum per parameter, and forget it."""
+        """Return what `accumulate` kept, one sum per parameter or None, and forget it."""
         return self.unreduced.take(keep_memory=not self.frees_unused)
 
     def complete(
         self, grads: list[torch.Tensor | None], config: UnitConfig
     ) -> CompleteGradients | None:
-        """Return what is to be reduced: these gradients and what was accumulated before.
+        """Return what has to be reduced: these gradients, plus what was accumulated before.
 
-        None if there is nothing, on all ranks alike, or if one rank has all of everything and the
-        gradients have become the sharded parameters' own.
+        Returns None if nothing has to be, which must be so on all ranks or on none (see the module's
+        [Note: Missing gradients]), or if one rank's gradients have become ``.grad`` as they are.
         """
         is_wide = False
-        if self.unreduced.is_holding:  # the same on every rank
+        if self.unreduced.is_holding:  # the same on every rank: it follows from calls
             self.accumulate(grads, config)
             grads = self.take_unreduced()
             is_wide = self.buckets.flat_layout is None
@@ -119,21 +146,23 @@ class UnitGradients:
         return CompleteGradients(grads, is_wide)
 
     def _must_reduce(self, config: UnitConfig) -> bool:
-        """Whether there is something to reduce without any gradients, on all ranks alike."""
+        """Whether there is something to reduce even without any gradient. The same on all ranks."""
         if config.reduce_scatter_unused_params:
             return True
         return config.all_reduce_grads and self.has_partial
 
     def _hand_over_all(self, grads: Sequence[torch.Tensor | None], config: UnitConfig) -> bool:
-        """With one data-parallel rank, assign full gradients as ``.grad`` without copying.
+        """With one data-parallel rank, set full gradients as ``.grad`` without copying them.
 
-        Returns False, and does nothing, if they have to be summed, scaled, cast or moved first.
+        Returns False, and does nothing, if they have to be scaled, cast, moved, handed to a user's
+        reduction or joined to one flat gradient first.
         """
         if self._mesh.data_parallel_size > 1 or config.gradient_divide_factor not in (None, 1.0):
             return False
         if config.comm_hook or config.all_reduce_hook or config.reduce_scatter_unused_params:
             return False
         buckets = self.buckets.current()
+        # All are asked before the first is handed over: a unit goes one way or the other as a whole.
         for each in buckets:
             recipe = self.buckets.recipe(each, config, accumulated=False, label=self.label)
             if (
@@ -154,7 +183,9 @@ class UnitGradients:
         return True
 
     def _hand_over(self, grad: torch.Tensor, holder: ShardHolder) -> None:
+        """Set or add one full gradient, with the hooks that `BucketGradients.deposit` runs."""
         if holder.sharded._backward_hooks:
+            # Hooks' results are written into it, and autograd's tensor may be in other hands as well.
             grad = grad.clone()
             run_gradient_hooks(holder, grad)
         local = holder.local_grad
@@ -166,23 +197,34 @@ class UnitGradients:
             hook(holder.sharded)
 
     def start(self, complete: CompleteGradients, config: UnitConfig) -> InFlight:
-        """Start reducing what `complete` returned."""
+        """Start reducing what `complete` returned. Collective.
+
+        Sums over the shard axis are under way when this returns; `finish` waits for them.
+        """
         grads, accumulated = complete
         if not self.runtime.has_streams:
             with no_grad():
                 buckets = self._start_buckets(grads, config, accumulated=accumulated)
+            # After the buckets and their takers were chosen by it, before `finish`, which may owe
+            # gradients again.
             self.buckets.owed.clear()
             return InFlight(self, buckets, [])
+        # The lane waits for compute, which has yet to form the gradients. Memory that is allocated
+        # inside, scratch and gradients, belongs to the lane.
         with self.runtime.following(Lane.REDUCE), no_grad():
             buckets = self._start_buckets(grads, config, accumulated=accumulated)
         self.buckets.owed.clear()
+        # Full gradients belong to compute. They are held until it has waited for the lane: freed
+        # now, they would be given to compute again and written to while the lane reads them.
         return InFlight(self, buckets, list(grads))
 
     def _start_buckets(
         self, grads: Sequence[torch.Tensor | None], config: UnitConfig, *, accumulated: bool
     ) -> list[BucketInFlight]:
+        """Start the reduce-scatter of every bucket, in the same order on all ranks."""
         in_flight = []
         buckets = self.buckets.current()
+        # Before anything is reduced: `_reduce_replicas` looks for what waits in these buckets only.
         if self._mesh.replicate_size > 1:
             self._carry_partial(buckets)
         for each in buckets:
@@ -206,29 +248,41 @@ class UnitGradients:
         return in_flight
 
     def finish(self, in_flight: InFlight) -> None:
+        """Wait for the sums over the shard axis and do what follows. Collective with replicas.
+
+        On a device the host does not wait: this gives the lane its work, and records its end.
+        """
         if not self.runtime.has_streams:
             with no_grad():
                 for item in in_flight.buckets:
                     self._finish_bucket(item)
             return
+        # `on`, not `following`: the lane needs nothing of compute but what `start` has waited for.
         with self.runtime.on(Lane.REDUCE), no_grad():
             for item in in_flight.buckets:
                 self._finish_bucket(item)
             in_flight.event = self.runtime.record()
 
     def _finish_bucket(self, item: BucketInFlight) -> None:
+        """Sum over replicas, round, run the user's hook and give parameters their gradients.
+
+        In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
+        will be; what it changes is not rounded again.
+        """
         present: tuple[bool, ...] | None
         present, recipe = item.reduction.wait(), item.recipe
+        # Most reductions end here.
         if recipe.is_deposited:
             item.gradients.deposit(item.total, item.shards, present)
             return
+        # From here on `present` says who gets a gradient. See [Note: Missing gradients].
         config = recipe.config
         if item.takers is not None:
             present = item.takers
         elif config.reduce_scatter_unused_params:
             present = (True,) * len(present)
         present = self._reduce_replicas(item, present)
-        if present is None:
+        if present is None:  # put off; `total` waits in the bucket
             return
         _round(item.total, recipe.reduce_dtype)
         self._run_hook(item.total, config)
@@ -238,26 +292,30 @@ class UnitGradients:
             item.gradients.deposit(item.total, item.shards, present)
 
     def flat_gradients(self) -> list[torch.Tensor | None]:
-        """Return the memory of flat gradients, a bucket at a time; None where they lie elsewhere."""
+        """Return the memory of the gradients, 1-D, one per bucket; None where it is not ours."""
         return [each.in_use for each in self.buckets.current()]
 
     @property
     def partial_sums(self) -> list[torch.Tensor]:
-        """Sums over the shard axis that wait for their all-reduce."""
+        """The sums over the shard axis that wait for their all-reduce."""
         return [each.partial.total for each in self.buckets.known if each.partial is not None]
 
     def _carry_partial(self, buckets: Sequence[BucketGradients]) -> None:
-        """Let the parameters that are trainable now have what waits for its all-reduce."""
+        """Move sums that wait for their all-reduce from other buckets to those of this reduction.
+
+        Parameters were frozen or unfrozen since. The buckets in use include those that are owed, so
+        nothing is left behind.
+        """
         for each in self.buckets.known:
             if each.partial is not None and each not in buckets:
                 for bucket in buckets:
                     bucket.add_partial(each)
-                self.runtime.scratch.give(each.partial.total)
+                self.runtime.scratch.give(each.partial.total)  # added to another by now
                 each.partial = None
 
     @property
     def pooled(self) -> list[GradientShards]:
-        """The memory of gradients that were reduced, in use or kept for the next step."""
+        """The memory of reduced gradients: in use, or kept for the next step."""
         return [shards for each in self.buckets.known for shards in each.pool]
 
     @property
@@ -267,25 +325,27 @@ class UnitGradients:
 
     @property
     def overlaps(self) -> bool:
+        """Whether a sum over the shard axis that was started goes on without this process's help."""
         return self.buckets.shard_comm.overlaps
 
     @property
     def are_on_host(self) -> bool:
-        """Whether gradients are offloaded."""
+        """Whether sharded gradients are on the host, offloaded or because all is."""
         return bool(self.buckets.params) and self.buckets.params[0].local.is_cpu
 
     @property
     def frees_unused(self) -> bool:
-        """Whether forward has a use for large gradient memory that nobody uses.
+        """Whether large gradient memory that nobody uses is freed before forward.
 
-        Over process groups it has: unsharded parameters come and go with every unit, and take it
-        from the allocator. Elsewhere memory is kept for the next backward, since new memory costs
-        page faults, and on devices views of small parameters cost more than their memory.
+        On the CPU over process groups it is: unsharded parameters come and go with every unit, and
+        get the same pages from the allocator. With peer memory, gradient memory is kept for the next
+        backward, since new memory costs page faults. On devices it is kept too: making the views of
+        small parameters anew costs more than their memory is worth.
         """
         return self.buckets.shard_comm.overlaps and not self.runtime.has_streams
 
     def free_unused(self) -> None:
-        """Free large gradient memory that nobody uses."""
+        """Free gradient memory that nobody uses, except where it is small."""
         for each in self.buckets.known:
             each.free_unused()
 
@@ -295,7 +355,7 @@ class UnitGradients:
         return bool(self.partial_sums)
 
     def drop_partial(self) -> None:
-        """Forget sums that were not all-reduced yet, and who has any."""
+        """Forget sums that were not all-reduced yet, and which parameters are owed one."""
         self.buckets.owed.clear()
         for each in self.buckets.known:
             each.partial = None
@@ -303,13 +363,16 @@ class UnitGradients:
     def _reduce_replicas(
         self, item: BucketInFlight, present: tuple[bool, ...]
     ) -> tuple[bool, ...] | None:
-        """Sum over the replicate axis. Returns which gradients there are; None if it is put off.
+        """Sum over the replicate axis, in place, and divide. Collective, unless it is put off.
 
-        present: which of them this rank's part of the shard axis has.
+        present: for each holder, whether a rank of this replica had a gradient. Returns the same for
+        all replicas together, or None if the all-reduce is put off.
         """
         bucket, recipe, total = item.gradients, item.recipe, item.total
         if self._mesh.replicate_size == 1 or recipe.config.comm_hook is not None:
             return present
+        # Added before the all-reduce, so that one serves all micro-batches, and before it is put off
+        # once more, so that there is never more than one sum that waits.
         if bucket.partial is not None:
             present = tuple(map(operator.or_, present, bucket.partial.present))
             total.add_(bucket.partial.total)
@@ -317,13 +380,15 @@ class UnitGradients:
             bucket.partial = None
         if not recipe.config.all_reduce_grads:
             bucket.partial = PartialSum(total, present)
-            # The same on all replicas, whoever had a gradient: the size of the next sum follows.
+            # Everybody in the bucket is owed, with or without a gradient: replicas may differ in
+            # that, and the sizes of the next reduction follow from who is owed.
             owed = present if item.takers is not None else (True,) * len(present)
             owners = set(itertools.compress(bucket.holders, owed))
             self.buckets.owed.update(
                 i for i in bucket.indices if self.buckets.params[i].holder in owners
             )
             return None
+        # Flags travel only where replicas do not know the answer anyway.
         is_agreed = item.takers is not None or recipe.config.reduce_scatter_unused_params
         flags = () if is_agreed else present
         reduction = self.buckets.replicate_comm.all_reduce(total, flags, recipe.over_replicas)
@@ -333,7 +398,10 @@ class UnitGradients:
         return present
 
     def _run_hook(self, total: torch.Tensor, config: UnitConfig) -> None:
-        """Let the user reduce further, over ranks that are not in the mesh."""
+        """Call the user's all-reduce hook on a finished sum, which it may change in place.
+
+        On its own stream, if the user gave one; the lane goes on after it.
+        """
         if config.all_reduce_hook is None:
             return
         stream = config.all_reduce_hook_stream
@@ -356,11 +424,11 @@ def _has_any(grads: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _round(total: torch.Tensor, dtype: torch.dtype) -> None:
-    """Give a sum that was formed in a wider dtype the precision of the reduce dtype.
+    """Round a sum that was formed in a wider dtype to the reduce dtype's precision, in place.
 
-    A wider result would cost nothing, but programs expect the gradients that they know.
+    Keeping it wider would cost nothing, but losses would drift from those that PyTorch gives.
     """
     if dtype.itemsize < total.itemsize:
-        # In blocks that stay in cache; on other devices a block would cost its launch.
+        # In blocks that stay in cache. On other devices at once, since each block costs a launch.
         for block in total.split(_BLOCK_NUMEL) if total.is_cpu else (total,):
             block.copy_(block.to(dtype))
