@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,20 +57,25 @@ def _room(module: Path) -> str:
     return module.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def _tree(module: Path) -> ast.Module:
-    return ast.parse(module.read_text(), filename=str(module))
+@functools.cache  # several tests look at each module
+def _nodes(module: Path) -> list[ast.AST]:
+    """Return everything in a module's syntax tree."""
+    return list(ast.walk(ast.parse(module.read_text(), filename=str(module))))
 
 
-def _imports(module: Path) -> Iterator[str]:
-    """Yield the full name of everything a module imports, wherever in it."""
+@functools.cache
+def _imports(module: Path) -> frozenset[str]:
+    """Return the full name of everything a module imports, wherever in it."""
     package = ("fullshard", *module.relative_to(SOURCE).parent.parts)
-    for node in ast.walk(_tree(module)):
+    names: set[str] = set()
+    for node in _nodes(module):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             prefix = ".".join((*base, node.module) if node.module else base)
-            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+            names.update(f"{prefix}.{alias.name}" for alias in node.names)
+    return frozenset(names)
 
 
 def _rooms_imported(module: Path) -> set[str]:
@@ -83,21 +88,26 @@ def _rooms_imported(module: Path) -> set[str]:
     return rooms
 
 
-def _attributes(module: Path) -> Iterator[str]:
-    """Yield every dotted name that a module uses, such as `torch.cuda.Stream`."""
-    for node in ast.walk(_tree(module)):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+@functools.cache
+def _attributes(module: Path) -> frozenset[str]:
+    """Return every dotted name that a module uses, such as `torch.cuda.Stream`."""
+    return frozenset(
+        ast.unparse(node) for node in _nodes(module) if isinstance(node, ast.Attribute)
+    )
 
 
 def _is_within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-every_module = pytest.mark.parametrize("module", MODULES, ids=_name)
+def every_module(*, room: str = "", but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Run a test on each module, or those of a room, but for these."""
+    modules = [m for m in MODULES if room in ("", _room(m)) and _name(m) not in but]
+    assert modules
+    return pytest.mark.parametrize("module", modules, ids=_name)
 
 
-@every_module
+@every_module()
 def test_imports_run_one_way(module: Path) -> None:
     room = _room(module)
     assert room in MAY_IMPORT, f"{room}: say in MAY_IMPORT what this new room may import"
@@ -115,52 +125,47 @@ def test_rooms_of_the_engine_are_in_one_order(room: str) -> None:
     assert imported - {room} <= IN_ENGINE[room]
 
 
-@every_module
+@every_module(room="plan")
 def test_planning_knows_no_group(module: Path) -> None:
-    if _room(module) == "plan":
-        names = {*_imports(module), *_attributes(module)}
-        assert not {name for name in names if _is_within(name, "torch.distributed")}
+    names = {*_imports(module), *_attributes(module)}
+    assert not {name for name in names if _is_within(name, "torch.distributed")}
 
 
-@every_module
+@every_module(but=("drop_in/install.py",))
 def test_pytorchs_fsdp_is_imported_by_install_alone(module: Path) -> None:
-    if _name(module) != "drop_in/install.py":
-        names = {*_imports(module), *_attributes(module)}
-        assert not {name for name in names if _is_within(name, "torch.distributed.fsdp")}
+    names = {*_imports(module), *_attributes(module)}
+    assert not {name for name in names if _is_within(name, "torch.distributed.fsdp")}
 
 
-@every_module
+# Symmetric memory is CUDA's, and its pool has no interface that is not; so is CUDA IPC.
+@every_module(but=("engine/runtime.py", "comm/collectives.py", "comm/cuda_ipc.py"))
 def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
-    # Symmetric memory is CUDA's, and its pool has no interface that is not; so is CUDA IPC.
-    if _name(module) not in ("engine/runtime.py", "comm/collectives.py", "comm/cuda_ipc.py"):
-        names = {*_imports(module), *_attributes(module)}
-        assert not {name for name in names if _is_within(name, "torch.cuda")}
+    names = {*_imports(module), *_attributes(module)}
+    assert not {name for name in names if _is_within(name, "torch.cuda")}
 
 
-@every_module
+# PyTorch's FSDP1 is told by the environment to evaluate in full precision.
+@every_module(but=("tools/cli.py", "fsdp1/setup.py"))
 def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
-    # PyTorch's FSDP1 is told by the environment to evaluate in full precision.
-    if _name(module) in ("tools/cli.py", "fsdp1/setup.py"):
-        return
-    tree = _tree(module)
+    nodes = _nodes(module)
     # `os.environ[name] = value` hands something to child processes and reads nothing.
     written = {
         id(node.value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
     }
     read = {
         ast.unparse(node)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Attribute) and id(node) not in written
     }
     assert not {*read, *_imports(module)} & {"os.environ", "os.getenv", "os.environb"}
 
 
-@every_module
+@every_module()
 def test_accelerators_are_those_that_are_there(module: Path) -> None:
     # Without `check_available` torch says what it was built for.
-    for node in ast.walk(_tree(module)):
+    for node in _nodes(module):
         if isinstance(node, ast.Call) and "current_accelerator" in ast.unparse(node.func):
             assert [keyword.arg for keyword in node.keywords] == ["check_available"]
 
@@ -174,7 +179,7 @@ def test_public_names_are_sorted_and_there() -> None:
 
 def test_init_holds_public_names_and_nothing_else() -> None:
     allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
-    body = _tree(SOURCE / "__init__.py").body
+    body = ast.parse((SOURCE / "__init__.py").read_text()).body
     assert not [ast.unparse(node) for node in body if not isinstance(node, allowed)]
 
 
