@@ -1,167 +1,34 @@
-"""Train PyTorch models larger than one device: fully sharded data parallel."""
+"""Train PyTorch models larger than one device: fully sharded data parallel.
 
-import torch
+The public names are those of `fullshard.public`, which is imported when one of them is first used,
+and torch with it: a command that only prints its help does not wait for torch.
+"""
 
-from fullshard.comm.collectives import (
-    AllGather,
-    DefaultAllGather,
-    DefaultReduceScatter,
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
-    ReduceScatter,
-    SymmMemAllGather,
-    SymmMemReduceScatter,
-)
-from fullshard.comm.select import set_default_comm
-from fullshard.drop_in.install import install, uninstall
-from fullshard.engine.params.flat import FlatParameter
-from fullshard.errors import (
-    AllocationError,
-    CommError,
-    FullshardError,
-    LayoutError,
-    MeshError,
-    MisuseError,
-    PeerLostError,
-    PeerTimeoutError,
-    ShardingError,
-    StateError,
-    UnsupportedError,
-)
-from fullshard.faces.meshes import (
-    DataParallelMeshDims,
-    DDPMeshInfo,
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    ShardPlacementResult,
-)
-from fullshard.fsdp1.auto_wrap import enable_wrap, wrap
-from fullshard.fsdp1.module import FullyShardedDataParallel
-from fullshard.fsdp1.options import CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.fsdp1.wrap_policies import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
-from fullshard.fsdp2.fully_shard import fully_shard
-from fullshard.fsdp2.module import (
-    FSDPModule,
-    ReplicateModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from fullshard.fsdp2.replicate import replicate
-from fullshard.migrate.report import MigrationReport, migrate_report
-from fullshard.migrate.transfer import load_sharded_state, sharded_state
-from fullshard.optim.grad_norm import clip_grad_norm_
-from fullshard.optim.grad_scaler import ShardedGradScaler
-from fullshard.optim.shard_step import step_on_shards
-from fullshard.policies import (
-    BackwardPrefetch,
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
-from fullshard.state.options import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fullshard.versions import check_torch_version
-from fullshard.watch.describe import describe
-from fullshard.watch.memory import MemoryCategory, MemoryReport, memory_report
-from fullshard.watch.trace import Tracing, trace
+
+if TYPE_CHECKING:  # type checkers and editors see every name at once
+    from fullshard.public import *  # noqa: F403
+    from fullshard.public import __all__ as __all__
 
 __version__ = "0.1.0"
 
-check_torch_version(torch.__version__)
 
-__all__ = [
-    "AllGather",
-    "AllocationError",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "CommError",
-    "CustomPolicy",
-    "DDPMeshInfo",
-    "DataParallelMeshDims",
-    "DefaultAllGather",
-    "DefaultReduceScatter",
-    "FSDPMeshInfo",
-    "FSDPModule",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullshardError",
-    "FullyShardedDataParallel",
-    "HSDPMeshInfo",
-    "LayoutError",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MemoryCategory",
-    "MemoryReport",
-    "MeshError",
-    "MigrationReport",
-    "MisuseError",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "ModuleWrapPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "PeerLostError",
-    "PeerTimeoutError",
-    "ProcessGroupAllocAllGather",
-    "ProcessGroupAllocReduceScatter",
-    "ReduceScatter",
-    "ReplicateModule",
-    "ShardPlacementResult",
-    "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingError",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "StateError",
-    "SymmMemAllGather",
-    "SymmMemReduceScatter",
-    "Tracing",
-    "UnshardHandle",
-    "UnsupportedError",
-    "always_wrap_policy",
-    "clip_grad_norm_",
-    "describe",
-    "enable_wrap",
-    "fully_shard",
-    "install",
-    "lambda_auto_wrap_policy",
-    "load_sharded_state",
-    "memory_report",
-    "migrate_report",
-    "register_fsdp_forward_method",
-    "replicate",
-    "set_default_comm",
-    "sharded_state",
-    "share_comm_ctx",
-    "size_based_auto_wrap_policy",
-    "step_on_shards",
-    "trace",
-    "transformer_auto_wrap_policy",
-    "uninstall",
-    "wrap",
-]
+def __getattr__(name: str) -> Any:
+    """Look up a name that is not here yet (PEP 562): a public name, `__all__`, or a room."""
+    # What inspect, copy and the like ask every module for is no use of the library.
+    is_wanted = name == "__all__" or not name.startswith("__")
+    if is_wanted and "public" not in globals():  # which its import sets
+        check_torch_version(importlib.import_module("torch").__version__)
+        public = importlib.import_module("fullshard.public")
+        globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+    try:
+        return globals()[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.comm.select import set_default_comm
-from fullshard.drop_in.install import install
+from fullshard import install, set_default_comm
 from fullshard.policies import CommChoice
 
 _EXAMPLES = """examples:

@@ -15,7 +15,6 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from fullshard import policies
 from fullshard.comm import collectives
 from fullshard.comm.select import default_comm, set_default_comm
 from fullshard.engine.params.flat import FlatParameter
@@ -31,6 +30,14 @@ from fullshard.fsdp2.fully_shard import fully_shard
 from fullshard.fsdp2.module import FSDPModule, ReplicateModule
 from fullshard.fsdp2.replicate import replicate
 from fullshard.optim import grad_scaler
+from fullshard.policies import (
+    BackwardPrefetch,
+    CommChoice,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    TrainingState,
+)
 from fullshard.state import options as state_options
 
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -64,9 +71,9 @@ _REPLACED: dict[str, dict[str, Any]] = {
         "disable_fsdp_module_new_init": disable_fsdp_module_new_init,
     },
     f"{_ENGINE}._fsdp_api": {
-        "MixedPrecisionPolicy": policies.MixedPrecisionPolicy,
-        "OffloadPolicy": policies.OffloadPolicy,
-        "CPUOffloadPolicy": policies.CPUOffloadPolicy,
+        "MixedPrecisionPolicy": MixedPrecisionPolicy,
+        "OffloadPolicy": OffloadPolicy,
+        "CPUOffloadPolicy": CPUOffloadPolicy,
         "DataParallelMeshDims": meshes.DataParallelMeshDims,
         "AllGather": collectives.AllGather,
         "ReduceScatter": collectives.ReduceScatter,
@@ -82,7 +89,7 @@ _REPLACED: dict[str, dict[str, Any]] = {
         "DDPMeshInfo": meshes.DDPMeshInfo,
         "HSDPMeshInfo": meshes.HSDPMeshInfo,
         "ShardPlacementResult": meshes.ShardPlacementResult,
-        "TrainingState": policies.TrainingState,
+        "TrainingState": TrainingState,
     },
     f"{_ENGINE}._fsdp_init": {"_get_mesh_info": meshes.mesh_info},
     f"{_ENGINE}._fsdp_state": {"_get_module_fsdp_state": interop.state_view},
@@ -91,7 +98,7 @@ _REPLACED: dict[str, dict[str, Any]] = {
         "OptimStateKeyType": state_options.OptimStateKeyType,
     },
     f"{_FSDP1}.api": {
-        "BackwardPrefetch": policies.BackwardPrefetch,
+        "BackwardPrefetch": BackwardPrefetch,
         **{
             name: getattr(fsdp1_options, name)
             for name in ("CPUOffload", "MixedPrecision", "ShardingStrategy")
@@ -159,7 +166,7 @@ class _Installed:
         return _arrive, (default_comm(),)
 
 
-def _arrive(comm: policies.CommChoice) -> _Installed:
+def _arrive(comm: CommChoice) -> _Installed:
     set_default_comm(comm)
     install()
     return _Installed()

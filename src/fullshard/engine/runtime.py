@@ -143,15 +143,21 @@ _NOTHING = contextlib.nullcontext()
 # Private names of torch 2.13. Looked up once, since they are called in every hook.
 _in_transforms = torch._C._are_functorch_transforms_active
 _compile_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-_never_compile = torch._dynamo.eval_frame.skip_code
+_set_strategy = torch._C._dynamo.eval_frame.set_code_exec_strategy
+_SKIP = torch._C._dynamo.eval_frame._FrameExecStrategy(
+    torch._C._dynamo.eval_frame._FrameAction.SKIP, torch._C._dynamo.eval_frame._FrameAction.DEFAULT
+)
 
 
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Never compile a function: `torch.compiler.disable`, at a third of its cost where none is.
 
-    Called by what is not compiled itself (``nn.Module.__call__``, autograd), it breaks no graph.
+    The compiler, which takes a second to import, is not imported for it before something is
+    compiled: torch's own decorator for this is private, but the public one imports it at once.
+
+    Called by what is not compiled itself (``nn.Module.__call__``, autograd), it interrupts no graph.
     """
-    disabled: Callable[_P, _R] = torch.compiler.disable(function)
+    disabled: Callable[_P, _R] = torch._disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -172,7 +178,9 @@ def passing_through(function: Callable[_P, _R]) -> Callable[_P, _R]:
     compiled itself traces through this function like any other. Rejected:
     ``torch.compiler.disable(recursive=False)``, which costs one more Python frame per call.
     """
-    _never_compile(function.__code__)
+    _set_strategy(
+        function.__code__, _SKIP
+    )  # torch._dynamo.eval_frame.skip_code, without its import
     return function
 
 

@@ -1,0 +1,160 @@
+"""The public names and where they come from; `fullshard` shows them once one of them is used."""
+
+from fullshard.comm.collectives import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    ReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
+from fullshard.comm.select import set_default_comm
+from fullshard.drop_in.install import install, uninstall
+from fullshard.engine.params.flat import FlatParameter
+from fullshard.errors import (
+    AllocationError,
+    CommError,
+    FullshardError,
+    LayoutError,
+    MeshError,
+    MisuseError,
+    PeerLostError,
+    PeerTimeoutError,
+    ShardingError,
+    StateError,
+    UnsupportedError,
+)
+from fullshard.faces.meshes import (
+    DataParallelMeshDims,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
+from fullshard.fsdp1.auto_wrap import enable_wrap, wrap
+from fullshard.fsdp1.module import FullyShardedDataParallel
+from fullshard.fsdp1.options import CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.fsdp1.wrap_policies import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from fullshard.fsdp2.fully_shard import fully_shard
+from fullshard.fsdp2.module import (
+    FSDPModule,
+    ReplicateModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from fullshard.fsdp2.replicate import replicate
+from fullshard.migrate.report import MigrationReport, migrate_report
+from fullshard.migrate.transfer import load_sharded_state, sharded_state
+from fullshard.optim.grad_norm import clip_grad_norm_
+from fullshard.optim.grad_scaler import ShardedGradScaler
+from fullshard.optim.shard_step import step_on_shards
+from fullshard.policies import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from fullshard.state.options import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fullshard.watch.describe import describe
+from fullshard.watch.memory import MemoryCategory, MemoryReport, memory_report
+from fullshard.watch.trace import Tracing, trace
+
+__all__ = [
+    "AllGather",
+    "AllocationError",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "CommError",
+    "CustomPolicy",
+    "DDPMeshInfo",
+    "DataParallelMeshDims",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "FSDPMeshInfo",
+    "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullshardError",
+    "FullyShardedDataParallel",
+    "HSDPMeshInfo",
+    "LayoutError",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MemoryCategory",
+    "MemoryReport",
+    "MeshError",
+    "MigrationReport",
+    "MisuseError",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "ModuleWrapPolicy",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "ProcessGroupAllocAllGather",
+    "ProcessGroupAllocReduceScatter",
+    "ReduceScatter",
+    "ReplicateModule",
+    "ShardPlacementResult",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingError",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "StateError",
+    "SymmMemAllGather",
+    "SymmMemReduceScatter",
+    "Tracing",
+    "UnshardHandle",
+    "UnsupportedError",
+    "always_wrap_policy",
+    "clip_grad_norm_",
+    "describe",
+    "enable_wrap",
+    "fully_shard",
+    "install",
+    "lambda_auto_wrap_policy",
+    "load_sharded_state",
+    "memory_report",
+    "migrate_report",
+    "register_fsdp_forward_method",
+    "replicate",
+    "set_default_comm",
+    "sharded_state",
+    "share_comm_ctx",
+    "size_based_auto_wrap_policy",
+    "step_on_shards",
+    "trace",
+    "transformer_auto_wrap_policy",
+    "uninstall",
+    "wrap",
+]
