@@ -117,8 +117,8 @@ class PieceParameter(ManagedParameter):
             elif current.shape != self.owned.shape:
                 raise StateError(
                     f"Cannot writeback when the parameter shape changes: {self.name} was replaced "
-                    f"by one of shape {tuple(current.shape)}. Give it {self.shape}, or "
-                    f"{self.owned.shape}, which this rank has of it."
+                    f"by one of shape {tuple(current.shape)}. Give it the whole shape, {self.shape}, "
+                    f"or that of this rank's piece, {self.owned.shape}."
                 )
             self.sharded = current
             mark_owner(current, self)

@@ -128,11 +128,12 @@ def _error(kept: torch.Tensor | None, name: str) -> StateError:
         manager = what()
         return StateError(
             f"{'A parameter' if manager is None else manager.name} is used ({name}) while its unit "
-            "is sharded and nobody has all of it: modules show a placeholder then. Use it inside "
-            "its own module's forward, wrap what shares it in one unit, or take summon_full_params."
+            "is sharded: this rank does not have all of it, and modules show a placeholder. Use it "
+            "inside its own module's forward, wrap all modules that use it in one unit, or use "
+            "summon_full_params."
         )
     return StateError(
-        f"{what} was kept while its module was resharded, and used after ({name}): its memory is "
+        f"{what} was kept while its module was resharded, and used afterwards ({name}): its memory is "
         "freed or stale. Use it inside the module's forward, or between unshard() and reshard(), "
         "or keep weight.detach().clone()."
     )

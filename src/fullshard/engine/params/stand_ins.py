@@ -71,9 +71,10 @@ def _set(self: Any, value: torch.Tensor | None) -> None:
     else:
         manager = manager_of(self)
         raise StateError(
-            f"{'A parameter' if manager is None else manager.name} stays unsharded, and is given a "
-            "gradient that is not sharded as what is trained: the optimizer would not see it. Call "
-            "model.reshard() first, and give the sharded parameter a DTensor as its own."
+            f"{'A parameter' if manager is None else manager.name} stays unsharded, and its .grad was "
+            "set to a tensor that is not sharded like the parameter that is trained: the optimizer "
+            "would not see it. Call model.reshard() first, and set .grad of the sharded parameter to "
+            "a DTensor."
         )
 
 

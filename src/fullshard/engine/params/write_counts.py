@@ -74,10 +74,10 @@ class WriteCounts:
             return
         self._lost.update(names)
         warnings.warn(
-            f"{', '.join(names)} ({label}): written to while the module ran, or was unsharded. What "
-            "was written is used until the parameters are resharded and lost then, as in PyTorch's "
-            "FSDP; one process would keep it. Write to model.parameters() between steps, or leave the "
-            "parameter out of sharding (ignored_params).",
+            f"{', '.join(names)} ({label}): written to while the module ran or was unsharded. The new "
+            "values are used until the parameters are resharded, and are lost then, as in PyTorch's "
+            "FSDP; in one process they would stay. Write to model.parameters() between steps, or leave "
+            "the parameter out of sharding (ignored_params).",
             UserWarning,
             stacklevel=2,
         )
