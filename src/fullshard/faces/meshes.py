@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fullshard.engine.params.form import ParamForm
+from fullshard.engine.params.managed import ParamForm
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, MisuseError, ShardingError, UnsupportedError
 from fullshard.plan.mesh import MeshPlan

@@ -8,8 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fullshard.engine.params.form import ParamForm, Slot, with_dtype
-from fullshard.engine.params.managed import STANDS_FOR, ManagedParameter, Reference, mark_owner
+from fullshard.engine.params.managed import (
+    STANDS_FOR,
+    ManagedParameter,
+    ParamForm,
+    Reference,
+    Slot,
+    mark_owner,
+    with_dtype,
+)
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.mesh import MeshPlan
 

@@ -20,8 +20,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fullshard.engine.params.form import ParamForm, Slot
-from fullshard.engine.params.managed import ManagedParameter, Reference, ShardHolder, mark_owner
+from fullshard.engine.params.managed import (
+    ManagedParameter,
+    ParamForm,
+    Reference,
+    ShardHolder,
+    Slot,
+    mark_owner,
+)
 from fullshard.engine.params.resharded import forbid_use
 from fullshard.errors import StateError
 from fullshard.plan.layout import ParamSpec, Piece, Shape

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fullshard.engine.params.form import ParamForm, Slot, with_dtype
 from fullshard.errors import StateError
 from fullshard.plan.layout import ParamSpec
 from fullshard.policies import MixedPrecisionPolicy
@@ -44,6 +44,89 @@ class Count:
 # Calls of `mark_owner`. As long as it stays, no parameter has become a sharded form, and what was
 # found out about optimizers' parameters still holds (`checks.strays`).
 marks = Count()
+
+
+class Slot:
+    """A place where a parameter is registered: ``module.name``. A tied parameter has several.
+
+    registry: the module's ``_parameters``. The module itself is referred to weakly: a strong
+        reference would close a cycle, and ``del model`` would free memory only at the next garbage
+        collection.
+    by_setattr: whether registering has to go through the module's own ``__setattr__``.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.name = name
+        self.module = weakref.ref(module)
+        self.registry = module._parameters
+        # nn.LSTM and its like do: they keep `_flat_weights`, a list of the registered weights.
+        self.by_setattr = type(module).__setattr__ is not nn.Module.__setattr__
+
+    @property
+    def current(self) -> nn.Parameter | None:
+        return self.registry.get(self.name)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Register a parameter in place of the one that is there."""
+        # Nearly always an entry of a dictionary is all: `nn.Module.__setattr__` costs several times
+        # as much, and this happens to every parameter four times a step.
+        module = self.module() if self.by_setattr else None
+        if module is None:
+            self.registry[self.name] = parameter
+        else:
+            setattr(module, self.name, parameter)
+
+    def remove(self) -> None:
+        """Register nothing under this name."""
+        self.registry.pop(self.name, None)
+
+    def put_aside(self, tensor: torch.Tensor) -> None:
+        """Make a tensor the module's attribute without registering it as a parameter."""
+        module = self.module()
+        if module is None:
+            return
+        self.registry.pop(self.name, None)
+        if self.by_setattr:
+            # For the module's own bookkeeping. It may register the tensor, if that is a parameter.
+            setattr(module, self.name, tensor)
+            self.registry.pop(self.name, None)
+        module.__dict__[self.name] = tensor
+
+    def shadow(self, tensor: torch.Tensor) -> None:
+        """Let ``module.name`` return a tensor, without changing what is registered."""
+        module = self.module()
+        if module is not None:
+            # Python looks here first; parameters are found by `nn.Module.__getattr__`, after it.
+            module.__dict__[self.name] = tensor
+
+    def take_back(self, parameter: nn.Parameter) -> None:
+        """Register a parameter again where `put_aside` had put a tensor."""
+        self.drop_shadow()
+        self.register(parameter)
+
+    def drop_shadow(self) -> None:
+        """Let ``module.name`` return the registered parameter again."""
+        module = self.module()
+        if module is not None:
+            module.__dict__.pop(self.name, None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParamForm:
+    """How one parameter is sharded: decided by `faces.meshes.param_form`, then only read.
+
+    spec: mesh, placements and shape of the sharded DTensor; None for a piece of a flat buffer.
+    shard_dim: the dim of this rank's local tensor that is cut over the shard axis.
+    unsharded: the same for the unsharded form, if that is a DTensor (tensor or expert parallel);
+        None if it is a plain tensor.
+    reduced_axes: the data-parallel axes of ``unsharded``'s mesh. A gradient may be a partial sum over
+        them; the unit's own reduction completes it, so nothing else may.
+    """
+
+    spec: DTensorSpec | None = None
+    shard_dim: int = 0
+    unsharded: DTensorSpec | None = None
+    reduced_axes: frozenset[int] = frozenset()
 
 
 class ManagedParameter(abc.ABC):
@@ -355,3 +438,11 @@ def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
 
 def _deref(reference: Any) -> ManagedParameter | None:
     return reference() if reference is not None else None
+
+
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return a spec that differs in dtype alone; the same object if it has that dtype."""
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype == dtype:
+        return spec
+    meta = TensorMeta(spec.shape, spec.stride, dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
