@@ -448,6 +448,35 @@ def test_exception_in_an_evaluation_on_one_rank_is_over_for_all(api: Api, face: 
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("hooked", ["embed", "layer"], ids=["reduced last", "reduced first"])
+@pytest.mark.ours("adds to the gradients of the backward that raised")
+def test_exception_in_a_hook_after_reduction_leaves_nothing(
+    api: Api, face: str, hooked: str
+) -> None:
+    stacks = _both(api, face)
+    for model, stack in stacks.items():
+        module = stack.embed if hooked == "embed" else stack.layers[2]
+        handle = module.weight.register_post_accumulate_grad_hook(_raise_error)
+        with pytest.raises(ValueError, match="on purpose"):
+            mean_square(model(_tokens(0))).backward()
+        handle.remove()
+        for each in (model, stack):
+            each.zero_grad()
+        mean_square(model(_tokens(1))).backward()
+    ((alone, _), (model, stack)) = stacks.items()
+    expected, actual = ([p.grad for p in each.parameters()] for each in (alone, stack))
+    for whole, part in zip(expected, actual, strict=True):
+        assert whole is not None
+        total = torch.zeros(())
+        if part is not None:
+            local = part.to_local() if hasattr(part, "to_local") else part
+            total = local.double().pow(2).sum().float()
+        torch.distributed.all_reduce(total)
+        torch.testing.assert_close(total, whole.double().pow(2).sum().float())
+
+
+@on_ranks(2)
 def test_exception_that_a_forward_catches_is_part_of_it(api: Api) -> None:
     class Retrying(Stack):
         def forward(self, tokens: Tensor) -> Tensor:

@@ -371,10 +371,11 @@ class Iteration:
         # Hooks after reduction, which may step an optimizer, had their check in `after_backward`.
         in_place = (unit for unit in self.units if unit.is_in_place)
         self._refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
-        self._backward_end = None
-        self._fenced_since_backward = False
         self.reductions.finish()
         self.reductions.release()
+        # Only now: if a user's hook raised in `finish`, the pass counts as stale and is forgotten.
+        self._backward_end = None
+        self._fenced_since_backward = False
         for unit in self.units:
             unit.note_kept()  # looks for sharded gradients, so after `finish`
         self._stayed.note()
