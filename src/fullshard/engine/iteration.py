@@ -1,4 +1,4 @@
-"""What the units of one model share during an iteration: order, prefetch, work in flight, fences.
+"""The iteration that one model's units share: order, prefetch, work in flight, fences.
 
 Every model that runs forward as a whole has one `Iteration`, owned by its root module. In a step of
 training, `hooks` calls its methods in this order:
@@ -102,6 +102,7 @@ class Iteration:
 
     @property
     def is_in_forward(self) -> bool:
+        """Whether the root's forward is running, or was ended by an exception."""
         return self._forward_root is not None
 
     @property
@@ -313,6 +314,7 @@ class Iteration:
             self._prefetch_after[id(unit)] = self.units[previous]
 
     def start_backward_unshard(self, unit: Unit) -> None:
+        """Start gathering a unit for backward, unless the user said that it needs no parameters."""
         if unit.config.unshard_in_backward:
             unit.unshard()
 

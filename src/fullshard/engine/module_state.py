@@ -88,10 +88,12 @@ class ModuleState:
 
     @property
     def modules(self) -> list[nn.Module]:
+        """The modules that share this state, as far as they are alive."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
     @property
     def is_root(self) -> bool:
+        """Whether this is the root of a model, which its first use has made it."""
         return self._own_iteration is not None
 
     @property

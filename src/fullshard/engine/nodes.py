@@ -158,11 +158,13 @@ class _View:
 
     @passing_through
     def of_view(self, grad: torch.Tensor) -> torch.Tensor:
+        """Tensor hook of the view itself: fires unless the view was changed in place."""
         self._seen = torch._C._current_graph_task_id()
         return self._state.before_backward(grad)
 
     @passing_through
     def of_base(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        """Pre-hook of the base's node: fires in any case, so it counts only if it is the first."""
         task = torch._C._current_graph_task_id()
         grad = next((grad for grad in grads if grad is not None), None)
         if grad is not None and task != self._seen:

@@ -18,7 +18,7 @@ from fullshard.plan.trace import Kind
 
 
 class Observer(Protocol):
-    """What an observer has to offer.
+    """Gets the calls of the engine that are listed above.
 
     units: `Unit` objects. of: the `UnitGradients` of the unit concerned, whose ``label`` names it.
     """
@@ -49,7 +49,7 @@ class ProfilerLabels:
 
     def begin(self, kind: Kind, of: Any = None) -> None:
         if not profiler._is_profiler_enabled:
-            self._open.append(None)
+            self._open.append(None)  # for the `end` that follows, as calls nest
             return
         name = "" if of is None else f" ({of.label})"
         label = profiler.record_function(f"{_LABELS[kind]}{name}")

@@ -39,6 +39,7 @@ class _Module:
         ]
 
     def restore(self) -> None:
+        """Put back the class, the attributes and the contents."""
         # The same dicts and lists get their contents back: slots and hooks' handles refer to them.
         for value, content in self._contents:
             value.clear()
@@ -61,6 +62,7 @@ class _Tensor:
         self._data = data if type(data) is torch.Tensor else None  # others keep their memory
 
     def restore(self) -> None:
+        """Put back attributes, hooks and, unless the tensor has it still, memory."""
         tensor, data = self._tensor, self._data
         tensor.__dict__.clear()
         tensor.__dict__.update(self._attributes)

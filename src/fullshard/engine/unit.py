@@ -24,7 +24,7 @@ from fullshard.policies import UnitConfig
 
 
 class Phase(enum.IntEnum):  # the hash of a plain Enum is a Python call, ten times per step
-    """Where a unit's parameters are, and what modules see of them."""
+    """The place of a unit's parameters in memory, and the form that modules show."""
 
     SHARDED = enum.auto()
     GATHERING = enum.auto()  # the all-gather is under way; modules still show sharded parameters
@@ -308,6 +308,7 @@ class Unit(UnitSetup):
         return self._post_forward
 
     def settle(self) -> None:
+        """Wait for a gather under way, and reshard."""
         # A gather under way is awaited, not dropped: it is a collective that peers take part in,
         # and it still writes to the memory that `reshard` frees.
         self.wait_unshard()

@@ -254,12 +254,12 @@ class UnitSetup(abc.ABC):
 
     @property
     def path(self) -> str:
-        """Its name in messages and in the ledger of its ranks, where all have to use the same."""
+        """The unit's name in messages and in the ledger, the same on every rank."""
         return self.name or "root"
 
     @property
     def label(self) -> str:
-        """Its path and this rank, for messages."""
+        """The unit's path and this rank, for messages."""
         return f"{self.path} (rank {dist.get_rank()})"
 
 

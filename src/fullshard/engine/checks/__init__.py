@@ -1,1 +1,1 @@
-"""What a program has to keep for a step to be right, and noticing when it does not."""
+"""Checks that programs keep to what a correct step assumes: errors, warnings, slower ways."""

@@ -20,8 +20,8 @@ class ForwardOrder:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._first: list[int] | None = None  # once the first iteration is over
-        self._current: list[int] = []
+        self._first: list[int] | None = None  # unit numbers, once the first iteration is over
+        self._current: list[int] = []  # those of this iteration so far
         self._has_warned = False
 
     @property
