@@ -10,8 +10,8 @@ test that exceeds its limit fails with the stack of every rank that hangs; its p
 the next test gets a new one. `run_fresh` gives a body processes of its own and reports what became
 of each rank, which is what a test that kills ranks needs.
 
-A rank's life, in order: forked from a clean server that has only imported torch; joins its own
-process group, so that it and all it starts can be killed together; joins the Gloo group through a
+A rank's life, in order: forked from a server that has only imported what all tests need; joins its
+own process group, so that it and all it starts can be killed together; joins the Gloo group through a
 file in a temporary folder (no ports); serves until the parent says stop, closes its end of the
 lifeline, or dies.
 """
@@ -57,7 +57,9 @@ PRELOADED = [
     "torch.distributed.tensor",
     "torch.distributed.tensor.debug",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch._dynamo",
     "pytest",
+    "fullshard",
 ]
 
 
@@ -329,10 +331,13 @@ def _serve(
     dist.init_process_group(
         "gloo", store=store, rank=number, world_size=size, timeout=timedelta(seconds=60)
     )
-    gc.collect()
-    gc.freeze()  # imported modules need no visits by the collections after each body
+    gc.freeze()
+    num_bodies = 0
     while message := _receive(connection):
-        connection.send_bytes(_perform(number, pickle.loads(message)))
+        outcome = _perform(number, pickle.loads(message))
+        num_bodies += 1
+        _collect(also_frozen=num_bodies % 100 == 0)
+        connection.send_bytes(outcome)
     dist.destroy_process_group()
 
 
@@ -382,8 +387,19 @@ def _call(task: Task) -> Any:
         value = body(**kwargs)
         # Ranks that disagree about the number of collectives are caught here, in the guilty test.
         dist.barrier()
-    gc.collect()
     return value
+
+
+def _collect(*, also_frozen: bool) -> None:
+    """Free what a body left in cycles.
+
+    What is left after that, modules and caches, is frozen: later collections pass it over, which
+    else would take longer than most bodies once the compiler is imported.
+    """
+    if also_frozen:
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _describe(error: BaseException) -> str:

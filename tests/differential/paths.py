@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import importlib
 import warnings
 from typing import Any
 
@@ -38,7 +35,6 @@ def compare_paths(
     may_raise: the path on which an exception is a difference. Elsewhere it ends the ranks, since
         others may wait.
     """
-    _freeze_what_is_imported()
     found: list[str] = []
     records: dict[str, Record] = {}
     for path in ([NONE] if program.has_reference else []) + paths:
@@ -77,15 +73,6 @@ def compare_paths(
             )[:4]
         ]
     return found
-
-
-@functools.cache
-def _freeze_what_is_imported() -> None:
-    """Spare the collection after each body the visits to modules, which take longer than most."""
-    importlib.import_module("fullshard")
-    importlib.import_module("torch._dynamo")
-    gc.collect()
-    gc.freeze()
 
 
 def _run(program: Program, face: str, path: str) -> Record:
