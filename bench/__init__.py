@@ -11,7 +11,8 @@ One script per question, each printing ratios against peers measured in the same
     python -m bench.run_all       all of them in one table beside the goals (`make bench`)
 
 Run them from the repository root, on Linux (memory is read from /proc). Every script takes
-`--help` and `--json`, and `--out` to write its results. The other files are shared by them: `model`
+`--help` and `--json`, and `--out` to write its results; where no path is given, they go to
+`bench/results`, which git ignores: what is worth keeping is added by `git add --force`. The other files are shared by them: `model`
 (what is trained), `implementations` and `zero3` (who trains it), `ranks` (the processes), `resident`
 and `tensor_bytes` (two ways to measure memory), `goals` (what ours should reach), `tables` (printing
 and JSON). `LOG.md` records what each change was expected to do and what it did.

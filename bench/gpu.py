@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from fullshard.models.llama import SIZES, LlamaConfig
+from fullshard.models.sizes import SIZES, LlamaConfig
 
 from .gpu_training import IMPLEMENTATIONS, DeviceType, Setting, Turn, build_training
 from .ranks import RankError, RankGroup
 from .tables import Progress, Spread, Table, machine, ratio_spread, spread
 
 NO_GPU = 2
-_RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"
 _EVERYBODY = tuple(IMPLEMENTATIONS)
 _TIMEOUT_S = 240.0
 
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--implementations", nargs="+", choices=_EVERYBODY, default=_EVERYBODY)
-    parser.add_argument("--out", type=Path, default=_RESULTS, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no GPU: torch.cuda.is_available() is False; see --device cpu", file=sys.stderr)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from bench import run_all, step
+from bench import gpu, run_all, step
 from bench.alone import Measured as AloneMeasured
 from bench.alone import cpu_ratio, wall_ratio
 from bench.collectives import MEMORY_COPY, Operation
@@ -17,6 +19,7 @@ from bench.goals import AHEAD, HEADINGS, Row, Section, at_least, at_most, count_
 from bench.implementations import IMPLEMENTATIONS, Work, why_not
 from bench.tables import Table, median_interval
 
+ROOT = Path(__file__).parent.parent
 BOTH = {"fsdp2": 1.0, "fullshard": 0.5, "fullshard-fsdp1": 0.7}
 
 
@@ -52,6 +55,18 @@ def test_rows_line_up_with_headings_and_blanks_are_explained() -> None:
 def test_goals_are_counted_over_sections() -> None:
     rows = [Row("", BOTH, at_most(0.7)), Row("", BOTH, at_most(0.6)), Row("", BOTH)]
     assert count_reached([Section("a", rows), Section("b", rows[:1])]) == (2, 3)
+
+
+@pytest.mark.skipif(
+    shutil.which("git") is None or not (ROOT / ".git").exists(), reason="asks git what it ignores"
+)
+@pytest.mark.parametrize(
+    "name", ["2026-11-22-some-cpu.json", "gpu-some-gpu.json", "gpu-checks.json", "trace-1b.json.gz"]
+)
+def test_results_are_written_where_git_ignores_them(name: str) -> None:
+    assert run_all.RESULTS == gpu.RESULTS
+    ask = ["git", "check-ignore", "--no-index", str(run_all.RESULTS / name)]
+    assert subprocess.run(ask, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 def measured(*seconds: float, losses: tuple[float, ...] = (3.0, 2.0)) -> step.Measured:
