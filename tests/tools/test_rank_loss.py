@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def start(run: Run) -> list[int]:
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path, rank: int) -> None:
-    with running(tmp_path / "run", *FOREVER) as run:
+    with running(tmp_path / "run", *FOREVER, "--save-every", "2") as run:
         pids = start(run)
         shared = inodes_of(pids)
         kill(run.ranks()[rank])
@@ -41,6 +42,10 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path, rank: int) -
     assert not still_mapped(shared)
     assert result.code == 3, result.err
     assert f"rank {rank} died" in result.err, "said by the rank that is left"
+    said = re.search(r"complete checkpoint is of step (\d+) \((.*)\); continue with", result.err)
+    assert said, result.err
+    assert int(said[1]) in range(2, len(run.losses()) + 1, 2)
+    assert said[2] == str(run.folder / "checkpoints" / f"step-{int(said[1]):08d}")
     assert f"rank {rank} (pid " in result.err, "said by the launcher"
     assert "was killed by SIGKILL" in result.err
     assert "Traceback" not in result.err
@@ -54,6 +59,7 @@ def test_a_killed_rank_is_named_under_torchrun_too(tmp_path: Path) -> None:
         result = run.finish()
     assert result.code != 0
     assert "rank 1 died" in result.err
+    assert "no complete checkpoint yet" in result.err
 
 
 def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:

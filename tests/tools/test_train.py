@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tests.tools.processes import FOREVER, TINY, Result, losses, running, train
 
+_SAID = r"starting|joining|corpus:|model:|step \d+/60  loss|stopped after step"
 SIXTY = (*TINY, "--steps", "60", "--save-every", "30")
 
 
@@ -95,6 +97,9 @@ def test_a_run_asked_to_stop_saves_and_continues_exactly(
     assert 5 <= done < 60
     assert f"stopped after step {done} of 60, checkpoint saved" in stopped.err
     assert "Traceback" not in stopped.err
+    assert "death signal" not in stopped.err
+    lines = stopped.err.splitlines()
+    assert all(re.match(_SAID, line) for line in lines), "torch writes into the progress"
     assert run.losses() == straight.losses[:done]
     checkpoints = [path.name for path in (run.folder / "checkpoints").iterdir()]
     assert checkpoints == [f"step-{done:08d}"]

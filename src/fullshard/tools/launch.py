@@ -47,6 +47,9 @@ def launch(arguments: Sequence[str], *, ranks: int, threads: int) -> Ending:
     """Run `python -m fullshard ARGUMENTS` on `ranks` local ranks until all have ended."""
     # Its log repeats, in thirty lines, what the ranks and `Ending` say in one.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The agent's own logger has a level, so that it does not inherit this one. At Ctrl-C it warns of
+    # the signal, into the ranks' progress bar; its errors stay.
+    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ[LAUNCHER_PID] = str(os.getpid())
     options = torch_run.parse_args(

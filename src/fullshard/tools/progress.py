@@ -4,6 +4,7 @@ Everything goes to standard error, so that standard output carries results alone
 """
 
 import time
+from collections import deque
 from types import TracebackType
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+SPEED_STEPS = 20
 _PLAIN_INTERVAL_S = 2.0
 
 
@@ -141,6 +143,30 @@ class Reporting:
         trace: TracebackType | None,
     ) -> None:
         self.reporter.end()
+
+
+class Speed:
+    """Tokens per second over the last steps, up to 20: a single step's jumps too much to be read."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=SPEED_STEPS)
+
+    def after(self, num_tokens: int, seconds: float) -> float:
+        """Note a step, and return the speed of the last ones together."""
+        self._steps.append((num_tokens, seconds))
+        tokens, times = zip(*self._steps, strict=True)
+        return float(sum(tokens) / sum(times))
+
+
+def printable(text: str) -> str:
+    r"""Escape what would control a terminal; newlines and tabs stay.
+
+    The escape character, for one, is shown as the four characters \x1b.
+    """
+    return "".join(
+        each if each in "\n\t" or each.isprintable() else each.encode("unicode_escape").decode()
+        for each in text
+    )
 
 
 def _clock(seconds: float) -> str:

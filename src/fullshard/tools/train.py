@@ -25,7 +25,7 @@ from fullshard.tools.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.corpus import draw_batch
 from fullshard.tools.job import Job
-from fullshard.tools.progress import Reporter
+from fullshard.tools.progress import SPEED_STEPS, Reporter, Speed
 from fullshard.tools.recipe import build_model, build_optimizer, learning_rate
 from fullshard.tools.recording import StepRecorder, steps_to_trace
 from fullshard.tools.report import write_report
@@ -75,6 +75,7 @@ class Trainer:
             f"unigram entropy {self.corpus.survey.unigram_entropy:.3f} nats per byte"
         )
         self._check_same_corpus()
+        self._speed = Speed()
         self.model = build_model(config, self.device)
         num_params = sum(param.numel() for param in self.model.parameters())
         report.note(
@@ -149,7 +150,7 @@ class Trainer:
     def _record(self, done: int, result: StepReport, seconds: float) -> None:
         if self.rank != 0:
             return
-        speed = self.config.tokens_per_step / seconds
+        num_tokens = self.config.tokens_per_step
         memory = peak_memory_nbytes(self.device)
         self.folder.add_metrics(
             {
@@ -158,13 +159,13 @@ class Trainer:
                 "lr": learning_rate(self.config, done - 1),
                 "grad_norm": result.grad_norm,
                 "seconds": round(seconds, 6),
-                "tokens_per_second": round(speed, 1),
+                "tokens_per_second": round(num_tokens / seconds, 1),
                 "peak_memory": memory,
             }
         )
         figures = {
             "loss": f"{result.loss:.3f}",
-            "tokens/s": f"{speed:,.0f}",
+            f"tokens/s of {SPEED_STEPS} steps": f"{self._speed.after(num_tokens, seconds):,.0f}",
             "peak": f"{memory / 2**30:.2f} GiB",
         }
         self.report.step(done, figures)

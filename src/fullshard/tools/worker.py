@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import FullshardError
+from fullshard.tools.checkpoint import latest_checkpoint
 from fullshard.tools.config import OptionError
 from fullshard.tools.job import Job
 from fullshard.tools.launch import Exit, die_with_launcher
 from fullshard.tools.lifeline import Fate, Lifeline
-from fullshard.tools.progress import Reporter, Reporting
+from fullshard.tools.progress import Reporter, Reporting, printable
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.train import StopRequest, run_rank
 
@@ -110,11 +111,21 @@ class _Mourner:
         if speaks and fate is Fate.DIED:
             print(
                 f"fullshard: rank {rank} died (killed, or out of memory); rank {place.rank} and "
-                f"the others end now. Last complete checkpoint: {self._folder.checkpoints}",
+                f"the others end now. {_what_is_saved(self._folder)}",
                 file=sys.stderr,
                 flush=True,
             )
         os._exit(Exit.RANK_LOST)
+
+
+def _what_is_saved(folder: RunFolder) -> str:
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        return "There was no complete checkpoint yet; start the run again with another --out."
+    return (
+        f"The last complete checkpoint is of step {checkpoint.step} ({checkpoint.path}); continue "
+        f"with: fullshard train --resume {folder.path}"
+    )
 
 
 def _complain(place: Place, error: Exception) -> None:
@@ -139,7 +150,7 @@ def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
         )
         return
     if summary["sample"]:
-        print(f"\n--- sample ---\n{summary['sample']}\n--------------\n", flush=True)
+        print(f"\n--- sample ---\n{printable(summary['sample'])}\n--------------\n", flush=True)
     print(
         f"loss {summary['loss']:.3f} nats per byte, unigram entropy "
         f"{summary['unigram_entropy']:.3f}; {summary['tokens_per_second']:,.0f} tokens/s, "

@@ -1,0 +1,49 @@
+"""What the terminal shows: speeds that can be read, and text that cannot control it."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from fullshard.tools.progress import SPEED_STEPS, Plain, Speed, printable
+from fullshard.tools.worker import _show
+
+
+def test_speed_is_that_of_the_last_steps_together() -> None:
+    speed = Speed()
+    assert speed.after(100, 1.0) == 100
+    # One slow step of two: 200 tokens in 5 seconds, not the mean of 100 and 25.
+    assert speed.after(100, 4.0) == 40
+    for _ in range(SPEED_STEPS):
+        last = speed.after(100, 0.5)
+    assert last == 200, "the first two are forgotten"
+
+
+def test_control_characters_are_shown_and_not_obeyed() -> None:
+    assert printable("a\n\tb c é 你") == "a\n\tb c é 你"
+    assert printable("\x1b[2J\r\x07\x00\x9b1m") == "\\x1b[2J\\r\\x07\\x00\\x9b1m"
+    assert printable("\u202ereversed") == "\\u202ereversed"
+    every = printable("".join(map(chr, range(0x300))))
+    assert {c for c in every if unicodedata.category(c) == "Cc"} == {"\n", "\t"}
+
+
+def test_the_sample_is_printed_escaped_and_kept_as_it_is_in_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    numbers = dict.fromkeys(("loss", "unigram_entropy", "tokens_per_second", "seconds"), 1.0)
+    summary = {
+        **numbers,
+        "status": "finished",
+        "out": str(tmp_path),
+        "report": None,
+        "sample": "def\x1b]0;x\x07\n",
+    }
+    from rich.console import Console
+
+    _show(summary, Plain(Console()), as_json=False)
+    assert "--- sample ---\ndef\\x1b]0;x\\x07\n\n----" in capsys.readouterr().out
+    _show(summary, Plain(Console()), as_json=True)
+    assert json.loads(capsys.readouterr().out)["sample"] == summary["sample"]
