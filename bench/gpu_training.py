@@ -20,7 +20,8 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.models.llama import DecoderLayer, Llama, LlamaConfig, RotaryEmbedding
+from fullshard.models.llama import DecoderLayer, Llama, RotaryEmbedding
+from fullshard.models.sizes import LlamaConfig
 
 from .overlap import overlap_of
 from .ranks import Rank

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fullshard.models import SIZES, Llama, LlamaConfig, generate, init_weights
-from fullshard.models.llama import KeyValueCache
+from fullshard.models.generation import generate
+from fullshard.models.llama import KeyValueCache, Llama, init_weights
+from fullshard.models.sizes import SIZES, LlamaConfig
 
 TINY = SIZES["tiny"]
 

@@ -1,6 +1,26 @@
-"""`python -m fullshard`, the same as the `fullshard` console script."""
+"""`python -m fullshard` and the `fullshard` console script."""
 
-from fullshard.tools.cli import main
+import sys
+from importlib.util import find_spec
+
+_EXTRA = ("jinja2", "matplotlib", "numpy", "rich", "typer")
+"""What `fullshard[train]` installs (pyproject.toml); the library itself needs torch alone."""
+
+
+def main() -> None:
+    """Run the command line, or say what has to be installed for it and exit with 2."""
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        print(
+            f"fullshard: the command line needs {', '.join(missing)}. Install with: "
+            'pip install "fullshard[train]"',
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    from fullshard.tools.cli import main as run_command  # noqa: PLC0415 -- what it imports may be missing
+
+    run_command()
+
 
 if __name__ == "__main__":
     main()

@@ -36,7 +36,7 @@ from fullshard import (
 from fullshard import FullyShardedDataParallel as FSDP  # noqa: N817 -- as everybody does
 from fullshard.migrate.arguments import PROGRAM
 from fullshard.tools import cli
-from fullshard.tools.launch import Exit
+from fullshard.tools.exits import Exit
 from tests.harness import mesh_of, on_ranks
 from tests.models import Attention, Block, FeedForward, Transformer, make_problem
 from tests.tools.processes import environment

@@ -19,7 +19,8 @@ from torch import nn
 import fullshard
 from bench.overlap import overlap_of
 from fullshard.engine.runtime import Lane, Runtime
-from fullshard.models.llama import SIZES, Llama, LlamaConfig
+from fullshard.models.llama import Llama
+from fullshard.models.sizes import SIZES, LlamaConfig
 from tests.gpu.place import (
     Place,
     clip,

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fullshard
-from fullshard.models.llama import DecoderLayer, Llama, LlamaConfig, init_weights
+from fullshard.models.llama import DecoderLayer, Llama, init_weights
+from fullshard.models.sizes import LlamaConfig
 
 SMALL = LlamaConfig(
     vocab_size=512,

@@ -9,8 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from fullshard.tools import cli, launch
+from fullshard.tools import cli, commands, job
 from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.exits import Exit
 from fullshard.tools.job import check_local_ranks, new_job, resumed_job
 from fullshard.tools.run_folder import RunFolder
 
@@ -29,13 +30,13 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def no_launch(*args: object, **kwargs: object) -> None:
         pytest.fail("ranks were started")
 
-    monkeypatch.setattr(cli, "launch", no_launch)
+    monkeypatch.setattr(commands, "launch", no_launch)
     monkeypatch.chdir(tmp_path)
 
     def call(*options: str) -> str:
         before = sorted(tmp_path.rglob("*"))
         result: Result = CliRunner().invoke(cli.app, ["train", "--device", "cpu", *options])
-        assert result.exit_code == launch.Exit.USAGE, result.output
+        assert result.exit_code == Exit.USAGE, result.output
         assert sorted(tmp_path.rglob("*")) == before
         return result.output
 
@@ -51,7 +52,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (["--seq", "0"], "--seq 0: must be at least 1"),
         (["--grad-accum", "0"], "--grad-accum 0: must be at least 1"),
         (["--model", "7t"], "--model 7t: no such size; choose from tiny, 10m"),
-        (["--dtype", "fp8"], "--dtype fp8: choose from fp32, bf16"),
+        (["--dtype", "fp16"], "--dtype fp16: choose from auto, fp32, bf16"),
+        (["--device", "tpu"], "--device tpu: choose from auto, cpu, cuda"),
         (["--lr", "1e-5"], "--min-lr 0.0001: must be from 0 to --lr 1e-05"),
         (["--lr", "nan"], "--min-lr"),
         (["--clip", "-1"], "--clip -1.0: must not be negative"),
@@ -59,7 +61,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (["--prompt", ""], "--prompt: is empty"),
         (["--data", "missing/folder"], "--data missing/folder: no such file or folder"),
         (["--data", "text", "--seq", "950"], "one sequence needs 951"),
-        (["--device", "cuda", "--ranks", "99"], "each rank needs its own"),
         (["--resume", "nowhere"], "--resume nowhere: holds no run"),
         (["--out", "text"], "--out text: is a file"),
         (["--resume", "a", "--out", "b"], "a resumed run stays in its folder"),
@@ -101,6 +102,48 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         OptionError, match=r"has 2 GPUs, and each rank needs its own\. Use --ranks 2 or"
     ):
         check_local_ranks(config, 3)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "said"),
+    [
+        (None, "is built without CUDA. Install one that is built with it"),
+        ("12.8", "finds no CUDA device. See what `nvidia-smi` says"),
+    ],
+    ids=["torch for CPUs", "torch for GPUs"],
+)
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "2")], ids=["default ranks", "two ranks"])
+def test_cuda_without_a_gpu_is_said_to_lack_one(
+    refused,
+    monkeypatch: pytest.MonkeyPatch,
+    text: Path,
+    cuda: str | None,
+    ranks: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.setattr(job, "_num_gpus", lambda: 0)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    shown = refused("--device", "cuda", "--data", str(text), "--seq", "16", *ranks)
+    assert "--device cuda: " in shown
+    assert said in shown
+    assert "use --device cpu" in shown
+    assert "--ranks" not in shown
+
+
+def test_what_is_not_typed_depends_on_the_model_and_the_number_of_steps(
+    text: Path, tmp_path: Path
+) -> None:
+    untyped = dict.fromkeys(("steps", "batch", "lr", "warmup", "ranks"))
+    options = {"device": "cpu", "dtype": "auto", "data": (str(text),), "seq": 16, **untyped}
+
+    def chosen(**typed: object) -> tuple[float, ...]:
+        config = new_job({**options, **typed}, tmp_path / "run").config
+        return (config.steps, config.batch, config.lr, config.warmup)
+
+    assert chosen(model="10m") == (350, 2, 2e-3, 30)
+    assert chosen(model="tiny") == (400, 8, 1e-2, 20)
+    assert chosen(model="tiny", steps=50) == (50, 8, 1e-2, 5)
+    assert chosen(model="tiny", steps=50, lr=1e-3, warmup=40) == (50, 8, 1e-3, 40)
 
 
 def _have(monkeypatch: pytest.MonkeyPatch, kind: str, *, available: bool) -> None:
@@ -194,4 +237,7 @@ class TestResume:
 def test_help_shows_examples_and_exit_codes() -> None:
     said = CliRunner().invoke(cli.app, ["train", "--help"]).output
     assert "torchrun --nnodes 2" in said
+    words = " ".join(said.replace("│", " ").split())
+    assert "each rank would hold a whole model's gradients" in words
+    assert "400 for tiny" in words
     assert "Exit codes" in said

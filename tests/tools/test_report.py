@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fullshard.tools import cli
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.launch import Exit
+from fullshard.tools.exits import Exit
 from fullshard.tools.recording import steps_to_trace
 from fullshard.tools.report import metrics_of, write_report
 from fullshard.tools.run_folder import RunFolder

@@ -1,4 +1,7 @@
-"""The `fullshard` command. Of the tools, the one place that reads environment variables.
+"""The `fullshard` command: what can be typed. Of the tools, the one place that reads the environment.
+
+What a command does is in `tools/commands.py`, which is imported when it runs: torch takes seconds,
+and `--help` has no use for it.
 
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
@@ -6,30 +9,25 @@ fullshard migrate-report M:F        say what an FSDP1 model would be with fully_
 fullshard report RUN                write a page on where the time and memory of a run went
 """
 
-import json
 import os
 import sys
-import time
 import warnings
-from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-from fullshard.errors import StateError
-from fullshard.plan.trace import TraceError
-from fullshard.tools.config import OptionError, TrainConfig
-from fullshard.tools.job import Job, check_local_ranks, new_job, resumed_job
-from fullshard.tools.launch import LAUNCHER_PID, Ending, Exit, launch
-from fullshard.tools.migration import report_on
-from fullshard.tools.report import metrics_of, write_report
-from fullshard.tools.worker import Place, run_worker
+import fullshard
+from fullshard.tools.config import TINY_DEFAULTS, TrainConfig
+from fullshard.tools.exits import Exit
 
 _EXAMPLES = """
 Examples:
 
     fullshard train                                    10M parameters on Python's own source
+
+    fullshard train --model tiny                       the same in a minute, to look around
 
     fullshard train --data books/ notes.txt --steps 2000 --out runs/books
 
@@ -39,7 +37,9 @@ Examples:
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fullshard train --model 1b --out /shared/run
 
-Exit codes: 0 finished, 1 failed, 2 unusable options, 3 a rank died, 75 stopped by Ctrl-C or SIGTERM with everything saved.
+While it runs, tokens/s is the mean of the last 20 steps; metrics.jsonl has that of each.
+
+Exit codes: 0 finished, 1 failed, 2 unusable options or missing packages, 3 a rank died, 75 stopped by Ctrl-C or SIGTERM with everything saved.
 """
 
 _MIGRATE_EXAMPLES = """
@@ -79,13 +79,34 @@ app = typer.Typer(
 _DEFAULT = TrainConfig()
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"fullshard {fullshard.__version__}, torch {version('torch')}")
+        raise typer.Exit(Exit.OK)
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
     """Train models larger than one device by sharding them over ranks."""
 
 
 def _option(help_text: str, *, panel: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel=panel)
+
+
+def _by_model(help_text: str, name: str, *, panel: str) -> Any:
+    """Declare an option whose default is another one for the tiny model (config.with_defaults)."""
+    default = f"{getattr(_DEFAULT, name)}; {TINY_DEFAULTS[name]} for tiny"
+    if name == "warmup":
+        default = f"a tenth of the steps, at most {default}"
+    return typer.Option(help=help_text, show_default=default, rich_help_panel=panel)
 
 
 def _flag(name: str, help_text: str, *, panel: str) -> Any:
@@ -100,7 +121,10 @@ def train(
     ] = None,
     data: Annotated[
         list[str] | None,
-        _option("File or folder of text; may repeat. Default: Python's own library.", panel="Text"),
+        _option(
+            "File or folder of text; may repeat. Default: Python's own library.",
+            panel="Text",
+        ),
     ] = None,
     seq: Annotated[int, _option("Bytes in a sequence.", panel="Text")] = _DEFAULT.seq,
     model: Annotated[
@@ -124,24 +148,29 @@ def train(
             panel="Devices",
         ),
     ] = "auto",
-    steps: Annotated[int, _option("Optimizer steps in all.", panel="Training")] = _DEFAULT.steps,
+    steps: Annotated[
+        int | None, _by_model("Optimizer steps in all.", "steps", panel="Training")
+    ] = None,
     batch: Annotated[
-        int, _option("Sequences per rank and forward.", panel="Training")
-    ] = _DEFAULT.batch,
+        int | None, _by_model("Sequences per rank and forward.", "batch", panel="Training")
+    ] = None,
     grad_accum: Annotated[
         int,
         _option(
-            "Forwards and backwards per step, each reduced, so that gradients stay sharded.",
+            "Forwards and backwards per step, each reduced, so that gradients stay sharded. "
+            "Reducing once would be faster, by up to a quarter, but each rank would hold a whole "
+            "model's gradients.",
             panel="Training",
         ),
     ] = _DEFAULT.grad_accum,
-    lr: Annotated[float, _option("Highest learning rate.", panel="Training")] = _DEFAULT.lr,
+    lr: Annotated[float | None, _by_model("Highest learning rate.", "lr", panel="Training")] = None,
     min_lr: Annotated[
         float, _option("Learning rate at the last step.", panel="Training")
     ] = _DEFAULT.min_lr,
     warmup: Annotated[
-        int, _option("Steps of linear rise before the cosine.", panel="Training")
-    ] = _DEFAULT.warmup,
+        int | None,
+        _by_model("Steps of linear rise before the cosine.", "warmup", panel="Training"),
+    ] = None,
     weight_decay: Annotated[
         float, _option("AdamW weight decay of matrices.", panel="Training")
     ] = _DEFAULT.weight_decay,
@@ -182,33 +211,15 @@ def train(
     Starts one rank per GPU, or two on the CPU; under torchrun it is one of torchrun's ranks.
     Ctrl-C or SIGTERM saves and stops; --resume continues exactly there.
     """
+    from fullshard.tools import commands
+
     typed = {name for name in context.params if _was_typed(context, name)}
     options = {k: v for k, v in context.params.items() if k in TrainConfig.__dataclass_fields__}
     options["data"] = (*(data or ()), *(more_data or ()))
     if more_data:
         typed.add("data")
-    place = _place(os.environ)
-    try:
-        if resume is not None and out is not None and resume != out:
-            raise OptionError(
-                f"--resume {resume} and --out {out}: a resumed run stays in its folder; leave out "
-                "--out."
-            )
-        if place is not None and options["ranks"] is None:
-            options["ranks"] = place.num_ranks
-        if resume is not None:
-            changes = {k: options[k] for k in typed & options.keys()}
-            if place is not None:
-                changes["ranks"] = place.num_ranks
-            job = resumed_job(resume, changes)
-        else:
-            job = new_job(options, out or _default_out())
-        if place is None:
-            _finish(_launch(job), job)
-        _check_place(job.config, place)
-    except OptionError as error:
-        _refuse(error, quiet=place is not None and place.local_rank != 0)
-    raise typer.Exit(run_worker(job, place, threads=_threads(place), as_json=as_json))
+    typing = commands.Typed(options, typed, sys.argv[2:], out, resume)
+    raise typer.Exit(commands.train(typing, os.environ, as_json=as_json))
 
 
 @app.command(epilog=_MIGRATE_EXAMPLES)
@@ -230,18 +241,9 @@ def migrate_report(
     """
     # The report says it itself, once.
     warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
-    place = _place(os.environ)
-    is_first = place is None or place.rank == 0
-    try:
-        report = report_on(target, under_torchrun=place is not None)
-    except OptionError as error:
-        _refuse(error, quiet=not is_first, command="migrate-report")
-    except StateError as error:
-        if is_first:
-            print(f"fullshard migrate-report: {target}: {error}", file=sys.stderr)
-        raise typer.Exit(Exit.FAILED) from error
-    if is_first:
-        print(json.dumps(report.as_dict(), indent=2) if as_json else report)
+    from fullshard.tools import commands
+
+    raise typer.Exit(commands.migrate_report(target, os.environ, as_json=as_json))
 
 
 @app.command(epilog=_REPORT_EXAMPLES)
@@ -260,15 +262,9 @@ def report(
 
     trace.json beside it holds the same timelines for chrome://tracing and Perfetto.
     """
-    try:
-        if as_json:
-            print(json.dumps(metrics_of(run), indent=2))
-            return
-        written = write_report(run, out)
-    except (OptionError, TraceError) as error:
-        _refuse(error, quiet=False, command="report")
-    for path in written:
-        print(path)
+    from fullshard.tools import commands
+
+    raise typer.Exit(commands.report(run, out, as_json=as_json))
 
 
 def _was_typed(context: typer.Context, name: str) -> bool:
@@ -276,89 +272,6 @@ def _was_typed(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     # By name: typer carries click inside from 0.25 on, so its enum has two homes.
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _launch(job: Job) -> Ending:
-    ranks = job.config.ranks
-    check_local_ranks(job.config, ranks)
-    job.folder.summary_file.unlink(missing_ok=True)
-    # The ranks parse the same line; --out comes first, because its default holds the time.
-    arguments = ["train", "--out", str(job.folder.path), *sys.argv[2:]]
-    print(
-        f"starting {ranks} {job.config.device} rank{'s' if ranks > 1 else ''}; results go to "
-        f"{job.folder.path}",
-        file=sys.stderr,
-    )
-    return launch(arguments, ranks=ranks, threads=_threads_for(ranks, os.environ))
-
-
-def _finish(ending: Ending, job: Job) -> NoReturn:
-    """Add the launcher's own sentence to what the ranks said, and exit."""
-    summary = job.folder.read_summary()
-    code = ending.code
-    if code in (Exit.OK, Exit.STOPPED):
-        # What the folder says counts: a signal may come when the last step is already done, or
-        # before the first.
-        statuses = {"finished": Exit.OK, "stopped": Exit.STOPPED}
-        code = statuses.get(summary["status"], Exit.FAILED) if summary else Exit.FAILED
-        if summary is None:
-            print("fullshard: stopped before the first step; nothing to save.", file=sys.stderr)
-    if ending.message:
-        print(f"fullshard: {ending.message}", file=sys.stderr)
-    raise typer.Exit(code)
-
-
-def _refuse(error: OptionError | TraceError, *, quiet: bool, command: str = "train") -> NoReturn:
-    if not quiet:
-        for line in str(error).splitlines():
-            print(f"fullshard {command}: {line}", file=sys.stderr)
-        print(f"Options: fullshard {command} --help", file=sys.stderr)
-    raise typer.Exit(Exit.USAGE)
-
-
-def _place(environment: Mapping[str, str]) -> Place | None:
-    """Read what torchrun tells its ranks, or None in a process it did not start."""
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        return None
-    num_ranks = int(environment["WORLD_SIZE"])
-    launcher = environment.get(LAUNCHER_PID)
-    return Place(
-        rank=int(environment["RANK"]),
-        num_ranks=num_ranks,
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
-        num_local_ranks=int(environment.get("LOCAL_WORLD_SIZE", num_ranks)),
-        master_host=environment["MASTER_ADDR"],
-        launcher_pid=int(launcher) if launcher else None,
-    )
-
-
-def _check_place(config: TrainConfig, place: Place) -> None:
-    if config.ranks != place.num_ranks:
-        raise OptionError(
-            f"--ranks {config.ranks}: torchrun has started {place.num_ranks} ranks. Leave --ranks "
-            "out under torchrun."
-        )
-    check_local_ranks(config, place.num_local_ranks)
-
-
-def _threads(place: Place) -> int:
-    return _threads_for(place.num_local_ranks, os.environ)
-
-
-def _threads_for(ranks: int, environment: Mapping[str, str]) -> int:
-    """Share this machine's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" in environment:
-        return max(1, int(environment["OMP_NUM_THREADS"]))
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        cores = os.cpu_count() or 1
-    return max(1, cores // ranks)
-
-
-def _default_out() -> Path:
-    """Name a new run's folder by its start: runs/20250131-174502."""
-    return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError
-from fullshard.models import SIZES
+from fullshard.models.sizes import SIZES
 
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -26,6 +26,10 @@ _NOT_NEGATIVE = (
     *("warmup", "weight_decay", "clip", "save_every", "sample_length", "temperature"),
     "trace_steps",
 )
+
+
+TINY_DEFAULTS: dict[str, Any] = {"steps": 400, "batch": 8, "lr": 1e-2, "warmup": 20}
+"""What `--model tiny` learns most from in a minute on two CPU ranks; a matter of its size."""
 
 
 class OptionError(FullshardError, ValueError):
@@ -72,8 +76,9 @@ class TrainConfig:
         found = []
         if self.model not in SIZES:
             found.append(f"--model {self.model}: no such size; choose from {', '.join(SIZES)}.")
-        for name, choices in (("device", DEVICES[1:]), ("dtype", DTYPES[1:])):
-            if getattr(self, name) not in choices:
+        for name, choices in (("device", DEVICES), ("dtype", DTYPES)):
+            # `auto` can be typed, and has become another by now (job.new_job).
+            if getattr(self, name) not in choices[1:]:
                 found.append(f"--{name} {getattr(self, name)}: choose from {', '.join(choices)}.")
         found += [
             f"{_flag(name)} {getattr(self, name)}: must be at least 1."
@@ -134,6 +139,24 @@ class TrainConfig:
             raise OptionError(
                 f"{source}: is not the configuration of this version's runs ({error})."
             ) from error
+
+
+def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what was not typed and depends on the model or on the number of steps.
+
+    {"model": "tiny", "steps": 50, "lr": None} becomes, among others, lr 0.01 and warmup 5: a run of
+    few steps is not to spend them on warming up.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    if options.get("model") == "tiny":
+        defaults |= TINY_DEFAULTS
+    filled = dict(options)
+    for name in ("steps", "batch", "lr"):
+        if filled.get(name) is None:
+            filled[name] = defaults[name]
+    if filled.get("warmup") is None:
+        filled["warmup"] = min(defaults["warmup"], max(0, filled["steps"]) // 10)
+    return filled
 
 
 def _flag(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fullshard.tools.checkpoint import Checkpoint, latest_checkpoint
-from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.config import OptionError, TrainConfig, with_defaults
 from fullshard.tools.corpus import Corpus, open_corpus
 from fullshard.tools.run_folder import RunFolder
 
@@ -37,6 +37,7 @@ def new_job(options: dict[str, Any], out: Path) -> Job:
 
     Raises OptionError for options that cannot work and for a folder that is taken.
     """
+    options = with_defaults(options)
     num_gpus = _num_gpus()
     device = options["device"]
     if device == "auto":
@@ -46,7 +47,8 @@ def new_job(options: dict[str, Any], out: Path) -> Job:
         dtype = "fp32" if device == "cpu" else "bf16"
     ranks = options["ranks"]
     if ranks is None:
-        ranks = num_gpus if device != "cpu" else _DEFAULT_CPU_RANKS
+        # Without a GPU, one: `check_local_ranks` then says what is wrong, and not of `--ranks`.
+        ranks = max(1, num_gpus) if device != "cpu" else _DEFAULT_CPU_RANKS
     config = TrainConfig(**{**options, "device": device, "dtype": dtype, "ranks": ranks})
     folder = RunFolder(out)
     folder.check_new()
@@ -93,12 +95,25 @@ def check_local_ranks(config: TrainConfig, ranks: int) -> None:
     if config.device == "cpu":
         return
     num_gpus = _num_gpus()
+    if not num_gpus:
+        raise OptionError(f"--device {config.device}: {_why_no_gpu()} Or use --device cpu.")
     if ranks > num_gpus:
         raise OptionError(
             f"--ranks {ranks}: this machine has {num_gpus} GPU{'' if num_gpus == 1 else 's'}, and "
-            f"each rank needs its own. Use {f'--ranks {num_gpus} or ' if num_gpus else ''}"
-            "--device cpu."
+            f"each rank needs its own. Use --ranks {num_gpus} or --device cpu."
         )
+
+
+def _why_no_gpu() -> str:
+    if not (torch.version.cuda or torch.version.hip):
+        return (
+            f"there is no CUDA device, because this torch ({torch.__version__}) is built without "
+            "CUDA. Install one that is built with it (https://pytorch.org/get-started)."
+        )
+    return (
+        f"torch {torch.__version__} finds no CUDA device. See what `nvidia-smi` says, and whether "
+        "CUDA_VISIBLE_DEVICES hides it."
+    )
 
 
 def _num_gpus() -> int:

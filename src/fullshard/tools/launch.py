@@ -6,7 +6,6 @@ makes sure that no rank outlives its launcher, and turns its report into one sen
 
 import ctypes
 import dataclasses
-import enum
 import logging
 import os
 import signal
@@ -18,21 +17,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
+from fullshard.tools.exits import Exit
+
 LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Environment variable that tells a rank whose child it must be."""
 
 _SAVE_TIMEOUT_S = 300
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-
-
-class Exit(enum.IntEnum):
-    """Exit codes of `fullshard train`, of the launcher and of every rank."""
-
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    RANK_LOST = 3
-    STOPPED = 75  # sysexits' EX_TEMPFAIL: stopped on request, saved, to be resumed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.models import SIZES, Llama, LlamaConfig, init_weights
+from fullshard.models.llama import Llama, init_weights
+from fullshard.models.sizes import SIZES, LlamaConfig
 from fullshard.tools.config import TrainConfig
 
 _BETAS = (0.9, 0.95)

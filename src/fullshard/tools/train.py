@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fullshard
 from fullshard.errors import FullshardError
-from fullshard.models import generate
+from fullshard.models.generation import generate
 from fullshard.tools.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.corpus import draw_batch
@@ -123,7 +123,9 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         # Each micro-batch is reduced: gradients then take a shard's memory per rank. Without
         # (`set_requires_gradient_sync`) a rank would hold whole float32 gradients, `ranks` times as
-        # much, to save `grad_accum - 1` reductions, and `--grad-accum` is there to save memory.
+        # much, and `--grad-accum` is there to save memory. Two CPU ranks, four micro-batches: a GPT
+        # of 34M parameters takes 3.15 s a step instead of 4.13, and 123 MB more a rank (bench/results,
+        # "reduced in last" and "in each"); `--model 10m` 0.96 of the time, which is noise, and 47 MB.
         for micro in range(config.grad_accum):
             first = (micro * config.ranks + self.rank) * config.batch
             tokens = draw_batch(

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from fullshard.errors import FullshardError
 from fullshard.tools.checkpoint import latest_checkpoint
 from fullshard.tools.config import OptionError
+from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
-from fullshard.tools.launch import Exit, die_with_launcher
+from fullshard.tools.launch import die_with_launcher
 from fullshard.tools.lifeline import Fate, Lifeline
 from fullshard.tools.progress import Reporter, Reporting, printable
 from fullshard.tools.run_folder import RunFolder

@@ -1,0 +1,173 @@
+"""What each command of `fullshard` does, once it is known what was typed.
+
+Each returns its exit code, after it has said on standard error what went wrong. The environment is
+given, not read.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fullshard.errors import StateError
+from fullshard.plan.trace import TraceError
+from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.exits import Exit
+from fullshard.tools.job import Job, check_local_ranks, new_job, resumed_job
+from fullshard.tools.launch import LAUNCHER_PID, Ending, launch
+from fullshard.tools.migration import report_on
+from fullshard.tools.report import metrics_of, write_report
+from fullshard.tools.worker import Place, run_worker
+
+
+class Typed(NamedTuple):
+    """A command line of `fullshard train`: all options, the names of those given, and its words."""
+
+    options: dict[str, Any]
+    given: set[str]
+    words: Sequence[str]
+    out: Path | None
+    resume: Path | None
+
+
+def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exit:
+    """Start this machine's ranks, or be one of those that torchrun has started."""
+    place = _place(environment)
+    try:
+        job = _job(typed, place)
+        if place is None:
+            check_local_ranks(job.config, job.config.ranks)
+            return _finish(_launch(job, typed.words, environment), job)
+        _check_place(job.config, place)
+    except OptionError as error:
+        return _refuse(error, quiet=place is not None and place.local_rank != 0)
+    threads = _threads_for(place.num_local_ranks, environment)
+    return run_worker(job, place, threads=threads, as_json=as_json)
+
+
+def migrate_report(target: str, environment: Mapping[str, str], *, as_json: bool) -> Exit:
+    """Print what the model that MODULE:FUNCTION returns would be with `fully_shard`."""
+    place = _place(environment)
+    is_first = place is None or place.rank == 0
+    try:
+        found = report_on(target, under_torchrun=place is not None)
+    except OptionError as error:
+        return _refuse(error, quiet=not is_first, command="migrate-report")
+    except StateError as error:
+        if is_first:
+            print(f"fullshard migrate-report: {target}: {error}", file=sys.stderr)
+        return Exit.FAILED
+    if is_first:
+        print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+    return Exit.OK
+
+
+def report(run: Path, out: Path | None, *, as_json: bool) -> Exit:
+    """Write the page on a run and say where, or print its numbers."""
+    try:
+        if as_json:
+            print(json.dumps(metrics_of(run), indent=2))
+            return Exit.OK
+        written = write_report(run, out)
+    except (OptionError, TraceError) as error:
+        return _refuse(error, quiet=False, command="report")
+    for path in written:
+        print(path)
+    return Exit.OK
+
+
+def _job(typed: Typed, place: Place | None) -> Job:
+    options, out, resume = dict(typed.options), typed.out, typed.resume
+    if resume is not None and out is not None and resume != out:
+        raise OptionError(
+            f"--resume {resume} and --out {out}: a resumed run stays in its folder; leave out --out."
+        )
+    if place is not None and options["ranks"] is None:
+        options["ranks"] = place.num_ranks
+    if resume is None:
+        return new_job(options, out or _default_out())
+    changes = {k: options[k] for k in typed.given & options.keys()}
+    if place is not None:
+        changes["ranks"] = place.num_ranks
+    return resumed_job(resume, changes)
+
+
+def _launch(job: Job, words: Sequence[str], environment: Mapping[str, str]) -> Ending:
+    ranks = job.config.ranks
+    job.folder.summary_file.unlink(missing_ok=True)
+    # The ranks parse the same line; --out comes first, because its default holds the time.
+    arguments = ["train", "--out", str(job.folder.path), *words]
+    print(
+        f"starting {ranks} {job.config.device} rank{'s' if ranks > 1 else ''}; results go to "
+        f"{job.folder.path}",
+        file=sys.stderr,
+    )
+    return launch(arguments, ranks=ranks, threads=_threads_for(ranks, environment))
+
+
+def _finish(ending: Ending, job: Job) -> Exit:
+    """Add the launcher's own sentence to what the ranks said, and return the exit code."""
+    summary = job.folder.read_summary()
+    code = ending.code
+    if code in (Exit.OK, Exit.STOPPED):
+        # What the folder says counts: a signal may come when the last step is already done, or
+        # before the first.
+        statuses = {"finished": Exit.OK, "stopped": Exit.STOPPED}
+        code = statuses.get(summary["status"], Exit.FAILED) if summary else Exit.FAILED
+        if summary is None:
+            print("fullshard: stopped before the first step; nothing to save.", file=sys.stderr)
+    if ending.message:
+        print(f"fullshard: {ending.message}", file=sys.stderr)
+    return code
+
+
+def _refuse(error: OptionError | TraceError, *, quiet: bool, command: str = "train") -> Exit:
+    if not quiet:
+        for line in str(error).splitlines():
+            print(f"fullshard {command}: {line}", file=sys.stderr)
+        print(f"Options: fullshard {command} --help", file=sys.stderr)
+    return Exit.USAGE
+
+
+def _place(environment: Mapping[str, str]) -> Place | None:
+    """Read what torchrun tells its ranks, or None in a process it did not start."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        return None
+    num_ranks = int(environment["WORLD_SIZE"])
+    launcher = environment.get(LAUNCHER_PID)
+    return Place(
+        rank=int(environment["RANK"]),
+        num_ranks=num_ranks,
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        num_local_ranks=int(environment.get("LOCAL_WORLD_SIZE", num_ranks)),
+        master_host=environment["MASTER_ADDR"],
+        launcher_pid=int(launcher) if launcher else None,
+    )
+
+
+def _check_place(config: TrainConfig, place: Place) -> None:
+    if config.ranks != place.num_ranks:
+        raise OptionError(
+            f"--ranks {config.ranks}: torchrun has started {place.num_ranks} ranks. Leave --ranks "
+            "out under torchrun."
+        )
+    check_local_ranks(config, place.num_local_ranks)
+
+
+def _threads_for(ranks: int, environment: Mapping[str, str]) -> int:
+    """Share this machine's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" in environment:
+        return max(1, int(environment["OMP_NUM_THREADS"]))
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def _default_out() -> Path:
+    """Name a new run's folder by its start: runs/20250131-174502."""
+    return Path("runs") / time.strftime("%Y%m%d-%H%M%S")

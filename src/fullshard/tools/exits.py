@@ -1,0 +1,13 @@
+"""What the exit codes of `fullshard` mean."""
+
+import enum
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of every command, of the launcher of `fullshard train` and of its ranks."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    RANK_LOST = 3
+    STOPPED = 75  # sysexits' EX_TEMPFAIL: stopped on request, saved, to be resumed

@@ -1,0 +1,81 @@
+"""The `fullshard` command before it does anything: help, version, what is missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import fullshard
+from fullshard import __main__ as command
+from tests.fresh import in_fresh_python
+
+ROOT = Path(__file__).parent.parent.parent
+
+_COMMAND = """
+import sys
+from fullshard.__main__ import main
+try:
+    main()
+except SystemExit as end:
+    print(end.code, *sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--help",
+        "--version",
+        "train --help",
+        "report --help",
+        "migrate-report --help",
+        "train --no-such-option",
+    ],
+)
+def test_help_does_not_wait_for_torch(typed: str) -> None:
+    *said, ended = in_fresh_python(_COMMAND, *typed.split()).splitlines()
+    code, *imported = ended.split()
+    assert said
+    assert code == ("2" if "--no-such" in typed else "0")
+    assert "typer" in imported
+    assert not {"torch", "numpy", "matplotlib", "jinja2", "fullshard.public"} & set(imported)
+
+
+def test_the_version_is_printed() -> None:
+    said = in_fresh_python(_COMMAND, "--version").splitlines()[0]
+    assert said == f"fullshard {fullshard.__version__}, torch {version('torch')}"
+    assert f'version = "{fullshard.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_without_the_extra_packages_the_command_says_what_to_install() -> None:
+    program = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); {{}}"
+    # -S: nothing that is installed is found.
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program.format("import fullshard.__main__ as m; m.main()")],
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("fullshard: the command line needs jinja2, matplotlib, numpy, rich, ty")
+    assert line.endswith('pip install "fullshard[train]"')
+
+
+def test_the_command_asks_for_the_packages_of_its_extra() -> None:
+    extra = re.search(r"^train = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.S | re.M)
+    assert extra
+    assert re.findall(r'"(\w+)>=', extra[1]) == list(command._EXTRA)
+
+
+def test_the_console_script_is_the_module() -> None:
+    assert 'fullshard = "fullshard.__main__:main"' in (ROOT / "pyproject.toml").read_text()
