@@ -30,6 +30,80 @@ def test_folders_give_their_text_in_order(folder: Path) -> None:
     assert corpus.ends == (10, 16)
 
 
+def test_what_a_folder_holds_and_is_not_trained_on_is_said_with_its_reason(folder: Path) -> None:
+    for name in ("one.gif", "two.gif", "x.gif"):
+        (folder / name).write_bytes(b"GIF\0")
+    said = str(open_corpus([str(folder)], seq=4).skipped)
+    binary = ", ".join(str(folder / name) for name in ("image.png", "one.gif", "two.gif"))
+    assert said == (
+        f"4 binary ({binary}, ...), 1 hidden ({folder / '.hidden'}), 1 empty ({folder / 'c.txt'})"
+    )
+    assert not open_corpus([str(folder / "a.txt")], seq=4).skipped
+
+
+def test_a_binary_file_is_refused_by_name_and_skipped_by_folder_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"\0" * 100)
+    with pytest.raises(CorpusError, match=r"model\.bin: is not text \(a zero byte .* UTF-8"):
+        open_corpus([str(path)], seq=4)
+    with pytest.raises(CorpusError, match=r"0 bytes of text .* Skipped: 1 binary \(.*model\.bin\)"):
+        open_corpus([str(tmp_path)], seq=4)
+
+
+class TestJsonLines:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        path = tmp_path / "books.jsonl"
+        lines = ['{"text": "abc", "id": 1}', "", '{"id": 2, "text": "d\\u00e9"}', '{"text": ""}']
+        path.write_text("\n".join(lines) + "\n\n" + '{"text": "f\\n"}')
+        return path
+
+    def test_the_text_is_that_of_the_field_one_line_each(self, path: Path) -> None:
+        corpus = open_corpus([str(path)], seq=4)
+        whole = "abc\nd\u00e9\n\nf\n\n".encode()
+        assert corpus.nbytes == len(whole)
+        for start in range(len(whole)):
+            for stop in range(start, len(whole) + 1):
+                assert corpus.read(start, stop - start) == whole[start:stop]
+
+    def test_it_stands_beside_other_text_in_a_folder(self, path: Path) -> None:
+        (path.parent / "a.txt").write_text("first ")
+        corpus = open_corpus([str(path.parent)], seq=4)
+        assert corpus.read(0, 10) == b"first abc\n"
+
+    def test_another_field_is_named(self, path: Path) -> None:
+        path.write_text('{"content": "hello", "id": 1}\n' * 5)
+        assert open_corpus([str(path)], seq=4, text_field="content").read(0, 6) == b"hello\n"
+        with pytest.raises(
+            CorpusError, match=r"line 1: has no field 'text' .* --text-field .*content"
+        ):
+            open_corpus([str(path)], seq=4)
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ("{", "line 2: is not JSON"),
+            ("[1]", "line 2: is not an object such as"),
+            ('{"text": 7}', "line 2: has no field 'text' with text.*text is in: none"),
+        ],
+    )
+    def test_a_line_that_cannot_be_read_is_named(self, path: Path, line: str, said: str) -> None:
+        path.write_text('{"text": "abc"}\n' + line)
+        with pytest.raises(CorpusError, match=f"books.jsonl, {said}"):
+            open_corpus([str(path)], seq=4)
+
+    def test_a_change_during_the_run_is_noticed(self, path: Path) -> None:
+        corpus = open_corpus([str(path)], seq=4)
+        path.write_text(path.read_text().replace("abc", "xy"))
+        with pytest.raises(CorpusError, match=r"books\.jsonl has changed since the run started"):
+            corpus.read(0, 6)
+        path.write_text("")
+        with pytest.raises(CorpusError, match=r"books\.jsonl has changed since the run started"):
+            corpus.read(0, 6)
+
+
 def test_reading_crosses_file_borders(folder: Path) -> None:
     corpus = open_corpus([str(folder)], seq=4)
     whole = b"abcdefghijklmnop"

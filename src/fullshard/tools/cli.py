@@ -37,6 +37,8 @@ Examples:
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fullshard train --model 1b --out /shared/run
 
+Text is trained on byte by byte. A .jsonl or .ndjson file is text in JSON lines: of each line, the field that --text-field names, and a newline. A folder's hidden, binary and empty files are skipped, and named.
+
 While it runs, tokens/s is the mean of the last 20 steps; metrics.jsonl has that of each.
 
 Exit codes: 0 finished, 1 failed, 2 unusable options or missing packages, 3 a rank died, 75 stopped by Ctrl-C or SIGTERM with everything saved.
@@ -122,10 +124,14 @@ def train(
     data: Annotated[
         list[str] | None,
         _option(
-            "File or folder of text; may repeat. Default: Python's own library.",
+            "File or folder of text or JSON lines (.jsonl); may repeat. Default: Python's own "
+            "library.",
             panel="Text",
         ),
     ] = None,
+    text_field: Annotated[
+        str, _option("Where a line of a .jsonl file holds its text.", panel="Text")
+    ] = _DEFAULT.text_field,
     seq: Annotated[int, _option("Bytes in a sequence.", panel="Text")] = _DEFAULT.seq,
     model: Annotated[
         str, _option("Size: tiny, 10m, 35m, 125m, 350m, 1b, 8b.", panel="Model")

@@ -46,6 +46,7 @@ class TrainConfig:
     model: str = "10m"
     tie_embeddings: bool = False
     data: tuple[str, ...] = ()
+    text_field: str = "text"
     steps: int = 350
     batch: int = 2
     seq: int = 256

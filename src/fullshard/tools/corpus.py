@@ -17,16 +17,43 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.tools.config import OptionError
+from fullshard.tools.text_files import (
+    BINARY_NBYTES,
+    CorpusError,
+    JsonLines,
+    TextFile,
+    is_binary,
+    open_text,
+)
 
 _SURVEY_NBYTES = 64 * 2**20
 """Entropy and fingerprint read at most this much, in evenly spaced blocks."""
 _BLOCK_NBYTES = 2**20
+_NUM_NAMED = 3
 _NOT_OURS = frozenset(("site-packages", "dist-packages", "__pycache__"))
 
 
-class CorpusError(OptionError):
-    """Text that is missing, unreadable, too short or not what the run was started with."""
+@dataclasses.dataclass
+class Skipped:
+    """The files of --data that are not trained on, by the reason.
+
+    Prints as "2 binary (a.png, b.gif), 1 empty (c.txt)".
+    """
+
+    binary: list[str] = dataclasses.field(default_factory=list)
+    hidden: list[str] = dataclasses.field(default_factory=list)
+    empty: list[str] = dataclasses.field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.binary or self.hidden or self.empty)
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{len(names)} {reason} ({', '.join(names[:_NUM_NAMED])}"
+            f"{', ...' if len(names) > _NUM_NAMED else ''})"
+            for reason, names in vars(self).items()
+            if names
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +64,13 @@ class Corpus:
     in memory: a window is read when it is drawn, so text larger than memory works.
     """
 
-    paths: tuple[Path, ...]
+    files: tuple[TextFile | JsonLines, ...]
     ends: tuple[int, ...]
+    skipped: Skipped
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self.files)
 
     @property
     def nbytes(self) -> int:
@@ -51,8 +83,7 @@ class Corpus:
         while nbytes:
             offset = start - (self.ends[index - 1] if index else 0)
             wanted = min(nbytes, self.ends[index] - start)
-            part = _read_part(self.paths[index], offset, wanted)
-            parts.append(part)
+            parts.append(self.files[index].read(offset, wanted))
             start, nbytes, index = start + wanted, nbytes - wanted, index + 1
         return b"".join(parts)
 
@@ -81,29 +112,34 @@ class Survey:
     fingerprint: str
 
 
-def open_corpus(data: Sequence[str], *, seq: int) -> Corpus:
+def open_corpus(data: Sequence[str], *, seq: int, text_field: str = "text") -> Corpus:
     """Find the text: files and folders in the given order, or Python's own library for none.
 
-    Folders give their files in the order of their relative paths, without hidden and binary ones.
-    Raises CorpusError for a path that does not exist or text shorter than one sequence.
+    Folders give their files in the order of their relative paths, without hidden, binary and empty
+    ones. Raises CorpusError for a path that does not exist, a binary file that is named itself, or
+    text shorter than one sequence.
     """
+    skipped = Skipped()
     if data:
-        paths = [path for name in data for path in _text_files(Path(name))]
+        paths = [path for name in data for path in _text_files(Path(name), skipped)]
     else:
         stdlib = Path(sysconfig.get_path("stdlib"))
         paths = _in_order(
             (p for p in stdlib.rglob("*.py") if _NOT_OURS.isdisjoint(p.parts)), stdlib
         )
-    sizes = [(path, path.stat().st_size) for path in paths]
-    sizes = [(path, size) for path, size in sizes if size]
-    total = sum(size for _, size in sizes)
+    files = [open_text(path, text_field) for path in paths]
+    if data:
+        skipped.empty += [str(file.path) for file in files if not file.nbytes]
+    files = [file for file in files if file.nbytes]
+    total = sum(file.nbytes for file in files)
     if total < seq + 1:
         source = ", ".join(data) or "Python's standard library (its .py files may not be installed)"
         raise CorpusError(
-            f"--data: {source} holds {total} bytes of text in {len(sizes)} files, but one sequence "
-            f"needs {seq + 1}. Give more text with --data, or a smaller --seq."
+            f"--data: {source} holds {total} bytes of text in {len(files)} files, but one sequence "
+            f"needs {seq + 1}. {f'Skipped: {skipped}. ' if skipped else ''}Give more text with "
+            "--data, or a smaller --seq."
         )
-    return Corpus(tuple(path for path, _ in sizes), tuple(accumulate(s for _, s in sizes)))
+    return Corpus(tuple(files), tuple(accumulate(file.nbytes for file in files)), skipped)
 
 
 def window_start(corpus: Corpus, *, seq: int, seed: int, step: int, index: int) -> int:
@@ -130,39 +166,27 @@ def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _read_part(path: Path, offset: int, nbytes: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            part = file.read(nbytes)
-    except OSError as error:
-        raise CorpusError(f"--data: {path} cannot be read: {error.strerror}.") from error
-    if len(part) != nbytes:
-        raise CorpusError(
-            f"--data: {path} has become shorter since the run started; training text must not "
-            "change during a run."
-        )
-    return part
-
-
-def _text_files(path: Path) -> list[Path]:
+def _text_files(path: Path, skipped: Skipped) -> list[Path]:
     if path.is_file():
+        if is_binary(path):
+            raise CorpusError(
+                f"--data {path}: is not text (a zero byte comes within its first "
+                f"{BINARY_NBYTES}), and a folder's files of that kind are skipped. Give text in "
+                "UTF-8, which has none."
+            )
         return [path]
     if not path.is_dir():
         raise CorpusError(f"--data {path}: no such file or folder.")
-    visible = (
-        p
-        for p in path.rglob("*")
-        if not any(part.startswith(".") for part in p.relative_to(path).parts)
-    )
-    return [p for p in _in_order(visible, path) if not _is_binary(p)]
+    found = []
+    for file in _in_order(path.rglob("*"), path):
+        if any(part.startswith(".") for part in file.relative_to(path).parts):
+            skipped.hidden.append(str(file))
+        elif is_binary(file):
+            skipped.binary.append(str(file))
+        else:
+            found.append(file)
+    return found
 
 
 def _in_order(paths: Iterable[Path], root: Path) -> list[Path]:
     return sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix())
-
-
-def _is_binary(path: Path) -> bool:
-    """Whether a zero byte comes early: text has none, most other formats do."""
-    with path.open("rb") as file:
-        return b"\0" in file.read(1024)

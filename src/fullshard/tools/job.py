@@ -52,7 +52,7 @@ def new_job(options: dict[str, Any], out: Path) -> Job:
     config = TrainConfig(**{**options, "device": device, "dtype": dtype, "ranks": ranks})
     folder = RunFolder(out)
     folder.check_new()
-    return Job(config, folder, open_corpus(config.data, seq=config.seq))
+    return Job(config, folder, _open_corpus(config))
 
 
 def resumed_job(path: Path, changes: dict[str, Any]) -> Job:
@@ -80,7 +80,7 @@ def resumed_job(path: Path, changes: dict[str, Any]) -> Job:
             f"--resume {path}: has {checkpoint.step} of {config.steps} steps behind it, so nothing "
             f"is left to do. Ask for more, for example --steps {2 * checkpoint.step}."
         )
-    corpus = open_corpus(config.data, seq=config.seq)
+    corpus = _open_corpus(config)
     if corpus.survey.fingerprint != folder.read_fingerprint():
         raise OptionError(
             f"--resume {path}: the text has changed since the run was started "
@@ -102,6 +102,10 @@ def check_local_ranks(config: TrainConfig, ranks: int) -> None:
             f"--ranks {ranks}: this machine has {num_gpus} GPU{'' if num_gpus == 1 else 's'}, and "
             f"each rank needs its own. Use --ranks {num_gpus} or --device cpu."
         )
+
+
+def _open_corpus(config: TrainConfig) -> Corpus:
+    return open_corpus(config.data, seq=config.seq, text_field=config.text_field)
 
 
 def _why_no_gpu() -> str:

@@ -74,6 +74,8 @@ class Trainer:
             f"corpus: {self.corpus.nbytes / 1e6:.1f} MB in {len(self.corpus.paths)} files, "
             f"unigram entropy {self.corpus.survey.unigram_entropy:.3f} nats per byte"
         )
+        if self.corpus.skipped:
+            report.note(f"of --data, not trained on: {self.corpus.skipped}")
         self._check_same_corpus()
         self._speed = Speed()
         self.model = build_model(config, self.device)
