@@ -50,7 +50,7 @@ SEEN = {
         "fullshard report runs/traced": [r"runs/traced/report\.html"],
     },
     "docs/training.md": {
-        "fullshard train --model tiny --steps 50": [r"\breport\.html"],
+        "fullshard train --model tiny": [r"\breport\.html"],
         "fullshard train --data my_texts/ --steps 2000 --out runs/mine --save-every 200": [
             r"\bruns/mine/report\.html"
         ],
