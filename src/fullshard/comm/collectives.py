@@ -221,11 +221,11 @@ class CollectivesComm(ProcessGroupComm):
         return CollectivesComm(group, self.device, self.gather, self.reduce)
 
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
     ) -> Work:
         bucket, flat = shards.bucket, shards.flat
         assert flat is not None
-        assert first == 0
+        assert offset == 0
         if bucket.unsharded_numel == 0:
             return Done()
         self.enter(label, bucket.unsharded_numel * unsharded.itemsize)

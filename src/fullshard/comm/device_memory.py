@@ -219,10 +219,10 @@ class DeviceMemoryComm(Comm):
         return PeerShards(bucket, shard_views(bucket, flat, self.rank), flat, ranks=ranks)
 
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
     ) -> Work:
         assert isinstance(shards, PeerShards)
-        assert first == 0
+        assert offset == 0
         # No wait for peers: a fence came after their last writes, and this stream is behind it.
         shards.copy_to(unsharded)
         self._last_read = self._device.mark()

@@ -72,7 +72,7 @@ class ShardBuffer:
 
     shards: the local shard of each parameter, in bucket order and in its local shape.
     flat: the shard buffer as one 1-D tensor, or None if the shards do not lie in one piece.
-    gathered: unsharded tensors of the direct parameters that can be read without a copy; empty if
+    in_place: unsharded tensors of the direct parameters that can be read without a copy; empty if
         there are no direct parameters or if they have to be moved first.
     packed_region: packed shards of all ranks, rank by rank, if this rank can read them in place.
         For a flat bucket: the whole unsharded buffer.
@@ -82,19 +82,19 @@ class ShardBuffer:
     bucket: BucketLayout
     shards: list[torch.Tensor]
     flat: torch.Tensor | None = None
-    gathered: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    in_place: list[torch.Tensor] = dataclasses.field(default_factory=list)
     packed_region: Region | None = None
     mapped_nbytes: int = 0
     _landing: Landing | None = None
 
-    def landing(self, unsharded: torch.Tensor, first: int = 0) -> Landing:
+    def landing(self, unsharded: torch.Tensor, offset: int = 0) -> Landing:
         """Return views of where gathered parameters belong in an unsharded buffer.
 
-        first: the element of the bucket's unsharded buffer at which ``unsharded`` begins.
+        offset: the element of the bucket's unsharded buffer at which ``unsharded`` begins.
         """
         # Only the last one is kept: a unit is gathered into the same memory in every step.
         if self._landing is None or self._landing.unsharded is not unsharded:
-            self._landing = Landing(self.bucket, unsharded, first, self.flat)
+            self._landing = Landing(self.bucket, unsharded, offset, self.flat)
         return self._landing
 
     @property
@@ -133,12 +133,12 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
     ) -> Work:
         """Start filling the bucket's unsharded buffer (1-D, compute dtype).
 
-        unsharded: the buffer, from its element ``first`` on.
-        first: 0, or ``bucket.direct_numel`` if the direct parameters are read in place.
+        unsharded: the buffer, from its element ``offset`` on.
+        offset: 0, or ``bucket.direct_numel`` if the direct parameters are read in place.
         label: name of the gather in messages and ledger entries, the same on all ranks.
         """
 
@@ -184,7 +184,7 @@ class Comm(abc.ABC):
         return 0
 
     @property
-    def kept(self) -> Sequence[torch.Tensor]:
+    def staging(self) -> Sequence[torch.Tensor]:
         """Memory of earlier collectives, kept for the next ones; without the device's scratch."""
         return ()
 

@@ -41,16 +41,16 @@ class LocalComm(Comm):
         )
         shards = shard_views(bucket, flat, self.rank)
         num_direct = len(bucket.params) - len(bucket.packed)
-        return ShardBuffer(bucket, shards, flat=flat, gathered=shards[:num_direct])
+        return ShardBuffer(bucket, shards, flat=flat, in_place=shards[:num_direct])
 
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
     ) -> Work:
         flat = shards.flat
         assert flat is not None
         # With one rank both buffers are arranged alike: same order, same padding.
         if unsharded.numel():
-            unsharded.copy_(flat[first:], non_blocking=True)
+            unsharded.copy_(flat[offset:], non_blocking=True)
         return Done()
 
     def reduce_scatter(

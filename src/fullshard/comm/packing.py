@@ -126,7 +126,7 @@ _regions = weakref.WeakValueDictionary()
 class Landing:
     """Views of where gathered parameters belong in an unsharded buffer, made once per buffer.
 
-    first: the element of the bucket's unsharded buffer at which ``unsharded`` begins.
+    offset: the element of the bucket's unsharded buffer at which ``unsharded`` begins.
     flat: this rank's shard buffer, if shards lie in one piece.
     direct: one 1-D view per direct parameter; empty if direct parameters are read in place. For a
         flat bucket: the whole buffer.
@@ -137,7 +137,7 @@ class Landing:
         self,
         bucket: BucketLayout,
         unsharded: torch.Tensor,
-        first: int,
+        offset: int,
         flat: torch.Tensor | None = None,
     ) -> None:
         self.unsharded = unsharded
@@ -150,11 +150,11 @@ class Landing:
         if bucket.is_flat:
             self.direct.append(unsharded)
             return
-        # With `first`, the buffer begins behind the direct parameters, which are read in place.
-        for param in () if first else bucket.direct:
+        # With `offset`, the buffer begins behind the direct parameters, which are read in place.
+        for param in () if offset else bucket.direct:
             self.direct.append(unsharded.narrow(0, param.unsharded_offset, param.spec.numel))
         for run in bucket.packed_runs:
-            self._packed += shard_parts(run, unsharded, offset=run[0].unsharded_offset - first)
+            self._packed += shard_parts(run, unsharded, offset=run[0].unsharded_offset - offset)
 
     @property
     def views(self) -> Views:

@@ -106,19 +106,19 @@ class PeerMemoryComm(Comm):
         )
 
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
     ) -> Work:
         bucket = shards.bucket
         # No wait: the engine's fence has made all shards visible. Copies what cannot be read in
         # place: everything if dtypes differ or memory must be private, else the packed parameters.
         assert shards.packed_region is not None
         if bucket.is_flat:
-            if first == 0:  # else all of it is read in place
+            if offset == 0:  # else all of it is read in place
                 unsharded.copy_(shards.packed_region.memory)
             return Done()
-        landing = shards.landing(unsharded, first)
+        landing = shards.landing(unsharded, offset)
         if landing.direct:
-            torch._foreach_copy_(landing.direct, [each.view(-1) for each in shards.gathered])
+            torch._foreach_copy_(landing.direct, [each.view(-1) for each in shards.in_place])
         landing.copy_out(shards.packed_region)
         return Done()
 

@@ -234,7 +234,7 @@ class ProcessGroupComm(Comm):
         return ProcessGroupComm(group, self.device)
 
     @property
-    def kept(self) -> Sequence[torch.Tensor]:
+    def staging(self) -> Sequence[torch.Tensor]:
         return [*self.gather_regions.free, *self.reduce_regions.free]
 
     def allocate_shards(
@@ -249,9 +249,9 @@ class ProcessGroupComm(Comm):
         return ShardBuffer(bucket, shard_views(bucket, flat, self.rank), flat=flat)
 
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, first: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
     ) -> Work:
-        assert first == 0  # nothing is read in place: shards of other ranks are not in reach
+        assert offset == 0  # nothing is read in place: shards of other ranks are not in reach
         bucket = shards.bucket
         if bucket.unsharded_numel == 0:
             return Done()  # on every rank alike, so nobody waits for the others' collective

@@ -133,7 +133,7 @@ class Unit(UnitSetup):
         self._awaits_step = False
         may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
         # `is_held` is set before `unshard` where a user asks for the gather.
-        self.writes.gathered(early=early, may_stay=may_stay or self.is_held)
+        self.writes.note_gather(early=early, may_stay=may_stay or self.is_held)
         self._to(Phase.GATHERING)
         if self.observer is not None:
             self.observer.end()

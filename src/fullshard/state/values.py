@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.plan.layout import Piece, Shape
 from fullshard.plan.regrid import Division, box_pieces, row_division, whole_division
+from fullshard.plan.sizes import rows_per_rank
 from fullshard.state.exchange import exchange
 
 
@@ -40,11 +41,11 @@ def sharded_tensor(
     """
     size = 1 if group is None else group.size()
     rank = 0 if group is None else group.rank()
-    rows_per_rank = -(-shape[0] // size)
+    chunk = rows_per_rank(shape[0], size)
     shards = []
     for other in range(size):
-        start = min(other * rows_per_rank, shape[0])
-        stop = min(start + rows_per_rank, shape[0])
+        start = min(other * chunk, shape[0])
+        stop = min(start + chunk, shape[0])
         if start == stop:
             continue
         offsets, sizes = [start] + [0] * (len(shape) - 1), [stop - start, *shape[1:]]

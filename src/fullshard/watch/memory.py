@@ -151,7 +151,7 @@ def memory_report(
         for unit, category, tensor in _in_flight(iteration):
             ledger.note(category, names.get(id(unit)), tensor)
     free = (Runtime.of(device).scratch.free for device in devices)
-    for tensor in itertools.chain(*free, *(comm.kept for comm in comms)):
+    for tensor in itertools.chain(*free, *(comm.staging for comm in comms)):
         ledger.note(MemoryCategory.COMMUNICATION, None, tensor)
     trained = {id(own.sharded): names[id(unit)] for unit in units for own in unit.params.holders}
     for each in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():

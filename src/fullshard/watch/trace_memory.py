@@ -133,7 +133,9 @@ class MemoryMeter:
             self.count_full_gradients(unit)
             self.count_gradient_shards(unit)
         comms = comms_of(self._units)
-        kept = itertools.chain(self._units[0].runtime.scratch.free, *(comm.kept for comm in comms))
+        kept = itertools.chain(
+            self._units[0].runtime.scratch.free, *(comm.staging for comm in comms)
+        )
         storages = [tensor.untyped_storage() for tensor in kept]  # groups may share what they keep
         distinct = {storage.data_ptr(): storage.nbytes() for storage in storages}
         held = sum(comm.held_nbytes for comm in comms)

@@ -224,7 +224,7 @@ class UnitBuffers:
 
     def _readable_in_place(self) -> list[torch.Tensor]:
         """Return the unsharded direct parameters that lie in the shards' memory."""
-        return [each for buffer in self._buckets for each in buffer.gathered]
+        return [each for buffer in self._buckets for each in buffer.in_place]
 
     def _uses(self) -> int:
         # Landing views come and go with gathers; counted, they would look like a user's.
@@ -249,7 +249,7 @@ class UnitBuffers:
                     return False
                 continue
             for position, param in enumerate(bucket.params):
-                if unsharded.offset and position < len(buffer.gathered):
+                if unsharded.offset and position < len(buffer.in_place):
                     continue  # read in place
                 start, stop = param.rows(self._comm.rank)
                 whole = self._views[param.index]
@@ -296,7 +296,7 @@ class UnitBuffers:
                 for buffer, unsharded in zip(kept, self._unsharded, strict=True)
             ]
         return [
-            self._comm.all_gather(buffer, unsharded.flat, first=unsharded.offset, label=label)
+            self._comm.all_gather(buffer, unsharded.flat, offset=unsharded.offset, label=label)
             for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True)
         ]
 
@@ -374,9 +374,9 @@ class UnitBuffers:
         """
         bucket, device = buffer.bucket, self._runtime.device
         return (
-            bool(buffer.gathered)
+            bool(buffer.in_place)
             and bucket.dtype == bucket.compute_dtype
-            and all(shard.device == device for shard in buffer.gathered)
+            and all(shard.device == device for shard in buffer.in_place)
         )
 
     def _bind_bucket(
@@ -389,8 +389,8 @@ class UnitBuffers:
         flat = torch.empty(numel, dtype=bucket.compute_dtype, device=self._runtime.device)
         unsharded = _Unsharded(flat, offset, flat.untyped_storage().size())
         for position, param in enumerate(bucket.params):
-            if in_place and position < len(buffer.gathered):
-                views[param.index] = buffer.gathered[position]
+            if in_place and position < len(buffer.in_place):
+                views[param.index] = buffer.in_place[position]
                 continue
             # No view of `flat`, to which the all-gather writes. See [Note: Freed under its tensors].
             views[param.index] = tensor_over(

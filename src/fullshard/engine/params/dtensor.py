@@ -19,6 +19,7 @@ from fullshard.engine.params.managed import (
 )
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.mesh import MeshPlan
+from fullshard.plan.sizes import rows_per_rank
 
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -183,6 +184,6 @@ def has_extension(local: torch.Tensor, name: str) -> bool:
 
 def _chunk(full: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:
     """Return part number ``part`` as ``torch.chunk`` cuts them, an empty one beyond the last."""
-    rows = -(-full.size(dim) // parts)
+    rows = rows_per_rank(full.size(dim), parts)
     start = min(part * rows, full.size(dim))
     return full.narrow(dim, start, min(rows, full.size(dim) - start))

@@ -30,6 +30,7 @@ from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.errors import MisuseError
 from fullshard.plan.layout import ALIGNMENT_NBYTES
+from fullshard.plan.sizes import round_up, rows_per_rank
 from fullshard.policies import MixedPrecisionPolicy
 
 
@@ -80,7 +81,7 @@ class _Extended:
     def _check_padding(self, inputs: Sequence[torch.Tensor], size: int) -> None:
         """Raise MisuseError if a shorter shard was not padded: all ranks have to send as much."""
         dim, local = self.param.form.shard_dim, self.param.local
-        rows = -(-self.param.shape[dim] // size)
+        rows = rows_per_rank(self.param.shape[dim], size)
         if local.dim() and local.size(dim) != rows:
             short = [tuple(t.shape) for t in inputs if t.shape == local.shape]
             if short:
@@ -220,7 +221,7 @@ class ExtendedParameters:
 
 def _width(tensor: torch.Tensor) -> int:
     """Return the bytes that a tensor takes in a rank's part, rounded up to the alignment."""
-    return -(-tensor.numel() * tensor.itemsize // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+    return round_up(tensor.numel() * tensor.itemsize, ALIGNMENT_NBYTES)
 
 
 def _allocate(tensor: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ class WriteCounts:
         self._lost: set[str] = set()  # names of parameters that were warned of
         self._at_begin = (0, 0)  # sums at the begin of a pass: shards, unsharded parameters
 
-    def gathered(self, *, early: bool, may_stay: bool) -> None:
+    def note_gather(self, *, early: bool, may_stay: bool) -> None:
         """Take note of a gather that was started.
 
         early: it was started before the module is called.
