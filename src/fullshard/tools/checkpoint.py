@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 _PREFIX = "step-"
@@ -44,6 +43,8 @@ def save_checkpoint(
     folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Write a checkpoint and then remove the older ones, so that there always is one. Collective."""
+    import torch.distributed.checkpoint as dcp  # takes a second, and the launcher saves nothing
+
     final = folder / f"{_PREFIX}{step:08d}"
     partial = folder / f"partial-{final.name}"
     if dist.get_rank() == 0:
@@ -71,6 +72,8 @@ def save_checkpoint(
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fill model and optimizer in place from a complete checkpoint. Collective."""
+    import torch.distributed.checkpoint as dcp  # see `save_checkpoint`
+
     _allocate_optimizer_state(optimizer)
     with _quiet():
         dcp.load(_state(model, optimizer), checkpoint_id=path)
