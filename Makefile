@@ -2,6 +2,7 @@
 #
 #   make train ARGS="--steps 50 --model tiny"     options of `fullshard train`
 #   make test PYTEST_ARGS="-k layout -x"          options of pytest
+#   make test WORKERS=0                           without pytest-xdist, to see output and use pdb
 #   make bench ARGS="--quick"                     options of `python -m bench`
 #   make PYTHON=python3.12 test                   another interpreter for a new .venv
 
@@ -9,11 +10,17 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CHECKED := src tests bench scripts
+# Each worker has ranks of its own. Neighbours stay together: a file's fixtures are made once.
+PARALLEL = -n $(WORKERS) --dist worksteal
+# Bytecode is kept even where the environment forbids it: every rank and every program that tests start would compile
+# all of fullshard and of the tests again.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest
 
 # Stamps: each is remade only when what it depends on changes.
 BASE := $(VENV)/.stamp-torch
@@ -22,7 +29,7 @@ TEST := $(VENV)/.stamp-test
 BENCH := $(VENV)/.stamp-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all bench gpu-check format lint clean
+.PHONY: help train test test-all bench gpu-check format lint style types pytest pytest-all clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,15 +63,26 @@ $(BENCH): $(TRAIN)
 train: $(TRAIN) ## train a 10M-parameter language model on this machine's devices
 	@$(BIN)/fullshard train $(ARGS)
 
-test: lint ## format check, lint, types and every test that is not marked long
-	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
+# Types are checked beside the tests, which leave processors idle while ranks wait for each other.
+test: style ## format check, lint, types and every test that is not marked long
+	@$(MAKE) --no-print-directory -j2 types pytest
 
-test-all: lint ## the same with the long tests
-	$(BIN)/pytest $(PYTEST_ARGS)
+test-all: style ## the same with the long tests; the result goes into tests/RESULTS.md
+	@$(MAKE) --no-print-directory -j2 types pytest-all
 
-lint: $(TEST) ## format check, lint and types
+pytest: $(TEST)
+	$(PYTEST) $(PARALLEL) -m "not long" $(PYTEST_ARGS)
+
+pytest-all: $(TEST)
+	$(PYTEST) $(PARALLEL) --record tests/RESULTS.md $(PYTEST_ARGS)
+
+lint: style types ## format check, lint and types
+
+style: $(TEST)
 	$(BIN)/ruff format --check $(wildcard $(CHECKED))
 	$(BIN)/ruff check $(wildcard $(CHECKED))
+
+types: $(TEST)
 	$(BIN)/mypy
 
 bench: $(BENCH) ## every benchmark, as one table and under bench/results/

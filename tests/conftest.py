@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
 
 # Before torch is imported, here and in the ranks, which inherit the environment: one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from tests import recording, selection
 from tests.api import OURS, TORCH
 from tests.harness import Pools
 
@@ -24,15 +28,54 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="ours",
         help="run the behaviour and parity tests on this implementation (default: ours)",
     )
+    parser.addoption(
+        "--record",
+        metavar="FILE",
+        type=Path,
+        help="write the result there, unless tests were selected",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks of this folder."""
     for mark in (
         "ours(reason): says what PyTorch's engine lacks for this test",
+        selection.MARK,
         "apis(*names): the only implementations for which this test has a meaning",
     ):
         config.addinivalue_line("markers", mark)
+    if config.getoption("--record") and not hasattr(config, "workerinput"):  # not in a worker
+        config.pluginmanager.register(_Recorder())
+
+
+class _Recorder:
+    """Writes down how a run of all tests ended."""
+
+    def __init__(self) -> None:
+        self._began, self._clock = datetime.now(timezone.utc), time.monotonic()
+        self._load, self._commit = os.getloadavg()[0], recording.commit()
+
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    ) -> None:
+        """Write the record, unless some tests were left out."""
+        stats = terminalreporter.stats
+        is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        if not is_whole or config.option.markexpr or config.option.keyword:
+            return
+        kinds = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+        run = recording.Run(
+            began=f"{self._began:%Y-%m-%d %H:%M}",
+            commit=self._commit,
+            machine=recording.machine(),
+            load=(self._load, os.getloadavg()[0]),
+            seconds=time.monotonic() - self._clock,
+            counts={kind: len(stats[kind]) for kind in kinds if kind in stats},
+            failed=[
+                report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())
+            ],
+        )
+        config.getoption("--record").write_text(str(run))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,6 +89,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         skip = pytest.mark.skip(reason=f"PyTorch: {ours.args[0]}")
         names[names.index(TORCH)] = pytest.param(TORCH, marks=skip)
     metafunc.parametrize("api", names)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as long what repeats other tests."""
+    selection.mark_long(items)
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,17 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer
 from packaging.requirements import Requirement
 from PIL import Image
 
+from fullshard.tools.cli import app
 from tests.tools.processes import environment
 
 ROOT = Path(__file__).parents[1]
@@ -125,8 +128,24 @@ def test_every_block_is_a_program_or_commands() -> None:
         assert {block.language for block in _blocks(page)} <= {"python", "sh"}, page
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [page for page, seen in SEEN.items() if seen])
+def test_every_command_is_understood(page: str) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for program, *words in _commands(page):
+        if program == "fullshard":
+            assert commands[words[0]].make_context(words[0], words[1:])
+
+
+def _pages_with_programs() -> Iterator[object]:
+    for page, seen in SEEN.items():
+        # tests/tools runs the commands of this page with other numbers; these take a minute.
+        marks = [pytest.mark.long] if page == "docs/training.md" else []
+        if seen:
+            yield pytest.param(page, marks=marks)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [*_pages_with_programs()])
 def test_every_program_and_command_runs(page: str, tmp_path: Path) -> None:
     _write_what_they_name(tmp_path)
     if page == "README.md":  # nothing more than `pip install .` is asked for there

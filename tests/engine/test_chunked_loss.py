@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tests.api import Api
 from tests.collectives import record_traffic
 from tests.harness import mesh_of, on_ranks, world_size
+from tests.selection import one_way
 from tests.training import (
     assert_gradients_are_parts_of,
     full_gradients,
@@ -25,6 +26,8 @@ from tests.training import (
     make_batch,
     my_part,
 )
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 NUM_CHUNKS = 3
 on_process_groups = pytest.mark.apis("process_group", "torch")

@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.api import Api
 from tests.harness import on_ranks
+from tests.selection import one_way
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -30,6 +31,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 STEPS = 4
 LIMIT_S = 120.0  # the first of them imports the compiler

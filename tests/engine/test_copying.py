@@ -20,6 +20,7 @@ import fullshard
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
 from tests.models import Transformer, UnevenMLP, make_problem, mlp
+from tests.selection import one_way
 from tests.training import (
     assert_equal,
     full_gradients,
@@ -31,7 +32,10 @@ from tests.training import (
     my_part,
 )
 
-pytestmark = pytest.mark.ours("refuses every deepcopy")
+pytestmark = [
+    pytest.mark.ours("refuses every deepcopy"),
+    one_way("the other files of this folder; tests/parity; tests/differential"),
+]
 
 
 def _shard(api: Api, model: nn.Sequential, **options: Any) -> nn.Sequential:

@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks
 from tests.models import mlp
+from tests.selection import one_way
 from tests.training import assert_gradients_are_parts_of, gradients_alone, make_batch, my_part
 from tests.training import mean_square as loss_of
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 
 def _fingerprint(model: nn.Module) -> Any:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from tests.api import Api
 from tests.collectives import record_traffic
 from tests.harness import mesh_of, on_ranks, rank, world_size
+from tests.selection import one_way
 from tests.training import (
     full,
     full_gradients,
@@ -27,6 +28,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 DIM = 8
 

@@ -32,6 +32,7 @@ from tests.api import Api
 from tests.fsdp1.models import CPU, quiet
 from tests.harness import mesh_of, on_ranks, world_size
 from tests.models import UnevenMLP
+from tests.selection import one_way
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -41,6 +42,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 
 def _sharded_after_backward(api: Api, **options: object) -> tuple[nn.Module, nn.Module]:

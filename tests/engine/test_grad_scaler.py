@@ -17,7 +17,10 @@ from fullshard.optim.grad_scaler import ShardedGradScaler
 from tests.api import Api
 from tests.collectives import record_traffic
 from tests.harness import mesh_of, on_ranks, rank, world_size
+from tests.selection import one_way
 from tests.training import local, make_batch, mean_square, my_part
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 INF = float("inf")
 

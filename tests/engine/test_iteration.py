@@ -14,6 +14,7 @@ from tests.api import Api
 from tests.custom_collectives import custom_gather, custom_reduce
 from tests.harness import mesh_of, on_ranks
 from tests.models import Transformer, mlp
+from tests.selection import one_way
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -24,6 +25,8 @@ from tests.training import (
     my_part,
 )
 from tests.twins import assert_train_alike, run_step, sharded_mlp
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

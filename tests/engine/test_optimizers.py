@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.models import UnevenMLP
+from tests.selection import one_way
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -29,6 +30,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 FP16, FP32 = torch.float16, torch.float32
 

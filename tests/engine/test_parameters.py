@@ -14,6 +14,7 @@ from tests.api import Api
 from tests.counting import calls_of
 from tests.harness import on_ranks, rank, world_size
 from tests.models import MixedDtypes, PartlyFrozen, Transformer, UnevenMLP, mlp
+from tests.selection import one_way
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -25,6 +26,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 
 def _check_step(model: nn.Module, batch: Tensor, expected: dict[str, Tensor]) -> None:

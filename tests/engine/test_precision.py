@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from tests.api import Api
 from tests.harness import on_ranks, rank
 from tests.models import mlp
+from tests.selection import one_way
 from tests.training import local, make_batch, mean_square, my_part
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 BF16 = torch.bfloat16
 

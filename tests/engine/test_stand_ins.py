@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
 from tests.models import mlp
+from tests.selection import one_way
 from tests.training import (
     assert_gradients_are_parts_of,
     full_gradients,
@@ -22,6 +23,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 KEEPS = ["method", "forward", "evaluation", "unshard"]
 kept = pytest.mark.parametrize("how", KEEPS)

@@ -33,6 +33,7 @@ from torch.optim import AdamW, Optimizer
 from tests.api import Api
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
 from tests.models import PartlyFrozen, Problem, UnevenMLP, make_problem
+from tests.selection import one_way
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -44,6 +45,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 FULL = StateDictOptions(full_state_dict=True)
 ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)

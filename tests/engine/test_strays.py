@@ -14,6 +14,7 @@ from tests.api import Api
 from tests.fsdp1.models import quiet
 from tests.harness import on_ranks, world_size
 from tests.models import mlp
+from tests.selection import one_way
 from tests.training import (
     full_gradients,
     gradients_alone,
@@ -21,6 +22,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 faces = pytest.mark.parametrize("face", ["fully_shard", "orig", "flat"])
 

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from tests.api import Api
 from tests.harness import on_ranks
 from tests.models import mlp
+from tests.selection import one_way
 from tests.training import assert_gradients_are_parts_of, full_gradients, make_batch, my_part
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
 from tests.models import Transformer, mlp
+from tests.selection import one_way
 from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
@@ -22,6 +23,8 @@ from tests.training import (
     mean_square,
     my_part,
 )
+
+pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
 
 
 def _is_whole(module: nn.Module) -> bool:

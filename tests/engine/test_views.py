@@ -20,9 +20,13 @@ from torch.distributed.tensor.parallel import (
 
 from tests.api import Api
 from tests.harness import on_ranks
+from tests.selection import one_way
 from tests.training import assert_equal, full_gradients, make_batch, mean_square
 
-pytestmark = pytest.mark.ours("a view that is changed in place fails in backward there")
+pytestmark = [
+    pytest.mark.ours("a view that is changed in place fails in backward there"),
+    one_way("the other files of this folder; tests/parity; tests/differential"),
+]
 
 Cut = Callable[[Tensor, Tensor], Any]  # of what the layers made, and the input
 Change = Callable[[Any], Tensor]

@@ -34,6 +34,7 @@ from tests.fsdp1.models import (
     wrap,
 )
 from tests.harness import mesh_of, on_ranks, rank, world_size
+from tests.selection import is_odd, repeats
 from tests.training import assert_equal
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -394,6 +395,7 @@ def test_any_wrapping_loads_what_any_other_saved(
     _assert_goes_on_alike((api, run), (api, other))
 
 
+@repeats(lambda s: is_odd(s["optimizer"] == "sgd", s["use_orig_params"], s["into_orig_params"]))
 @on_default_comm
 @with_state
 @pytest.mark.parametrize("state", ["full", "sharded", "dtensor"])

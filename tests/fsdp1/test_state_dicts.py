@@ -42,6 +42,7 @@ from tests.fsdp1.models import (
 )
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
 from tests.installing import in_fresh_ranks
+from tests.selection import is_odd, repeats
 from tests.training import assert_equal
 
 # What does not depend on how bytes travel.
@@ -283,6 +284,11 @@ def test_another_instance_loads_what_was_saved(api: Api, saved: str, use_orig_pa
     _assert_same_model(api, other, model)
 
 
+@repeats(
+    lambda s: is_odd(
+        s["settings"] == "FULL", s["saved"] in ("full", "sharded", "dtensor"), s["use_orig_params"]
+    )
+)
 @on_default_comm
 @pytest.mark.ours("loads what its settings say, and LOCAL by position")
 @pytest.mark.parametrize("settings", ["FULL", "SHARDED", "LOCAL"])
@@ -334,6 +340,9 @@ def _assert_torch_s_are_ours(
     assert_equal(buffers(other), buffers(model))
 
 
+@repeats(
+    lambda s: is_odd(s["direction"] == "to_torch", s["use_orig_params"], s["into_orig_params"])
+)
 @_between
 @pytest.mark.parametrize("saved", ["full", "sharded", "dtensor"])
 @on_ranks(2)

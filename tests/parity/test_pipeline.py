@@ -30,7 +30,10 @@ from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.installing import installed
 from tests.models import mlp
+from tests.selection import one_way
 from tests.training import assert_equal, full_gradients, full_parameters, make_batch
+
+pytestmark = one_way("test_matrix.py, where both ways equal one process in every bit")
 
 NUM_LAYERS = 8
 NUM_MICROBATCHES = 4

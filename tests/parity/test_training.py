@@ -11,6 +11,7 @@ import pytest
 from tests.api import Api, use_api
 from tests.harness import on_ranks, world_size
 from tests.models import PROBLEMS, make_problem
+from tests.selection import one_way, repeats
 from tests.training import (
     Recipe,
     Trace,
@@ -20,6 +21,8 @@ from tests.training import (
     train_alone,
     train_sharded,
 )
+
+pytestmark = one_way("test_matrix.py, where both ways equal one process in every bit")
 
 BASIC = [Recipe(problem) for problem in PROBLEMS]
 OPTIONS = [
@@ -109,6 +112,7 @@ def _assert_same_as_one_process(api: Api, recipe: Recipe) -> None:
     assert_equal(ours.parameters, alone.parameters, **tolerance)
 
 
+@repeats(lambda s: s["world_size"] == 3)
 @_recipes(BASIC)
 @on_ranks(2, 3)
 def test_ten_steps_equal_torch(api: Api, recipe: Recipe) -> None:
@@ -128,18 +132,22 @@ def test_ten_steps_with_options_equal_torch(api: Api, recipe: Recipe) -> None:
     _assert_same_as_torch(api, recipe)
 
 
+@repeats(lambda s: s["world_size"] == 3)
 @_recipes(ACCUMULATION)
 @on_ranks(2, 3)
 def test_ten_steps_of_gradient_accumulation_equal_torch(api: Api, recipe: Recipe) -> None:
     _assert_same_as_torch(api, recipe)
 
 
+@pytest.mark.long  # test_matrix.py compares two axes with one process
 @_recipes(ON_4_RANKS)
 @on_ranks(4)
 def test_ten_steps_on_two_axes_equal_torch(api: Api, recipe: Recipe) -> None:
     _assert_same_as_torch(api, recipe)
 
 
+# test_matrix.py compares five steps with one process, bit by bit; here are ten, of other problems.
+@pytest.mark.long
 @_recipes(BASIC)
 @on_ranks(1, 2, 3)
 def test_ten_steps_equal_one_process_on_the_whole_batch(api: Api, recipe: Recipe) -> None:

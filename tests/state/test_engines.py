@@ -35,7 +35,10 @@ from torch.optim import AdamW, Optimizer
 from tests.api import Api
 from tests.fsdp1.models import CPU, full_value, quiet
 from tests.harness import on_ranks
+from tests.selection import one_way
 from tests.training import assert_equal, make_batch, mean_square
+
+pytestmark = one_way("tests/engine and tests/parity: what is saved comes from the same tensors")
 
 WHOLE = StateDictOptions(full_state_dict=True)
 # ours: both faces, the wrapper in both forms and over a mesh or a bare process group.

@@ -1,0 +1,75 @@
+"""Write down how a whole run of the tests ended: `make test-all` keeps the last one in a file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    began: date and time, UTC. load: processes that ran or waited to, on average, before it and at
+        its end: one that has the machine for itself begins near 0.
+    counts: how many tests passed, failed and so on. failed: their names.
+    """
+
+    began: str
+    commit: str
+    machine: str
+    load: tuple[float, float]
+    seconds: float
+    counts: Mapping[str, int]
+    failed: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{number:,} {word}" for word, number in self.counts.items())
+        lines = [
+            "# The last result of `make test-all`",
+            "",
+            "Written by that command; see `tests/recording.py`.",
+            "",
+            "| what | result |",
+            "| --- | --- |",
+            f"| tests | {counts} |",
+            f"| minutes | {self.seconds / 60:.1f} |",
+            f"| began | {self.began} UTC |",
+            f"| commit | {self.commit} |",
+            f"| machine | {self.machine} |",
+            f"| load | {self.load[0]:.1f} before, {self.load[1]:.1f} at the end |",
+        ]
+        if self.failed:
+            lines += ["", "Failed:", "", *(f"- `{name}`" for name in self.failed)]
+        return "\n".join([*lines, ""])
+
+
+def commit() -> str:
+    """Return what is checked out, and whether it was changed since."""
+    try:
+        name = _git("rev-parse", "--short", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{name} with changes" if changed else name
+
+
+def machine() -> str:
+    """Return what runs the tests, and the versions that matter."""
+    return (
+        f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
