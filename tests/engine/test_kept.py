@@ -78,6 +78,18 @@ def test_weight_kept_by_a_forward_may_not_be_used_after_its_reshard(
 @sizes
 @pytest.mark.ours("crashes")
 @on_ranks(2)
+def test_weight_kept_is_found_where_users_say_how_tensors_are_saved(api: Api, dim: int) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        model, x = api.fully_shard(Keeper(dim)), make_batch(dim)
+        for _ in range(2):
+            mean_square(model(x)).backward()
+            with pytest.raises(RuntimeError, match=MESSAGE):
+                model.kept[0].sum()
+
+
+@sizes
+@pytest.mark.ours("crashes")
+@on_ranks(2)
 def test_weight_kept_over_an_explicit_reshard_may_be_used_once_unsharded_again(
     api: Api, dim: int
 ) -> None:
@@ -335,6 +347,19 @@ def test_tensor_parallel_weights_and_their_views_are_named_too(api: Api, dim: in
     model.keeper.unshard()
     torch.testing.assert_close(local, expected)
     torch.testing.assert_close(weight.to_local(), expected)
+
+
+@pytest.mark.ours("looks into the engine")
+@on_ranks(2)
+def test_the_search_for_views_adds_nothing_to_what_a_forward_saves(api: Api) -> None:
+    """A checkpointed forward has to save the same number of tensors when it is run again."""
+    model = nn.Sequential(ViewKeeper(16, "t"), nn.Linear(16, 16))
+    api.fully_shard(model[0])  # resharded, and looked into, in the midst of the forward
+    api.fully_shard(model)
+    kept_views._references_in_list.cache_clear()  # as in a new process
+    output = checkpoint(model, make_batch(16), use_reentrant=False)
+    assert kept_views._references_in_list.cache_info().misses == 1
+    mean_square(output).backward()
 
 
 @pytest.mark.ours("looks into the engine")

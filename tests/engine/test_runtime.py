@@ -3,8 +3,12 @@
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+
+from fullshard.engine.runtime import out_of_context
 
 _COUNT_MAPPED = """
 import ctypes, torch
@@ -32,3 +36,21 @@ def test_large_blocks_come_from_the_heap_that_stays_mapped() -> None:
     command = [sys.executable, "-c", _COUNT_MAPPED]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout.split() == ["2", "0"]
+
+
+def test_out_of_context_nothing_that_the_caller_has_entered_holds() -> None:
+    with torch.inference_mode(), torch.autograd.graph.saved_tensors_hooks(_refuse, _refuse):
+        product = out_of_context(lambda: torch.ones(1, requires_grad=True) * torch.ones(1))
+    assert product.requires_grad
+
+
+def test_out_of_context_works_while_python_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    assert out_of_context(lambda: 3) == 3
+
+
+def _refuse(_: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a hook on saved tensors was called")

@@ -18,6 +18,7 @@ import enum
 import functools
 import mmap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -195,3 +196,17 @@ def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return call
+
+
+def out_of_context(function: Callable[[], _R]) -> _R:
+    """Call a function in a thread of its own, where grad mode is on and nothing else is.
+
+    What a program has entered (hooks on saved tensors, inference mode, dispatch modes, transforms)
+    holds for its thread. Costs 0.1 ms.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            future = thread.submit(function)
+        except RuntimeError:  # Python is about to exit and starts no thread any more
+            return function()
+        return future.result()

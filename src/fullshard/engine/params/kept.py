@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.params.resharded import allow_use, forbid_use
 from fullshard.engine.references import python_uses
+from fullshard.engine.runtime import out_of_context
 
-# Private in torch 2.13. Without it no parameter is looked after.
-_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 # The exact types of unsharded forms: a plain parameter, a parameter that is a DTensor.
 _LOOKED_AFTER = (nn.Parameter, DTensor)
 
@@ -45,6 +44,16 @@ class _Hold(torch.autograd.Function):
         return grad, None
 
 
+def _hold(tensors: Sequence[torch.Tensor]) -> Any:
+    """Return a node that saves tensors.
+
+    Call it out of context: a user's hooks on saved tensors (`save_on_cpu`) would read their memory,
+    which may be freed, and count them.
+    """
+    one = torch.zeros((), requires_grad=True)
+    return _Hold.apply(one, tensors).grad_fn  # type: ignore[no-untyped-call]
+
+
 class KeptParameters:
     """Finds the unsharded parameters of one unit that somebody keeps: plain tensors and DTensors.
 
@@ -54,19 +63,10 @@ class KeptParameters:
     def __init__(self, params: Sequence[ManagedParameter]) -> None:
         """Take today's references for the baseline: nobody but the unit may have any."""
         self.params = [p for p in params if type(p.unsharded) in _LOOKED_AFTER]
-        self._tensors: list[nn.Parameter] = []
+        self._tensors = [p.unsharded for p in self.params if p.unsharded is not None]
         self._retired: list[nn.Parameter] = []
-        # `save_for_backward` below would call a user's hooks (`save_on_cpu`) with freed memory.
-        if _hooks is None or _hooks(False) is not None:
-            self.params = []
-        for param in self.params:
-            assert param.unsharded is not None
-            self._tensors.append(param.unsharded)
-        # Whatever mode the program is in, the node has to be made. The baseline comes after it, and
-        # after `_tensors`, which has a reference to each as well.
-        with torch.inference_mode(False), torch.enable_grad():
-            one = torch.zeros((), requires_grad=True)
-            self._holder: Any = _Hold.apply(one, self._tensors).grad_fn  # type: ignore[no-untyped-call]
+        # The baseline comes after the node, and after `_tensors`, which has a reference to each too.
+        self._holder = out_of_context(lambda: _hold(self._tensors))
         self._own = list(map(python_uses, self._tensors))
         self._total = sum(self._own)
 

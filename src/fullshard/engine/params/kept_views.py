@@ -42,6 +42,7 @@ from fullshard.engine.params.buffers import UnitBuffers
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.params.resharded import allow_use, forbid_use
 from fullshard.engine.references import python_uses, storage_uses, tensor_uses
+from fullshard.engine.runtime import out_of_context
 
 _MOMENTS = (0.0, 1e-4, 1e-3, 3e-3, 6e-3)  # seconds between looks at a count that may fall
 # By address of a storage: who looks after it.
@@ -251,10 +252,14 @@ def _references_in_list() -> tuple[int, int]:
 
     Measured, since torch and Python versions differ in what they count.
     """
-    with torch.inference_mode(False), torch.enable_grad():
-        own = [torch.zeros(1)]
-        saved = [torch.zeros(1)]
-        graph = torch.ones(1, requires_grad=True) * saved[0]
-        counts = [*map(python_uses, own), *map(python_uses, saved)]
+    # Out of context: a user's hooks on saved tensors (a checkpoint's, which counts them) would run.
+    return out_of_context(_measure_references)
+
+
+def _measure_references() -> tuple[int, int]:
+    own = [torch.zeros(1)]
+    saved = [torch.zeros(1)]
+    graph = torch.ones(1, requires_grad=True) * saved[0]
+    counts = [*map(python_uses, own), *map(python_uses, saved)]
     del graph
     return counts[0], counts[1]
