@@ -84,10 +84,11 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, *options: str, torchrun: int = 0) -> Iterator[Run]:
-    """Start a run and make sure that nothing of it is left afterwards."""
+def running(folder: Path, *options: str, torchrun: int = 0, resumes: bool = False) -> Iterator[Run]:
+    """Start a run, or go on with it, and make sure that nothing of it is left afterwards."""
+    option = "--resume" if resumes else "--out"
     process = subprocess.Popen(
-        command("--out", str(folder), *options, torchrun=torchrun),
+        command(option, str(folder), *options, torchrun=torchrun),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
