@@ -19,7 +19,7 @@ PACKAGES = [module for module in MODULES if module.name == "__init__.py"]
 BASE = {"errors", "policies"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"public", "versions"},
-    "__main__": {"tools"},
+    "__main__": {"__init__", "tools", "versions"},
     "public": BASE
     | {"faces", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
     | {"watch"},
@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state"},
     "run": BASE | {"__init__"},
     "models": {"errors"},
-    "tools": BASE | {"__init__", "models", "plan"},
+    "tools": BASE | {"__init__", "models", "plan", "versions"},
 }
 
 # The same among the rooms inside the engine; its own files tell a step's story and use them all.

@@ -3,6 +3,9 @@
 import sys
 from importlib.util import find_spec
 
+from fullshard import __version__
+from fullshard.versions import installed
+
 _EXTRA = ("jinja2", "matplotlib", "numpy", "rich", "typer")
 """What `fullshard[train]` installs (pyproject.toml); the library itself needs torch alone."""
 
@@ -10,6 +13,9 @@ _EXTRA = ("jinja2", "matplotlib", "numpy", "rich", "typer")
 def main() -> None:
     """Run the command line, or say what has to be installed for it and exit with 2."""
     missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing and sys.argv[1:] == ["--version"]:
+        print(installed(__version__))
+        return
     if missing:
         print(
             f"fullshard: the command line needs {', '.join(missing)}. Install with: "

@@ -2,8 +2,19 @@
 
 import re
 import warnings
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 
 OLDEST, NEWEST = (2, 11), (2, 13)
+
+
+def installed(own: str) -> str:
+    """Say which versions there are of fullshard (``own``) and of torch, without importing torch."""
+    try:
+        torch = f"torch {version_of('torch')}"
+    except PackageNotFoundError:
+        torch = "no torch"
+    return f"fullshard {own}, {torch}"
 
 
 def check_torch_version(version: str) -> None:

@@ -53,22 +53,33 @@ def test_the_version_is_printed() -> None:
     assert f'version = "{fullshard.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_without_the_extra_packages_the_command_says_what_to_install() -> None:
+def _without_packages(*words: str) -> subprocess.CompletedProcess[str]:
     program = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); {{}}"
     # -S: nothing that is installed is found.
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", program.format("import fullshard.__main__ as m; m.main()")],
+    program = program.format("import fullshard.__main__ as m; m.main()")
+    return subprocess.run(
+        [sys.executable, "-S", "-c", program, *words],
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+
+
+def test_without_the_extra_packages_the_command_says_what_to_install() -> None:
+    done = _without_packages("train")
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("fullshard: the command line needs jinja2, matplotlib, numpy, rich, ty")
     assert line.endswith('pip install "fullshard[train]"')
+
+
+def test_without_the_extra_packages_the_version_is_printed() -> None:
+    done = _without_packages("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"fullshard {fullshard.__version__}, no torch\n"
 
 
 def test_the_command_asks_for_the_packages_of_its_extra() -> None:

@@ -239,5 +239,5 @@ def test_help_shows_examples_and_exit_codes() -> None:
     assert "torchrun --nnodes 2" in said
     words = " ".join(said.replace("│", " ").split())
     assert "each rank would hold a whole model's gradients" in words
-    assert "400 for tiny" in words
+    assert "for tiny 400" in words
     assert "Exit codes" in said

@@ -117,9 +117,10 @@ class Ledger:
         raise DivergenceError(
             f"Ranks took different paths through the model (seen by rank {self._ranks[self._rank]}"
             f", at step {place} of their group): {seen}. Going on would mix up the data of "
-            "different units. Let every rank run the same units in the same order. A unit whose "
-            "parameters only some ranks use may be called with set_reduce_scatter_unused_params("
-            "True): all ranks then take part in its reduction, at the end of backward."
+            "different units. Let every rank run the same units in the same order. Or, where ranks "
+            "read each other's memory (describe(model) says so), call "
+            "set_reduce_scatter_unused_params(True) on units that only some ranks run: all ranks "
+            "then take part in their reduction, at the end of backward."
         )
 
 

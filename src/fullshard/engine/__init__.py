@@ -1,1 +1,1 @@
-"""Execution: the only code that touches devices and process groups."""
+"""Execution: what a step does, when, and on which stream. How bytes travel is in `comm`."""

@@ -156,7 +156,7 @@ class Iteration:
             self.units[0].runtime.wait(self.post_optim_event)
         self.post_optim_event = None
         if self._gathers:
-            self.fence("before forward")
+            self.fence("before forward")  # until here peers may have written to their shards
             self._fenced_since_backward = True
 
     def is_forward_root(self, state: Any) -> bool:

@@ -12,7 +12,6 @@ fullshard report RUN                write a page on where the time and memory of
 import os
 import sys
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,19 +20,20 @@ import typer
 import fullshard
 from fullshard.tools.config import TINY_DEFAULTS, TrainConfig
 from fullshard.tools.exits import Exit
+from fullshard.versions import installed
 
 _EXAMPLES = """
 Examples:
 
-    fullshard train                                    10M parameters on Python's own source
+    fullshard train                      10M parameters on Python's own source
 
-    fullshard train --model tiny                       the same in a minute, to look around
+    fullshard train --model tiny         the same in a minute, to look around
 
     fullshard train --data books/ notes.txt --steps 2000 --out runs/books
 
     fullshard train --model 125m --dtype bf16 --activation-checkpointing
 
-    fullshard train --resume runs/books                continue, bit for bit
+    fullshard train --resume runs/books  continue, bit for bit
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fullshard train --model 1b --out /shared/run
 
@@ -59,11 +59,11 @@ Exit codes: 0 reported, 1 the function failed or wraps nothing, 2 no such functi
 _REPORT_EXAMPLES = """
 Examples:
 
-    fullshard report runs/books                        writes runs/books/report.html and trace.json
+    fullshard report runs/books                 writes a page and trace.json
 
-    fullshard report runs/books --json                 print the numbers instead
+    fullshard report runs/books --json          print the numbers instead
 
-    fullshard report my_traces --out page.html         traces that `fullshard.trace` wrote
+    fullshard report my_traces --out page.html  traces of fullshard.trace
 
 The page needs no network. Where a run was not traced, it says how to record a trace.
 
@@ -83,7 +83,7 @@ _DEFAULT = TrainConfig()
 
 def _show_version(asked: bool) -> None:
     if asked:
-        print(f"fullshard {fullshard.__version__}, torch {version('torch')}")
+        print(installed(fullshard.__version__))
         raise typer.Exit(Exit.OK)
 
 
@@ -105,10 +105,10 @@ def _option(help_text: str, *, panel: str) -> Any:
 
 def _by_model(help_text: str, name: str, *, panel: str) -> Any:
     """Declare an option whose default is another one for the tiny model (config.with_defaults)."""
-    default = f"{getattr(_DEFAULT, name)}; {TINY_DEFAULTS[name]} for tiny"
+    default = f"{getattr(_DEFAULT, name)}, for tiny {TINY_DEFAULTS[name]}"
     if name == "warmup":
         default = f"a tenth of the steps, at most {default}"
-    return typer.Option(help=help_text, show_default=default, rich_help_panel=panel)
+    return _option(f"{help_text} Default: {default}.", panel=panel)
 
 
 def _flag(name: str, help_text: str, *, panel: str) -> Any:
@@ -119,7 +119,7 @@ def _flag(name: str, help_text: str, *, panel: str) -> Any:
 def train(
     context: typer.Context,
     more_data: Annotated[
-        list[str] | None, typer.Argument(help="More text, as after --data.", metavar="[TEXT]...")
+        list[str] | None, typer.Argument(help="More text, as after --data.", metavar="TEXT")
     ] = None,
     data: Annotated[
         list[str] | None,

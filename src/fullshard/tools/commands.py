@@ -40,7 +40,7 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
         job = _job(typed, place)
         if place is None:
             check_local_ranks(job.config, job.config.ranks)
-            return _finish(_launch(job, typed.words, environment), job)
+            return _finish(_launch(job, typed, environment), job)
         _check_place(job.config, place)
     except OptionError as error:
         return _refuse(error, quiet=place is not None and place.local_rank != 0)
@@ -95,11 +95,12 @@ def _job(typed: Typed, place: Place | None) -> Job:
     return resumed_job(resume, changes)
 
 
-def _launch(job: Job, words: Sequence[str], environment: Mapping[str, str]) -> Ending:
+def _launch(job: Job, typed: Typed, environment: Mapping[str, str]) -> Ending:
     ranks = job.config.ranks
     job.folder.summary_file.unlink(missing_ok=True)
-    # The ranks parse the same line; --out comes first, because its default holds the time.
-    arguments = ["train", "--out", str(job.folder.path), *words]
+    # The ranks parse the same line, and would take another time for the default of --out.
+    out = () if typed.out or typed.resume else ("--out", str(job.folder.path))
+    arguments = ["train", *typed.words, *out]
     print(
         f"starting {ranks} {job.config.device} rank{'s' if ranks > 1 else ''}; results go to "
         f"{job.folder.path}",

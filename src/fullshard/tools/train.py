@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.filesize import decimal
 from torch import Tensor
 
 import fullshard
@@ -70,8 +71,10 @@ class Trainer:
         self.report = report
         self.rank = dist.get_rank()
         self.device = _device(config)
+        num_files = len(self.corpus.paths)
         report.note(
-            f"corpus: {self.corpus.nbytes / 1e6:.1f} MB in {len(self.corpus.paths)} files, "
+            f"corpus: {decimal(self.corpus.nbytes)} in {num_files} "
+            f"file{'s' if num_files > 1 else ''}, "
             f"unigram entropy {self.corpus.survey.unigram_entropy:.3f} nats per byte"
         )
         if self.corpus.skipped:
@@ -169,7 +172,7 @@ class Trainer:
         )
         figures = {
             "loss": f"{result.loss:.3f}",
-            f"tokens/s of {SPEED_STEPS} steps": f"{self._speed.after(num_tokens, seconds):,.0f}",
+            f"tokens/s (last {SPEED_STEPS} steps)": f"{self._speed.after(num_tokens, seconds):,.0f}",
             "peak": f"{memory / 2**30:.2f} GiB",
         }
         self.report.step(done, figures)

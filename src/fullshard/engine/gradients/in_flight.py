@@ -48,8 +48,9 @@ class Reducer(Protocol):
 class InFlight:
     """A unit's reduction from start to release, with the tensors that it reads.
 
-    grads: the full gradients, where a lane reads them behind the host's back; else empty.
-    event: recorded on the lane when the reduction was finished; None without streams.
+    grads: the full gradients, if a side stream still reads them when the call returns (see the lanes
+        of `engine.runtime`); else empty.
+    event: recorded on that stream when the reduction was finished; None without streams.
     """
 
     gradients: Reducer
@@ -77,7 +78,7 @@ class InFlight:
 
     @property
     def results(self) -> list[torch.Tensor]:
-        """Gradient memory that sums are formed in. Others reach theirs by a copy from scratch."""
+        """Gradient memory that sums are formed in; other sums are formed in scratch and copied."""
         return [item.shards.flat for item in self.buckets if item.shards is not None]
 
     @property

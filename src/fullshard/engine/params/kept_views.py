@@ -15,15 +15,15 @@ if a collection may have moved it on (50 ms). So a model that does the same in e
 after the first passes, and one that makes and keeps a view in each pass pays the smaller search.
 
 Threads of a process group may hold what they have gathered for a moment after the gather is over. So
-a count that stays unexplained is taken for harmless only at the second time, and a count above what
-is expected gets `_MOMENTS` to fall.
+where nothing is saved, a count that is too high is looked at again a few times (`_MOMENTS`). If no
+view explains it, it is noted; if it comes a second time, it is taken for harmless.
 
 In the backward of its own unit a view may be used: the unit is unsharded then. A view that only
 autograd refers to is left alone.
 
-Not noticed: NumPy arrays over a parameter; views that no Python object refers to; where counts
-change from pass to pass, a view that makes a count equal to a harmless one. For that reason a view
-that autograd saves as well, and that earlier forwards did not keep, may be noticed only at the end of
+Not noticed: NumPy arrays over a parameter; views that no Python object refers to; a view with which
+a count happens to equal another one that was found harmless. An example of the last: autograd saves
+one tensor less than before, and the program keeps one view more. Such a view is noticed at the end of
 backward, when nothing is saved any more.
 """
 
@@ -50,10 +50,10 @@ _owners: weakref.WeakValueDictionary[int, "KeptViews"] = weakref.WeakValueDictio
 
 
 class _Mark:
-    """An object that shows how old others are: collections move it on no later than what is newer.
+    """An object that shows which others are younger.
 
-    While the garbage collector still has it in a generation, every object made after it is in that
-    generation or a younger one.
+    Garbage collections move objects on to older generations in the order of their age. So whatever
+    was made after a mark is in the mark's generation or in a younger one.
     """
 
 
@@ -110,9 +110,10 @@ class KeptViews:
                 allow_use(view)
 
     def release(self) -> None:
-        """Allow what is safe for good. Called when the unit leaves this memory for other.
+        """Allow the use of views for good, if their memory stays valid.
 
-        In-place memory is this rank's and its peers' shards, which are never freed.
+        Called when the unit leaves this memory for other. Shards that are read in place, this rank's
+        and its peers', are never freed; private memory is.
         """
         if self._is_in_place:
             self.restore()
@@ -126,9 +127,9 @@ class KeptViews:
         harmless = self._harmless[is_saving]
         if self._num_others() in harmless:
             return
-        # While autograd saves, new counts are to be expected, so the search goes back no further
-        # than the unshard. Otherwise nobody should have any, and what is there may be older: then the
-        # search goes back to the last one through all objects.
+        # While autograd saves, counts that are new are common, so the search is short: objects made
+        # since the unshard. Where nothing is saved, there should be no uses but the unit's own, and
+        # a view that was missed before may be the reason: objects made since all were searched.
         marks = (self._mark if is_saving else _last_look, _last_look)
         for generation in (0, 1):
             objects = gc.get_objects(generation)
@@ -217,8 +218,8 @@ def _adopt_views(objects: list[Any]) -> None:
     # From here on only `views` refers to what was found, as `_unkept_references` expects.
     each = None
     objects.clear()
-    # A DTensor that only autograd saves refers to its local tensor all the same: one reference to
-    # that for each such DTensor is nobody's.
+    # Each DTensor has a reference to its local tensor. It says nothing of who keeps that one, so it
+    # is not counted: the DTensor itself is in `views`, and is judged by its own references.
     shells = collections.Counter(
         id(view._local_tensor) for view in views if isinstance(view, DTensor)
     )
@@ -241,7 +242,10 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _unkept_references(tensor: torch.Tensor) -> int:
-    """Return how many references a tensor has if a list is all of Python that refers to it."""
+    """Return how many references a tensor in one list has if nothing else in Python refers to it.
+
+    One more if autograd saves it: see [Note: Counting references] in `kept`.
+    """
     own, saved = _references_in_list()
     return saved if tensor_uses is not None and tensor_uses(tensor) > 1 else own
 
