@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import json
 import os
 import re
@@ -19,6 +22,7 @@ import typer
 from packaging.requirements import Requirement
 from PIL import Image
 
+import fullshard
 from fullshard.tools.cli import app
 from tests.tools.processes import environment
 
@@ -129,6 +133,28 @@ def test_every_block_is_a_program_or_commands() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page, seen in SEEN.items() if seen])
+def test_every_name_that_a_program_uses_is_there(page: str) -> None:
+    programs = [block.text for block in _blocks(page) if block.language == "python"]
+    for node in (node for program in programs for node in ast.walk(ast.parse(program))):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if _is_ours_or_torch_s(module):
+                for each in names:
+                    assert hasattr(importlib.import_module(module), each.name), each.name
+            case ast.Attribute(value=ast.Name("fullshard"), attr=name):
+                assert hasattr(fullshard, name), name
+            case ast.Call(
+                func=ast.Name(name) | ast.Attribute(value=ast.Name("fullshard"), attr=name),
+                keywords=keywords,
+            ) if hasattr(fullshard, name):
+                accepted = inspect.signature(getattr(fullshard, name)).parameters
+                assert {each.arg for each in keywords} <= {*accepted, None}, name
+
+
+def _is_ours_or_torch_s(module: str) -> bool:
+    return module.partition(".")[0] in ("fullshard", "torch")
+
+
+@pytest.mark.parametrize("page", [page for page, seen in SEEN.items() if seen])
 def test_every_command_is_understood(page: str) -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for program, *words in _commands(page):
@@ -138,8 +164,8 @@ def test_every_command_is_understood(page: str) -> None:
 
 def _pages_with_programs() -> Iterator[object]:
     for page, seen in SEEN.items():
-        # tests/tools runs the commands of this page with other numbers; these take a minute.
-        marks = [pytest.mark.long] if page == "docs/training.md" else []
+        # Other tests run the same features with other numbers; each page takes a minute.
+        marks = [pytest.mark.long] if page != "README.md" else []
         if seen:
             yield pytest.param(page, marks=marks)
 
