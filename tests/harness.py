@@ -62,7 +62,7 @@ PRELOADED = [
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "torch._dynamo",
     "pytest",
-    "fullshard",
+    "fullshard.public",  # which `import fullshard` puts off
 ]
 
 

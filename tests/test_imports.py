@@ -9,75 +9,50 @@ from pathlib import Path
 import pytest
 
 import fullshard
-from tests.fresh import in_fresh_python
+from tests.fresh import in_fresh_forks, in_fresh_python
 
 SOURCE = Path(__file__).parent.parent / "src"
-
-
-def test_every_name_is_there_and_no_import_warns() -> None:
-    said = in_fresh_python(
-        """
-import fullshard
-assert fullshard.comm.select and fullshard.policies  # rooms, without an import of their own
-assert {"fully_shard", "__version__", "FSDPModule"} <= set(dir(fullshard))
-from fullshard import *
-print(all(globals()[name] is getattr(fullshard, name) for name in fullshard.__all__))
-""",
-        options=("-W", "error"),
-    )
-    assert said == "True\n"
 
 
 def test_importing_the_library_imports_nothing_else_and_using_it_no_compiler() -> None:
     said = in_fresh_python(
         """
-import sys
-import fullshard
-print(*[name for name in sys.modules if name.startswith(("torch", "fullshard"))])
-for name in fullshard.__all__:
-    getattr(fullshard, name)
-print("torch" in sys.modules, "torch._dynamo" in sys.modules)
-"""
-    )
-    assert said.splitlines() == ["fullshard.versions fullshard", "True False"]
-
-
-def test_an_unknown_name_is_an_attribute_error_and_dunders_import_nothing() -> None:
-    said = in_fresh_python(
-        """
 import inspect, sys
 import fullshard
+print(*[name for name in sys.modules if name.startswith(("torch", "fullshard"))])
 inspect.unwrap(fullshard), hasattr(fullshard, "__wrapped__")
 print("torch" in sys.modules)
+assert fullshard.comm.select and fullshard.policies  # rooms, without an import of their own
+assert {"fully_shard", "__version__", "FSDPModule"} <= set(dir(fullshard))
+from fullshard import *
+print(all(globals()[name] is getattr(fullshard, name) for name in fullshard.__all__))
+print("torch" in sys.modules, "torch._dynamo" in sys.modules)
+""",
+        options=("-W", "error"),
+    )
+    assert said.splitlines() == ["fullshard.versions fullshard", "False", "True", "True False"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="one process a program takes a fork")
+def test_names_are_there_whatever_is_used_first() -> None:
+    unknown, travelled, direct, version = in_fresh_forks(
+        """
+import fullshard
 try:
     fullshard.fully_shart
 except AttributeError as error:
     print(error)
-"""
-    )
-    assert said.splitlines() == ["False", "module 'fullshard' has no attribute 'fully_shart'"]
-
-
-def test_classes_travel_between_processes_as_before() -> None:
-    said = in_fresh_python(
-        """
-import pickle, sys
-policy = pickle.loads(sys.argv[1].encode("latin-1"))
+""",
+        f"""
+import pickle
+policy = pickle.loads({pickle.dumps(fullshard.OffloadPolicy())!r})
 import inspect, fullshard
 print(policy, "fully_shard.py" in inspect.getsourcefile(fullshard.fully_shard))
 """,
-        _pickled_without_zeros(),
-    )
-    assert said.strip() == "OffloadPolicy() True"
-
-
-def _pickled_without_zeros() -> str:
-    """An argument of a process has no zero byte: protocol 0."""
-    return pickle.dumps(fullshard.OffloadPolicy(), protocol=0).decode("latin-1")
-
-
-def test_the_version_of_torch_is_checked_at_the_first_use_and_names_that_line() -> None:
-    said = in_fresh_python(
+        """
+import fullshard.public
+print(fullshard.fully_shard is fullshard.public.fully_shard)
+""",
         """
 import warnings, torch
 torch.__version__ = "9.9"
@@ -88,9 +63,12 @@ with warnings.catch_warnings(record=True) as caught:
     fullshard.fully_shard
     fullshard.replicate
 print([each.filename for each in caught], caught[0].message)
-"""
+""",
     )
-    assert said.startswith("imported\n['<string>'] fullshard was tested with torch")
+    assert unknown == (0, "module 'fullshard' has no attribute 'fully_shart'\n")
+    assert travelled == (0, "OffloadPolicy() True\n")
+    assert direct == (0, "True\n")
+    assert version.out.startswith("imported\n['<string>'] fullshard was tested with torch")
 
 
 @pytest.mark.long  # a process for each
@@ -108,6 +86,8 @@ for path in sorted(root.rglob("*.py")):
     if not (child := os.fork()):
         try:
             __import__(name)
+            import fullshard
+            fullshard.fully_shard
         except BaseException as error:
             print(name, repr(error), flush=True)
         os._exit(0)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fullshard
 from fullshard.run import main
-from tests.installing import in_fresh_ranks
+from tests.fresh import in_fresh_forks, in_fresh_ranks
 from tests.tools.processes import Result, environment
 from tests.training import assert_equal, full_parameters, local_gradients, make_batch, mean_square
 
@@ -428,19 +428,26 @@ elif end != "left":
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "printed"),
-    [
-        ("left", 0, ["still there: True", "destroyed"]),
-        ("0", 0, ["still there: True", "destroyed"]),
-        ("destroyed", 0, ["destroyed", "still there: False"]),
-        ("failed", 1, ["still there: True"]),
-        ("3", 3, ["still there: True"]),
-    ],
-)
-def test_a_group_that_a_script_leaves_is_destroyed_if_it_ends_well(
-    end: str, code: int, printed: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "leave.py").write_text(LEAVING)
-    done = _run(tmp_path, "leave.py", end)
-    assert (done.code, done.out.splitlines()) == (code, printed), done.err
+def test_a_group_that_a_script_leaves_is_destroyed_if_it_ends_well(tmp_path: Path) -> None:
+    script = tmp_path / "leave.py"
+    script.write_text(LEAVING)
+    is_left, is_destroyed = "still there: True", "destroyed"
+    expected = {
+        "left": (0, [is_left, is_destroyed]),
+        "0": (0, [is_left, is_destroyed]),
+        "destroyed": (0, [is_destroyed, "still there: False"]),
+        "failed": (1, [is_left]),
+        "3": (3, [is_left]),
+    }
+    runs = in_fresh_forks(
+        *(
+            f"""
+import runpy, sys
+sys.argv = ["run", {str(script)!r}, {end!r}]
+runpy.run_module("fullshard.run", run_name="__main__")
+"""
+            for end in expected
+        )
+    )
+    for end, run in zip(expected, runs, strict=True):
+        assert (run.code, run.out.splitlines()) == expected[end], end

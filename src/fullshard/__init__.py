@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
     """Look up a name that is not here yet (PEP 562): a public name, `__all__`, or a room."""
     # What inspect, copy and the like ask every module for is no use of the library.
     is_wanted = name == "__all__" or not name.startswith("__")
-    if is_wanted and "public" not in globals():  # which its import sets
+    if is_wanted and "__all__" not in globals():
         check_torch_version(importlib.import_module("torch").__version__)
         public = importlib.import_module("fullshard.public")
         globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})

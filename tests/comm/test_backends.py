@@ -28,7 +28,8 @@ from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
 from fullshard.errors import CommError
 from fullshard.policies import CommChoice
-from tests.harness import on_ranks, rank
+from tests.fresh import in_fresh_ranks
+from tests.harness import on_ranks, rank, world_size
 from tests.tools.processes import environment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -179,6 +180,25 @@ def test_a_subset_of_the_ranks_shares_memory() -> None:
     assert _communication("subset").startswith(("peer memory", "local"))
 
 
+@pytest.mark.parametrize("is_checked", [False, True], ids=["", "checked"])
+@pytest.mark.parametrize("spelling", [None, "cpu:gloo"], ids=["bare", "cpu:gloo"])
+@in_fresh_ranks(2)
+def test_peer_memory_is_used_however_the_default_group_was_made(
+    spelling: str | None, is_checked: bool, tmp_path: Path
+) -> None:
+    ends = {"rank": rank(), "world_size": world_size()}
+    dist.destroy_process_group()
+    if is_checked:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # TORCH_DISTRIBUTED_DEBUG
+    dist.init_process_group(spelling, init_method=f"file://{tmp_path}/store", **ends)
+    assert hasattr(dist.group.WORLD._get_backend(CPU), "wrapped_pg") == is_checked
+    model = fullshard.fully_shard(nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    (unit,) = fullshard.describe(model).units
+    assert unit.communication == "peer memory (one host)"
+    assert "summed in float32" in str(unit.dtypes)
+
+
 SPELLED = """
 import sys, torch
 import torch.distributed as dist
@@ -200,28 +220,11 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        "bare, checked",
-        # test_readme.py runs it like this; `mesh` makes the same group.
-        pytest.param("bare", marks=pytest.mark.long),
-        pytest.param("mesh", marks=pytest.mark.long),
-        # Above, as a group's own backend.
-        pytest.param("cpu:gloo", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long  # above without torchrun; test_readme.py has `bare`, and `mesh` makes its group
+@pytest.mark.parametrize("spelling", ["bare, checked", "bare", "mesh", "cpu:gloo"])
 def test_a_program_gets_peer_memory_under_every_spelling(spelling: str, tmp_path: Path) -> None:
-    printed = _run(SPELLED, spelling, tmp_path)
-    assert len(printed) == 2
-    for line in printed:
-        assert line.startswith("peer memory (one host); "), line
-        assert "summed in float32" in line
-
-
-def _run(program: str, spelling: str, folder: Path) -> list[str]:
-    script = folder / "script.py"
-    script.write_text(program)
+    script = tmp_path / "script.py"
+    script.write_text(SPELLED)
     spelling, _, checked = spelling.partition(", ")
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = subprocess.run(
@@ -233,7 +236,11 @@ def _run(program: str, spelling: str, folder: Path) -> list[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    printed = done.stdout.splitlines()
+    assert len(printed) == 2
+    for line in printed:
+        assert line.startswith("peer memory (one host); "), line
+        assert "summed in float32" in line
 
 
 # Two ranks in one process. Their threads are done, but wait for the GIL, when the program ends.

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fullshard
 from tests.api import Api
+from tests.fresh import in_fresh_ranks
 from tests.fsdp1.models import full_value, net, orig_params, quiet, train, wrap
 from tests.harness import on_ranks
-from tests.installing import in_fresh_ranks
 from tests.training import assert_equal
 
 kinds = pytest.mark.parametrize("full", [True, False], ids=["full", "sharded"])

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from tests.api import Api, use_api
+from tests.fresh import in_fresh_ranks
 from tests.fsdp1.models import (
     CPU,
     buffers,
@@ -41,7 +42,6 @@ from tests.fsdp1.models import (
     wrap,
 )
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
-from tests.installing import in_fresh_ranks
 from tests.selection import is_odd, repeats
 from tests.training import assert_equal
 
