@@ -13,6 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.shared_memory import inodes_of, still_mapped
+
+LIMIT_S = 10.0  # within which a run that loses a process has to end
+
 TINY = (
     *("--model", "tiny", "--seq", "32", "--batch", "2", "--device", "cpu", "--sample-length", "0"),
     *("--lr", "2e-3", "--warmup", "30"),  # gentle enough that sums in another order stay close
@@ -58,16 +62,45 @@ def train(*options: str, torchrun: int = 0, limit_s: float = 120) -> Result:
 class Run:
     """A training run that is under way, in a process group of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str], folder: Path, before: int) -> None:
         self.process = process
         self.folder = folder
+        self._before = before
 
     def losses(self) -> list[float]:
         return losses(self.folder)
 
     def wait_for_step(self, step: int, *, limit_s: float = 60) -> None:
-        wait_until(lambda: len(self.losses()) >= step or self.process.poll() is not None, limit_s)
+        """Wait until this run, not the one that it goes on with, has done a step."""
+
+        def is_there() -> bool:
+            return _written(self.folder) != self._before and len(self.losses()) >= step
+
+        wait_until(lambda: is_there() or self.process.poll() is not None, limit_s)
         assert self.process.poll() is None, self.finish()
+
+    def kill_rank(self, rank: int) -> Result:
+        """Kill a rank, and check that it takes everything with it."""
+        pid = self.ranks()[rank]
+        with self._ends():
+            kill(pid)
+        return self.finish()
+
+    def kill_launcher(self) -> None:
+        """Kill the process that started the ranks, and check that they go with it."""
+        with self._ends():
+            self.process.kill()
+
+    @contextmanager
+    def _ends(self) -> Iterator[None]:
+        """Check that no process is left, nor memory that they shared."""
+        pids = [self.process.pid, *descendants(self.process.pid)]
+        assert sorted(self.ranks()) == [0, 1]
+        shared = inodes_of(pids)
+        yield
+        wait_until(lambda: not alive(pids), LIMIT_S)
+        assert shared
+        assert not still_mapped(shared)
 
     def ranks(self) -> dict[int, int]:
         """Return the process id of each rank."""
@@ -87,6 +120,7 @@ class Run:
 def running(folder: Path, *options: str, torchrun: int = 0, resumes: bool = False) -> Iterator[Run]:
     """Start a run, or go on with it, and make sure that nothing of it is left afterwards."""
     option = "--resume" if resumes else "--out"
+    before = _written(folder)
     process = subprocess.Popen(
         command(option, str(folder), *options, torchrun=torchrun),
         env=environment(),
@@ -96,7 +130,7 @@ def running(folder: Path, *options: str, torchrun: int = 0, resumes: bool = Fals
         start_new_session=True,
     )
     try:
-        yield Run(process, folder)
+        yield Run(process, folder, before)
     finally:
         if process.poll() is None:
             for pid in [*descendants(process.pid), process.pid]:
@@ -111,6 +145,12 @@ def losses(folder: Path) -> list[float]:
     except FileNotFoundError:
         return []
     return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
+
+
+def _written(folder: Path) -> int:
+    """Return when a run's losses were last written, in nanoseconds; 0 if never."""
+    path = folder / "metrics.jsonl"
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def descendants(pid: int) -> list[int]:

@@ -47,6 +47,14 @@ def test_help_does_not_wait_for_torch(typed: str) -> None:
     assert not {"torch", "numpy", "matplotlib", "jinja2", "fullshard.public"} & set(imported)
 
 
+def test_a_process_that_computes_nothing_does_not_wait_for_the_engine() -> None:
+    *said, ended = in_fresh_python(_COMMAND, "report", "absent").splitlines()
+    code, *imported = ended.split()
+    assert said
+    assert code == "2"
+    assert not {"fullshard.engine", "torch.distributed.tensor"} & set(imported)
+
+
 def test_the_version_is_printed() -> None:
     said = in_fresh_python(_COMMAND, "--version").splitlines()[0]
     assert said == f"fullshard {fullshard.__version__}, torch {version('torch')}"

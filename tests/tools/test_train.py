@@ -90,18 +90,28 @@ def test_ctrl_c_stops_a_run_as_a_supervisor_does(straight: Straight, tmp_path: P
     _stop(tmp_path / "run", signal.SIGINT, straight)
 
 
-def test_a_run_that_was_stopped_and_then_killed_goes_on_exactly(
-    straight: Straight, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_exactly_however_it_ended(straight: Straight, tmp_path: Path) -> None:
     # Each time other steps are traced, which must not show in the losses.
     folder = tmp_path / "run"
     done = _stop(folder, signal.SIGTERM, straight)
+
     with running(folder, "--save-every", "30", resumes=True) as run:
         run.wait_for_step(34)  # four steps past the checkpoint, which are lost
-        run.process.kill()
+        run.kill_launcher()
         assert f"resuming after step {done}" in run.finish().err
     assert len(run.losses()) < 60
     assert run.losses()[:30] == straight.losses[:30]
+
+    with running(folder, "--save-every", "0", resumes=True, torchrun=2) as run:
+        run.wait_for_step(34)
+        lost = run.kill_rank(1)
+    assert lost.code != 0
+    assert "resuming after step 30" in lost.err
+    assert "rank 1 died" in lost.err
+    assert "complete checkpoint is of step 30 (" in lost.err
+    assert len(run.losses()) < 60
+    assert run.losses() == straight.losses[: len(run.losses())]
+
     resumed = train("--resume", str(folder), "--ranks", "1", "--batch", "4")
     assert resumed.code == 0, resumed.err
     assert "resuming after step 30" in resumed.err
@@ -145,6 +155,7 @@ def test_the_sample_comes_from_all_ranks_together(tmp_path: Path) -> None:
     assert "No trace was recorded" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.long  # above, a run goes on under torchrun
 def test_it_runs_unchanged_under_torchrun(straight: Straight, tmp_path: Path) -> None:
     result = train(*SIXTY, "--out", str(tmp_path / "run"), torchrun=2)
     assert result.code == 0, result.err

@@ -17,10 +17,8 @@ from fullshard.plan.trace import TraceError
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job, check_local_ranks, new_job, resumed_job
-from fullshard.tools.launch import LAUNCHER_PID, Ending, launch
-from fullshard.tools.migration import report_on
+from fullshard.tools.launch import LAUNCHER_PID, Ending, Place, launch
 from fullshard.tools.report import metrics_of, write_report
-from fullshard.tools.worker import Place, run_worker
 
 
 class Typed(NamedTuple):
@@ -44,12 +42,16 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
         _check_place(job.config, place)
     except OptionError as error:
         return _refuse(error, quiet=place is not None and place.local_rank != 0)
+    from fullshard.tools.worker import run_worker  # the engine, which a launcher does not need
+
     threads = _threads_for(place.num_local_ranks, environment)
     return run_worker(job, place, threads=threads, as_json=as_json)
 
 
 def migrate_report(target: str, environment: Mapping[str, str], *, as_json: bool) -> Exit:
     """Print what the model that MODULE:FUNCTION returns would be with `fully_shard`."""
+    from fullshard.tools.migration import report_on  # the engine, as above
+
     place = _place(environment)
     is_first = place is None or place.rank == 0
     try:

@@ -27,6 +27,18 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """Where this process stands among the ranks, as its launcher said in the environment."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local_ranks: int
+    master_host: str
+    launcher_pid: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Ending:
     """How the ranks ended; `message` is empty when they have said everything themselves."""
 

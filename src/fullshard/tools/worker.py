@@ -24,25 +24,13 @@ from fullshard.tools.checkpoint import latest_checkpoint
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
-from fullshard.tools.launch import die_with_launcher
+from fullshard.tools.launch import Place, die_with_launcher
 from fullshard.tools.lifeline import Fate, Lifeline
 from fullshard.tools.progress import Reporter, Reporting, printable
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.train import StopRequest, run_rank
 
 _VERDICT_WAIT_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where this process stands among the ranks, as its launcher said in the environment."""
-
-    rank: int
-    num_ranks: int
-    local_rank: int
-    num_local_ranks: int
-    master_host: str
-    launcher_pid: int | None
 
 
 def run_worker(job: Job, place: Place, *, threads: int, as_json: bool) -> Exit:
