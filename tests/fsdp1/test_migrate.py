@@ -325,6 +325,7 @@ class TestDocumentation:
         documented = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`]+`", prose))))
         assert _names() <= documented
 
+    @pytest.mark.long  # the tests of this file do the like in ranks that are there already
     def test_the_example_runs_on_two_ranks(self, tmp_path: Path) -> None:
         blocks = re.findall(r"```python\n(.*?)```", self.text, re.DOTALL)
         (example,) = [block for block in blocks if "init_process_group" in block]
