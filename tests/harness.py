@@ -12,8 +12,8 @@ of each rank, which is what a test that kills ranks needs.
 
 A rank's life, in order: forked from a server that has only imported what all tests need; joins its
 own process group, so that it and all it starts can be killed together; joins the Gloo group through a
-file in a temporary folder (no ports); serves until the parent says stop, closes its end of the
-lifeline, or dies.
+file in a temporary folder (no ports); says so, and serves until the parent says stop, closes its
+end of the lifeline, or dies.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ GRACE_S = 2.0
 # Ranks with more process groups make room for new ones. Each group of Gloo's has threads that wake
 # up every few milliseconds: after 80 groups four idle ranks take a third of a processor.
 MAX_GROUPS = 24
+SERVES = b"serves"
 PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
@@ -141,6 +142,7 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.ranks = [self._start(context, rank) for rank in range(world_size)]
+        self._num_joining = world_size
 
     def run(self, task: Task, limit_s: float, *, grace_s: float = GRACE_S) -> list[Outcome]:
         """Run a body on every rank; unless all return, the pool cannot be used again.
@@ -150,6 +152,7 @@ class Pool:
         begin = time.monotonic()
         deadline = begin + limit_s
         outcomes: dict[int, Outcome] = {}
+        self._wait_until_all_serve(deadline)
         for rank in self.ranks:
             with contextlib.suppress(OSError):  # found dead below
                 rank.connection.send_bytes(pickle.dumps(task))
@@ -194,6 +197,15 @@ class Pool:
         theirs.close()
         their_lifeline.close()
         return Rank(process, ours, our_lifeline, dump)
+
+    def _wait_until_all_serve(self, deadline: float) -> None:
+        """Wait for ranks that still join: one whose body ends it at once would take them along."""
+        while self._num_joining and time.monotonic() < deadline:
+            rank = self.ranks[-self._num_joining]
+            if rank.connection.poll(max(0.0, deadline - time.monotonic())):
+                with contextlib.suppress(EOFError, OSError):  # found dead later
+                    assert rank.connection.recv_bytes() == SERVES
+                self._num_joining -= 1
 
     def _arrived(
         self, known: dict[int, Outcome], begin: float, deadline: float
@@ -337,6 +349,7 @@ def _serve(
         "gloo", store=store, rank=number, world_size=size, timeout=timedelta(seconds=60)
     )
     gc.freeze()
+    connection.send_bytes(SERVES)
     num_bodies = 0
     while message := _receive(connection):
         outcome = _perform(number, pickle.loads(message))
