@@ -338,6 +338,8 @@ def _serve(
     number: int, size: int, folder: Path, connection: Connection, lifeline: Connection
 ) -> None:
     os.setpgid(0, 0)
+    # Of a fault in a thread of Gloo, `faulthandler` does not show the stack: this goes to stderr.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     dump = (folder / f"stack-{number}").open("w")
     faulthandler.enable(dump)
