@@ -373,6 +373,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long  # test_readme.py starts one too
 def test_torchrun_starts_an_unmodified_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     done = _run(tmp_path, "--comm", "process_group", "train.py", "--steps", "3", torchrun=2)

@@ -324,6 +324,9 @@ def test_state_dicts_by_name_are_those_by_position(api: Api) -> None:
 # There and back
 
 
+@repeats(
+    lambda s: is_odd(s["api"] == "process_group", s["use_orig_params"], s["optimizer"] == "sgd")
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("state", ON_2_RANKS)
 @orig_params
@@ -378,6 +381,7 @@ def test_state_is_loaded_directly_if_asked_for(
     _assert_goes_on_alike((api, run), (api, other))
 
 
+@repeats(lambda s: is_odd(s["state"] == "full", s["into"] == "full", s["use_orig_params"]))
 @on_default_comm
 @pytest.mark.ours("loads what its settings say")
 @pytest.mark.parametrize("state", ["full", "sharded", "dtensor"])
