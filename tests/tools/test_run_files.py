@@ -14,6 +14,7 @@ from fullshard.tools.plot import plot_loss, running_mean
 from fullshard.tools.progress import Live, Plain
 from fullshard.tools.recipe import learning_rate
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.worker import _what_is_saved
 
 
 def test_metrics_beyond_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
@@ -53,6 +54,13 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 100
+
+
+def test_who_loses_a_rank_before_the_first_checkpoint_hears_that_there_is_none(
+    tmp_path: Path,
+) -> None:
+    said = _what_is_saved(RunFolder(tmp_path))
+    assert said == "There was no complete checkpoint yet; start the run again with another --out."
 
 
 def test_learning_rate_rises_and_falls() -> None:
