@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from fullshard.errors import ShardingError
 
@@ -21,9 +22,14 @@ class MixedPrecisionPolicy:
     param_dtype: of unsharded parameters, hence of compute and all-gather. The optimizer keeps
         working on the sharded parameters in their own dtype.
     reduce_dtype: of gradient reduction, and of gradients that accumulate unreduced. ``None`` takes
-        the gradients' dtype. Sums are formed in float32 or wider, whatever dtype is sent.
+        the parameter's ``grad_dtype`` if that was set, else follows the installed torch: the
+        parameter's dtype from 2.15 on, ``param_dtype`` before. Sums are formed in float32 or wider,
+        whatever dtype is sent.
     output_dtype: of floating-point outputs of the module's forward.
     cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
+    param_dtype_override_fn: called once for each parameter when it is sharded. Returning the
+        parameter's own dtype exempts it from ``param_dtype``; returning None or ``param_dtype`` does
+        not. It has to return the same on every rank. Inputs are cast to ``param_dtype`` all the same.
 
     Raises ShardingError for a dtype that is not floating point.
     """
@@ -32,6 +38,9 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = (
+        dataclasses.field(default=None, kw_only=True)
+    )
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -43,6 +52,44 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy({name}={dtype!r}): expected a floating-point "
                     "torch.dtype such as torch.bfloat16, or None to keep the dtype as it is."
                 )
+        function = self.param_dtype_override_fn
+        if function is not None and not callable(function):
+            raise ShardingError(
+                f"MixedPrecisionPolicy(param_dtype_override_fn={function!r}): expected a function "
+                "from a parameter to a torch.dtype or None."
+            )
+
+    def for_parameter(self, parameter: nn.Parameter, name: str) -> torch.dtype | None:
+        """Return the compute dtype that ``param_dtype_override_fn`` chooses; None if it does not.
+
+        name: for messages. Raises ShardingError if the function returns anything else than the
+        parameter's dtype, ``param_dtype`` or None.
+        """
+        if self.param_dtype_override_fn is None:
+            return None
+        chosen = self.param_dtype_override_fn(parameter)
+        if chosen is None:
+            return None
+        if not isinstance(chosen, torch.dtype):
+            raise ShardingError(
+                "param_dtype_override_fn must return a torch.dtype or None but got "
+                f"{type(chosen)} for {name}."
+            )
+        if chosen not in (self.param_dtype, parameter.dtype):
+            raise ShardingError(
+                "param_dtype_override_fn must return None, param_dtype, or the parameter's original "
+                f"dtype but got {chosen} for {name}, a parameter with dtype {parameter.dtype} and "
+                f"param_dtype {self.param_dtype}."
+            )
+        return chosen
+
+    def resolved(self, chosen: torch.dtype | None) -> "MixedPrecisionPolicy":
+        """Return the policy for one parameter: with the dtype chosen for it, without the function."""
+        if self.param_dtype_override_fn is None:
+            return self
+        return dataclasses.replace(
+            self, param_dtype=chosen or self.param_dtype, param_dtype_override_fn=None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +172,9 @@ class UnitConfig:
     keep_low_precision_grads: leave gradients in the reduce dtype. Flat styles only.
     cast_root_inputs: replaces cast_forward_inputs if the unit is the root's; None leaves it.
     force_sum_reduction: let no backend average; divide its sums instead.
+    gradients_follow_parameter: whether ``mp_policy.reduce_dtype=None`` means the parameters' dtype,
+        and more that goes with it; see `plan.gradient_dtypes`. Flat styles follow the compute dtype.
+    keep_unsharded_storage: keep the memory of unsharded parameters while they are sharded.
     buffer_dtype: of floating-point buffers of the unit's modules, which are cast at the first use.
     reduce_scatter_max_input_buffers: how many reductions may hold their input at once.
     """
@@ -145,6 +195,8 @@ class UnitConfig:
     forward_prefetch: bool = True
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     cast_root_inputs: bool | None = None
+    gradients_follow_parameter: bool = False
+    keep_unsharded_storage: bool = False
     buffer_dtype: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     comm_hook: CommHook | None = None

@@ -39,6 +39,7 @@ def recipe(
         bucket(param_dtype or torch.float32),
         config,
         mesh,
+        reduce_dtype=reduce_dtype or param_dtype or torch.float32,
         sum_dtype=(lambda d: d)
         if sums_natively
         else (lambda d: torch.promote_types(d, torch.float32)),

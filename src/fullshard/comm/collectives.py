@@ -198,6 +198,8 @@ class CollectivesComm(ProcessGroupComm):
     gather, reduce: the objects; by default, those that call ``torch.distributed``.
     """
 
+    joins_dtypes = True
+
     def __init__(
         self,
         group: dist.ProcessGroup,

@@ -114,6 +114,7 @@ class Comm(abc.ABC):
     overlaps: True if a started collective progresses without the caller, so prefetching helps.
     rank, size: this rank's place in the group, and the number of its ranks.
     rule: which parameters a layout may route directly for this way of communicating.
+    joins_dtypes: whether gradients of several dtypes travel at once, in the widest of them.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Comm(abc.ABC):
     rank: int
     size: int
     rule: DirectRule
+    joins_dtypes = False
 
     @abc.abstractmethod
     def allocate_shards(

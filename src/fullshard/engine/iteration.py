@@ -81,7 +81,7 @@ class Iteration:
         self.reductions.max_held = max(buffers, default=1)
         needs: dict[Any, list[int]] = {}
         for unit in self.units:
-            for comm, nbytes in unit.gradients.buckets.needs(unit.config).items():
+            for comm, nbytes in unit.gradients.buckets.needs().items():
                 needs.setdefault(comm, []).extend(nbytes)
         for comm in comms:
             try:  # collective, so also for those that need nothing

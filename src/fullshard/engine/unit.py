@@ -431,7 +431,7 @@ class Unit(UnitSetup):
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep full gradients, one per parameter, for a later reduction."""
-        self.gradients.accumulate(grads, self.config)
+        self.gradients.accumulate(grads)
 
     def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
         """Start reducing these gradients and what was accumulated; None if there is nothing."""

@@ -142,11 +142,19 @@ class UnitSetup(abc.ABC):
             except UnavailableError as reason:
                 self.leave(self.comm, reason)  # calls `adopt` again, for another communication
                 return
-            specs = [param.spec(self.config.mp_policy) for param in params]
-            self.gradients.buckets.bind(params, specs, layout if params.is_flat else None)
+            self._bind_gradients(layout)
+        elif self.gradients.buckets.follow_grad_dtypes():
+            self._refuse_to_change("grad_dtype")
+            self.gradients.unreduced.replace()
+            self._bind_gradients(layout)
         for holder in params.holders:
             self._check_device(holder)
         params.move_shards()
+
+    def _bind_gradients(self, layout: UnitLayout) -> None:
+        specs = [param.spec(self.config.mp_policy) for param in self.params]
+        flat = layout if self.params.is_flat else None
+        self.gradients.buckets.bind(list(self.params), specs, self.config, flat)
 
     def _check_device(self, holder: ShardHolder) -> None:
         expected = torch.device("cpu") if self.config.offload_to_cpu else self.device

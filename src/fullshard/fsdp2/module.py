@@ -11,6 +11,7 @@ from typing_extensions import deprecated
 from fullshard.comm.collectives import AllGather, ReduceScatter
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.module_state import state_of
+from fullshard.engine.params.managed import ManagedParameter, said_grad_dtype
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
 from fullshard.faces.interop import FSDPState, view_of
@@ -271,8 +272,12 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert the sharded parameters, for ``.to()`` and ``.half()``, also if unsharded now."""
         self.reshard()
+        params = [param for unit in _state(self).units for param in unit.params]
+        kept = _set_aside_gradients(params)
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         _state(self).follow_changes()
+        for param, grad in kept.items():
+            param.sharded.grad = grad.to(param.sharded.device)
         return result
 
     def _units(self, *, recurse: bool) -> list[Unit]:
@@ -368,6 +373,23 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     what is no FSDPModule.
     """
     _states(modules)
+
+
+def _set_aside_gradients(
+    params: Iterable[ManagedParameter],
+) -> dict[ManagedParameter, torch.Tensor]:
+    """Take the gradients of parameters with a ``grad_dtype`` off them, and return them.
+
+    A conversion of the parameter would convert them as well, but their dtype is not the parameter's.
+    """
+    kept = {}
+    for param in params:
+        param.follow_grad_dtype()
+        has_own = said_grad_dtype(param.sharded).is_set
+        if has_own and (grad := param.sharded.grad) is not None:
+            kept[param] = grad
+            param.sharded.grad = None
+    return kept
 
 
 def _state(module: Any) -> Hooks:

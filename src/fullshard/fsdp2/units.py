@@ -35,6 +35,7 @@ from fullshard.faces.meshes import (
     unit_device,
     unit_mesh,
 )
+from fullshard.faces.releases import gradients_follow_parameter
 from fullshard.fsdp2.classes import sharded_class
 from fullshard.fsdp2.module import FSDPModule
 from fullshard.plan.mesh import check_reshard_after_forward
@@ -66,6 +67,7 @@ def unit_config(
         offload_policy=offload_policy,
         reshard_after_forward=reshard_after_forward,
         comm=default_comm(),
+        gradients_follow_parameter=gradients_follow_parameter(),
     )
 
 
@@ -95,7 +97,7 @@ def make_units(
     paths = qualified_names(roots, parameters.slots.values())
     names = dict(zip(parameters.slots, paths, strict=True))
     check_parameters(names, device)
-    groups = _group_by_mesh(names, default, shard_placement_fn)
+    groups = _group_by_mesh(names, default, shard_placement_fn, config.mp_policy)
     prepared = [_prepare(info, forms, config) for info, forms in groups]
     comms = [choose_comms(place, device, own_config) for place, _, own_config in prepared]
 
@@ -126,10 +128,11 @@ def _group_by_mesh(
     names: dict[nn.Parameter, str],
     default: DataParallelMeshInfo,
     placement_fn: ShardPlacementFn | None,
+    policy: MixedPrecisionPolicy,
 ) -> list[tuple[DataParallelMeshInfo, dict[nn.Parameter, ParamForm]]]:
     """Return each mesh with the forms of its parameters, both in order of appearance.
 
-    names: by parameter, for messages. Raises ShardingError for placements that do not fit.
+    names: by parameter, for messages. Raises ShardingError for placements and dtypes that do not fit.
     """
     groups: dict[int, tuple[DataParallelMeshInfo, dict[nn.Parameter, ParamForm]]] = {}
     if placement_fn is not None and default.shard_mesh_dim is None:
@@ -146,6 +149,8 @@ def _group_by_mesh(
             placement = result
         _check_one_mesh(info, [other for other, _ in groups.values()], name)
         form = param_form(parameter, placement, info, name)
+        if (chosen := policy.for_parameter(parameter, name)) is not None:
+            form = dataclasses.replace(form, compute_dtype=chosen)
         groups.setdefault(id(info), (info, {}))[1][parameter] = form
     return list(groups.values()) or [(default, {})]
 

@@ -17,6 +17,7 @@ from fullshard.engine.module_state import (
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
+from fullshard.plan.gradient_dtypes import common_dtype
 from fullshard.plan.layout import Route
 
 
@@ -140,7 +141,7 @@ def _expected(model: nn.Module, root: ModuleState) -> list[_Shown]:
 
 def _describe(shown: _Shown) -> UnitDescription:
     unit, names = shown.unit, shown.names
-    plan, policy = unit.mesh.plan, unit.config.mp_policy
+    plan = unit.mesh.plan
     layout = unit.plan_layout(shown.params)
     plain = [param for param in shown.params if not param.is_extended]
     placed = [param for bucket in layout.buckets for param in bucket.params]
@@ -158,14 +159,11 @@ def _describe(shown: _Shown) -> UnitDescription:
         else _dtype(b.dtype)
         for b in layout.buckets
     )
-    reduce_dtype = policy.reduce_dtype or (layout.buckets[0].compute_dtype if placed else None)
-    accumulate = unit.comm.accumulate_dtype(reduce_dtype) if reduce_dtype else None
     return UnitDescription(
         name=shown.name,
         mesh=mesh,
         communication=unit.comm.name,
-        dtypes=f"parameters {', '.join(dtypes)}; gradients reduced in {_dtype(reduce_dtype)}, "
-        f"summed in {_dtype(accumulate)}",
+        dtypes=f"parameters {', '.join(dtypes)}; {_gradients(shown)}",
         reshard_after_forward=(not shown.is_root) if option is None else option,
         direct=routes[Route.DIRECT],
         packed=routes[Route.PACKED],
@@ -182,11 +180,32 @@ def _describe(shown: _Shown) -> UnitDescription:
     )
 
 
+def _gradients(shown: _Shown) -> str:
+    """Say in which dtypes gradients are reduced and summed, and kept if not in the parameters'."""
+    unit = shown.unit
+    trained = [param for param in shown.params if param.requires_grad]
+    if not trained:
+        return "no gradients"
+    dtypes = [param.gradient_dtypes(unit.config) for param in trained]
+    reduced = common_dtype(each.reduced for each in dtypes)
+    kept = [each.shard or reduced for each in dtypes]
+    unlike = sorted(
+        {
+            _dtype(dtype)
+            for param, dtype in zip(trained, kept, strict=True)
+            if dtype != param.holder.sharded.dtype
+        }
+    )
+    text = f"gradients reduced in {_dtype(reduced)}, summed in "
+    text += _dtype(unit.comm.accumulate_dtype(reduced))
+    return f"{text}, {', '.join(unlike)} where grad_dtype says so" if unlike else text
+
+
 def _name(names: Mapping[ManagedParameter, Sequence[str]], param: ManagedParameter) -> str:
     return names[param][0] if names[param] else param.name
 
 
-def _dtype(dtype: torch.dtype | None) -> str:
+def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -214,10 +214,12 @@ class Accumulation(Protocol):
 class RowsAccumulation:
     """Adds up the gradients of parameters that are sharded one by one, hidden from users."""
 
-    def __init__(self, params: Sequence[ManagedParameter], dtype: torch.dtype | None) -> None:
-        """Begin without sums. dtype: of the sums; None for that of the gradients."""
+    def __init__(
+        self, params: Sequence[ManagedParameter], dtypes: Sequence[torch.dtype | None]
+    ) -> None:
+        """Begin without sums. dtypes: of each parameter's; None for that of its gradients."""
         self._params = params
-        self._dtype = dtype
+        self._dtypes = dtypes
         self._lent: dict[int, torch.Tensor] = {}
         self.spare = SpareMemory()
 
@@ -247,7 +249,7 @@ class RowsAccumulation:
         """
         if grad is self._lent.get(index):
             return grad
-        dtype = self._dtype or grad.dtype
+        dtype = self._dtypes[index] or grad.dtype
         memory = self.spare.take(index, grad.shape, dtype)
         if memory is not None:
             return memory.copy_(grad)
@@ -395,15 +397,15 @@ class FlatAccumulation:
 def _can_be_lent(param: ManagedParameter, grad: torch.Tensor) -> bool:
     """Whether a sum fits as ``.grad`` of the unsharded parameter, so that autograd can add to it.
 
-    Not if the parameter is a DTensor, has a gradient that was not taken, is frozen, or has another
-    dtype than the sum.
+    Not if the parameter is a DTensor, has a gradient that was not taken, is frozen, or takes
+    gradients of another dtype than the sum.
     """
     unsharded = param.unsharded
     return (
         unsharded is not None
         and param.form.unsharded is None
         and unsharded.grad is None
-        and unsharded.dtype == grad.dtype
+        and unsharded.grad_dtype in (None, grad.dtype)
         and unsharded.requires_grad
     )
 

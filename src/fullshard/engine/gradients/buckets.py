@@ -3,11 +3,18 @@
 Only gradients of trainable parameters travel. So buckets follow from which parameters are trainable,
 never from which have a gradient, and all ranks agree on their sizes. Freezing and unfreezing make
 other buckets; those of every choice are kept, since programs alternate between a few.
+
+Where gradients may come in any dtype (`plan.gradient_dtypes`), the dtype of the last one is planned
+for, and the compute dtype before the first. So they have to come in one dtype on all ranks, as they
+do unless ranks run different code; ranks that differ get a DivergenceError.
 """
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Sequence
+
+import torch
 
 from fullshard.comm.interface import Comm
 from fullshard.engine.gradients.deposits import BucketGradients
@@ -16,6 +23,7 @@ from fullshard.engine.gradients.shards import GradientShards
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.builders import rows_layout
+from fullshard.plan.gradient_dtypes import GradientDtypes, common_dtype
 from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
@@ -44,22 +52,65 @@ class GradientBuckets:
         self._mesh = mesh
         self._runtime = runtime
         self._specs: list[ParamSpec] = []
-        self._by_trainable: dict[tuple[bool, ...], list[BucketGradients]] = {}
+        self._config = UnitConfig()  # of `bind`
+        self._dtypes: list[GradientDtypes] = []
+        self._first_dtypes = self._dtypes  # before any gradient was seen
+        self._takes_any = False  # whether some gradients may come in any dtype
+        self._plans: dict[tuple[GradientDtypes, ...], int] = {}  # numbers all there have been
+        self._plan = 0  # number of the one in effect
+        # By that number and by which parameters are trainable.
+        self._known: dict[tuple[int, tuple[bool, ...]], list[BucketGradients]] = {}
 
     def bind(
         self,
         params: Sequence[ManagedParameter],
         specs: Sequence[ParamSpec],
+        config: UnitConfig,
         flat_layout: UnitLayout | None = None,
     ) -> None:
         """Set the parameters, and forget all buckets, with sums that wait in them.
 
-        specs: of all parameters, in the order of their indices.
+        specs: of all parameters, in the order of their indices. config: says in which dtypes
+        gradients are reduced.
         flat_layout: of a flat unit, whose gradients lie as its parameters do.
         """
         self.params, self._specs = list(params), list(specs)
         self.flat_layout = flat_layout
-        self._by_trainable.clear()
+        self._config = config
+        self._known.clear()
+        self._plans.clear()
+        self._plan_dtypes([None] * len(self.params))
+        self._first_dtypes = self._dtypes
+        self._takes_any = any(dtypes.unsharded.is_any for dtypes in self._dtypes)
+        for param, dtypes in zip(self.params, self._dtypes, strict=True):
+            param.leave_gradients(dtypes.unsharded)
+
+    def _plan_dtypes(self, seen: Sequence[torch.dtype | None]) -> None:
+        """Plan the dtypes of all gradients. ``seen``: those in which the last ones came, or None."""
+        pairs = zip(self.params, seen, strict=True)
+        self._dtypes = [param.gradient_dtypes(self._config, dtype) for param, dtype in pairs]
+        self._plan = self._plans.setdefault(tuple(self._dtypes), len(self._plans))
+
+    def follow_grad_dtypes(self) -> bool:
+        """Return whether somebody has set the `grad_dtype` of a parameter since `bind`."""
+        now = [param.gradient_dtypes(self._config) for param in self.params]
+        return now != self._first_dtypes
+
+    def follow(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Plan for the dtypes in which gradients came, where they may come in any."""
+        if not self._takes_any:
+            return
+        seen = [
+            grad.dtype if grad is not None and known.unsharded.is_any else known.full
+            for grad, known in zip(grads, self._dtypes, strict=True)
+        ]
+        if seen != [known.full for known in self._dtypes]:
+            self._plan_dtypes(seen)
+
+    def sum_dtypes(self) -> list[torch.dtype | None]:
+        """Return in which dtype each parameter's gradients add up unreduced; None: as they come."""
+        is_open = self._config.mp_policy.reduce_dtype is None
+        return [None if is_open and each.shard is None else each.reduced for each in self._dtypes]
 
     def use_comms(self, *, shard: Comm | None = None, replicate: Comm | None = None) -> None:
         """Reduce over other groups from now on. Buckets stay as they are."""
@@ -74,8 +125,8 @@ class GradientBuckets:
 
     @property
     def known(self) -> list[BucketGradients]:
-        """The buckets of every choice of trainable parameters there has been."""
-        return list(itertools.chain.from_iterable(self._by_trainable.values()))
+        """The buckets of every choice of trainable parameters, and of dtypes, there has been."""
+        return list(itertools.chain.from_iterable(self._known.values()))
 
     def owe_trainable(self) -> None:
         """Let the parameters that are trainable now take part in the next reduction.
@@ -90,13 +141,15 @@ class GradientBuckets:
         """Plan the layout of the gradients of the parameters that are trainable now."""
         return UnitLayout(self._mesh.shard_size, tuple(each.bucket for each in self.current()))
 
-    def needs(self, config: UnitConfig) -> dict[Comm, list[int]]:
+    def needs(self) -> dict[Comm, list[int]]:
         """Return, for each communication, the bytes that it stages per bucket, for `Comm.prepare`."""
         needs: dict[Comm, list[int]] = {self.shard_comm: [], self.replicate_comm: []}
-        for bucket in (each.bucket for each in self.current()):
-            wire = wire_dtype(bucket, config, accumulated=False)
-            needs[self.shard_comm].append(self.shard_comm.staged_nbytes(bucket, wire))
-            needs[self.replicate_comm].append(self.replicate_comm.summed_nbytes(bucket, wire))
+        for bucket in self.current():
+            wire = wire_dtype(bucket.bucket, bucket.reduce_dtype, accumulated=False)
+            needs[self.shard_comm].append(self.shard_comm.staged_nbytes(bucket.bucket, wire))
+            needs[self.replicate_comm].append(
+                self.replicate_comm.summed_nbytes(bucket.bucket, wire)
+            )
         return needs
 
     def current(self) -> list[BucketGradients]:
@@ -104,25 +157,27 @@ class GradientBuckets:
         mask = tuple([param.sharded.requires_grad for param in self.params])
         if self.owed:
             mask = tuple([trained or index in self.owed for index, trained in enumerate(mask)])
-        buckets = self._by_trainable.get(mask)
+        buckets = self._known.get((self._plan, mask))
         if buckets is None:
-            buckets = self._by_trainable[mask] = [
+            trainable = list(itertools.compress(itertools.count(), mask))
+            buckets = self._known[self._plan, mask] = [
                 BucketGradients(
                     bucket,
                     indices,
                     list(dict.fromkeys(self.params[index].holder for index in indices)),
+                    reduce_dtype=reduce_dtype,
                     shard_rank=self._mesh.shard_rank,
                     runtime=self._runtime,
                     alive=self.alive,
                 )
-                for bucket, indices in self._divide(
-                    list(itertools.compress(itertools.count(), mask))
-                )
+                for bucket, indices, reduce_dtype in self._divide(trainable)
             ]
         return buckets
 
-    def _divide(self, trainable: Sequence[int]) -> list[tuple[BucketLayout, list[int]]]:
-        """Return the buckets of some parameters, each with the indices of its parameters.
+    def _divide(
+        self, trainable: Sequence[int]
+    ) -> list[tuple[BucketLayout, list[int], torch.dtype]]:
+        """Return the buckets of some parameters, each with its parameters' indices and reduce dtype.
 
         trainable: indices, ascending. A flat bucket is reduced as a whole if anything in it is
         trainable, so that every piece of a gradient lies as the piece of the parameter does.
@@ -132,16 +187,38 @@ class GradientBuckets:
                 (each, [param.index for param in each.params]) for each in self.flat_layout.buckets
             ]
             return [
-                (each, indices) for each, indices in flat if not set(indices).isdisjoint(trainable)
+                (each, indices, self._dtypes[indices[0]].reduced)
+                for each, indices in flat
+                if not set(indices).isdisjoint(trainable)
             ]
+        if not trainable:
+            return []
+        # One for all of the unit, as in PyTorch: the widest that any of them asks for.
+        reduce_dtype = common_dtype(self._dtypes[index].reduced for index in trainable)
         layout = rows_layout(
-            [self._specs[index] for index in trainable],
+            self._gradient_specs(trainable, reduce_dtype),
             shard_size=self._mesh.shard_size,
             rule=self.shard_comm.rule,
         )
         # This layout counts the trainable parameters alone; map its indices back to the unit's.
         return [
-            (each, [trainable[param.index] for param in each.params]) for each in layout.buckets
+            (each, [trainable[param.index] for param in each.params], reduce_dtype)
+            for each in layout.buckets
+        ]
+
+    def _gradient_specs(
+        self, trainable: Sequence[int], reduce_dtype: torch.dtype
+    ) -> list[ParamSpec]:
+        """Return the specs of gradients, whose dtypes decide which of them travel together."""
+        full = [self._dtypes[index].full for index in trainable]
+        shard = [self._dtypes[index].shard or reduce_dtype for index in trainable]
+        if self.shard_comm.joins_dtypes:
+            pairs = list(zip(full, shard, strict=True))
+            widest = {s: common_dtype(f for f, other in pairs if other == s) for s in shard}
+            full = [widest[s] for s in shard]
+        return [
+            dataclasses.replace(self._specs[index], dtype=s, compute_dtype=f)
+            for index, f, s in zip(trainable, full, shard, strict=True)
         ]
 
     def recipe(
@@ -160,6 +237,7 @@ class GradientBuckets:
             bucket.bucket,
             config,
             self._mesh,
+            reduce_dtype=bucket.reduce_dtype,
             sum_dtype=self.shard_comm.accumulate_dtype,
             accumulated=accumulated,
             is_offloaded=bucket.device != self._runtime.device,

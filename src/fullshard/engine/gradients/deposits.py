@@ -38,7 +38,9 @@ class PartialSum:
 class BucketGradients:
     """Gives the sharded parameters of one bucket their reduced gradients, and keeps the memory.
 
-    bucket: the layout of the gradients.
+    bucket: the layout of the gradients. Its storage dtype is theirs, its compute dtype that of full
+        gradients.
+    reduce_dtype: of finished sums.
     indices: the unit's indices of the bucket's parameters, in bucket order.
     holders: the owners of the sharded parameters, in bucket order: one per parameter, or one for all
         inside a flat parameter. ``present`` and ``takers`` below are in this order.
@@ -54,6 +56,7 @@ class BucketGradients:
         indices: Sequence[int],
         holders: Sequence[ShardHolder],
         *,
+        reduce_dtype: torch.dtype,
         shard_rank: int,
         runtime: Runtime,
         alive: weakref.WeakSet[GradientShards],
@@ -62,6 +65,7 @@ class BucketGradients:
         self.bucket = bucket
         self.indices = list(indices)
         self.holders = list(holders)
+        self.reduce_dtype = reduce_dtype
         self.partial: PartialSum | None = None
         self.recipe: Recipe | None = None
         self.pool: list[GradientShards] = []
@@ -180,7 +184,7 @@ class BucketGradients:
                 # On the host, hooks read what the lane has copied there. The other case needs no
                 # wait: they run on the lane.
                 self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
-                run_gradient_hooks(holder, views[position])
+                run_gradient_hooks(holder, views[position], self.bucket.dtype)
             if sharded.grad is not None:
                 local = holder.local_grad
                 assert local is not None
@@ -190,7 +194,7 @@ class BucketGradients:
             else:
                 # Others have a gradient, this one has not. A copy: `total` is scratch, and the next
                 # reduction writes to it.
-                local = views[position].to(holder.local.device, sharded.dtype, copy=True)
+                local = views[position].to(holder.local.device, self.bucket.dtype, copy=True)
                 sharded.grad = holder.wrap_shard(local)
             if sharded._post_accumulate_grad_hooks:
                 for hook in holder.post_accumulate_hooks:
@@ -216,7 +220,7 @@ class BucketGradients:
             if not is_present:
                 continue
             if holder.sharded._backward_hooks:
-                run_gradient_hooks(holder, view)
+                run_gradient_hooks(holder, view, self.bucket.dtype)
             if holder.local_grad is not None:
                 holder.local_grad.add_(view)
                 continue
@@ -259,15 +263,15 @@ class BucketGradients:
         )
 
 
-def run_gradient_hooks(holder: ShardHolder, local: torch.Tensor) -> None:
+def run_gradient_hooks(holder: ShardHolder, local: torch.Tensor, dtype: torch.dtype) -> None:
     """Run the `register_hook` hooks of a sharded parameter on its reduced gradient.
 
     Autograd never sees the sharded parameter, so nobody else runs them. They get the gradient as
-    users see it (a DTensor, of the parameter's dtype); what they return is copied into ``local``.
+    users see it (a DTensor, of this dtype); what they return is copied into ``local``.
     """
     # A list: a hook may remove itself.
     for hook in list((holder.sharded._backward_hooks or {}).values()):
-        grad = holder.wrap_shard(local.to(holder.sharded.dtype))
+        grad = holder.wrap_shard(local.to(dtype))
         result = hook(grad)
         new: Any = grad if result is None else result
         new = new._local_tensor if isinstance(new, DTensor) else new

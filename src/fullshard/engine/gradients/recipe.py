@@ -5,21 +5,23 @@ Planning only; `reduction` carries it out. The last column is an example: float3
 
 | dtype | used for | is | why | example |
 | --- | --- | --- | --- | --- |
-| compute | full gradients from autograd; sums of several backwards of a flat unit | `param_dtype`, \
-else the parameter's | autograd and PyTorch's FSDP1 leave them so | bfloat16 |
-| wire | what travels over the shard axis where ranks form the sums | the narrower of compute and \
+| full | full gradients from autograd; sums of several backwards of a flat unit | `param_dtype`, \
+else the parameter's; what the parameter's `grad_dtype` says | autograd and PyTorch's FSDP1 leave \
+them so | bfloat16 |
+| wire | what travels over the shard axis where ranks form the sums | the narrower of full and \
 reduce dtype; the reduce dtype for sums of several backwards by rows | the sum is wide in any case, so \
 widening before it adds bytes and no precision | bfloat16 |
 | total | forming the sum over the shard axis | reduce dtype promoted with float32; the reduce dtype \
 where a backend sums what travels in it (NCCL, custom collectives), a communication hook reduces, or \
 there is one rank | rounding errors do not grow with the number of ranks | float32 |
-| reduce | the finished sum; what travels over the replicate axis | `reduce_dtype`, else compute | \
-programs get the gradients that PyTorch would give them | bfloat16 |
-| shard | ``.grad`` of sharded parameters | the parameter's; the reduce dtype with \
-`keep_low_precision_grads` | optimizers and autograd expect the parameter's dtype | float32 |
+| reduce | the finished sum; what travels over the replicate axis | `reduce_dtype`, else as \
+`plan.gradient_dtypes` says | programs get the gradients that PyTorch would give them | bfloat16 |
+| shard | ``.grad`` of sharded parameters | the parameter's, or what its `grad_dtype` says; the reduce \
+dtype with `keep_low_precision_grads` | optimizers and autograd expect it | float32 |
 
-In the example the float32 sum is formed in the memory of the gradients, is rounded there to what
-bfloat16 can express, and stays float32.
+In the example, where the reduce dtype is the compute dtype, the float32 sum is formed in the memory
+of the gradients, is rounded there to what bfloat16 can express, and stays float32. Where it is
+float32 (torch 2.15), the sum is the gradient.
 """
 
 import dataclasses
@@ -63,22 +65,24 @@ def make_recipe(
     config: UnitConfig,
     mesh: MeshPlan,
     *,
+    reduce_dtype: torch.dtype,
     sum_dtype: Callable[[torch.dtype], torch.dtype],
     accumulated: bool,
     is_offloaded: bool,
     label: str,
 ) -> Recipe:
-    """Plan the reduction of a bucket.
+    """Plan the reduction of a bucket of gradients: of shard dtype ``dtype``, full ``compute_dtype``.
 
+    reduce_dtype: of the finished sum.
     sum_dtype: maps the reduce dtype to the total dtype (`Comm.accumulate_dtype`).
     accumulated: whether gradients are sums of several backwards, in the reduce dtype.
     is_offloaded: whether sharded parameters are on another device than full gradients.
     label: how messages and profilers call the unit.
     """
-    reduce_dtype = total_dtype = _reduce_dtype(bucket, config)
+    total_dtype = reduce_dtype
     if config.comm_hook is None and mesh.data_parallel_size > 1:
         total_dtype = sum_dtype(reduce_dtype)
-    scaling, divisor = _scaling(config, mesh, sum_dtype), 1.0
+    scaling, divisor = _scaling(config, mesh, reduce_dtype, sum_dtype), 1.0
     # With replicas, what is divided after the sum is divided after the last sum, as in PyTorch.
     if mesh.replicate_size > 1:
         scaling, divisor = Scaling(scaling.before), scaling.after
@@ -94,7 +98,7 @@ def make_recipe(
         config,
         accumulated,
         over_shards=Sum(
-            wire_dtype(bucket, config, accumulated=accumulated),
+            wire_dtype(bucket, reduce_dtype, accumulated=accumulated),
             scaling,
             may_average=not config.force_sum_reduction,
             label=f"{label}: reduce-scatter",
@@ -114,24 +118,23 @@ def make_recipe(
     )
 
 
-def wire_dtype(bucket: BucketLayout, config: UnitConfig, *, accumulated: bool) -> torch.dtype:
+def wire_dtype(
+    bucket: BucketLayout, reduce_dtype: torch.dtype, *, accumulated: bool
+) -> torch.dtype:
     """Return the dtype that travels over the shard axis: see the table above.
 
     accumulated: whether gradients are sums of several backwards, in the reduce dtype.
     """
-    reduce_dtype = _reduce_dtype(bucket, config)
     if accumulated or reduce_dtype.itemsize <= bucket.compute_dtype.itemsize:
         return reduce_dtype
     return bucket.compute_dtype
 
 
-def _reduce_dtype(bucket: BucketLayout, config: UnitConfig) -> torch.dtype:
-    """Return the dtype of a finished sum: the policy's, else that of the gradients."""
-    return config.mp_policy.reduce_dtype or bucket.compute_dtype
-
-
 def _scaling(
-    config: UnitConfig, mesh: MeshPlan, sum_dtype: Callable[[torch.dtype], torch.dtype]
+    config: UnitConfig,
+    mesh: MeshPlan,
+    reduce_dtype: torch.dtype,
+    sum_dtype: Callable[[torch.dtype], torch.dtype],
 ) -> Scaling:
     """Return by what to divide: the user's factor, or the number of ranks that see different data.
 
@@ -139,9 +142,10 @@ def _scaling(
     sum, to avoid overflow, and the rest after it, to avoid underflow. 8 ranks: 4 before, 2 after.
     """
     factor = config.gradient_divide_factor or float(mesh.data_parallel_size)
-    low = config.mp_policy.reduce_dtype or config.mp_policy.param_dtype
     # Over the replicate axis sums travel in the reduce dtype, whatever they were formed in.
-    overflows = low == torch.float16 and (mesh.replicate_size > 1 or sum_dtype(low) == low)
+    overflows = reduce_dtype == torch.float16 and (
+        mesh.replicate_size > 1 or sum_dtype(reduce_dtype) == reduce_dtype
+    )
     if not overflows:
         return Scaling(after=factor)
     # As PyTorch chooses it. Powers of two divide without rounding.

@@ -30,7 +30,6 @@
   were kept take part in it (`GradientBuckets.owed`), even if they were frozen meanwhile.
 """
 
-import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -89,19 +88,19 @@ class UnitGradients:
         self.unreduced = Unreduced()
         self._mesh = mesh
 
-    def accumulate(self, grads: Sequence[torch.Tensor | None], config: UnitConfig) -> None:
+    def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add full gradients, one per parameter or None, to what waits for a later reduction.
 
         Sums of flat units have the dtype that autograd computes in, since users see them; others
         have the reduce dtype, as in PyTorch.
         """
         self.buckets.owe_trainable()
-        self.unreduced.add(grads, functools.partial(self._new_accumulation, config))
+        self.unreduced.add(grads, self._new_accumulation)
 
-    def _new_accumulation(self, config: UnitConfig) -> Accumulation:
+    def _new_accumulation(self) -> Accumulation:
         params, flat_layout = self.buckets.params, self.buckets.flat_layout
         if flat_layout is None:
-            return RowsAccumulation(params, config.mp_policy.reduce_dtype)
+            return RowsAccumulation(params, self.buckets.sum_dtypes())
         return FlatAccumulation(flat_layout, params, self.runtime.device)
 
     def set_label(self, label: str) -> None:
@@ -134,13 +133,14 @@ class UnitGradients:
         """
         is_wide = False
         if self.unreduced.is_holding:  # the same on every rank: it follows from calls
-            self.accumulate(grads, config)
+            self.accumulate(grads)
             grads = self.take_unreduced()
             is_wide = self.buckets.flat_layout is None
         else:
             self.unreduced.note_reduced()
         if not _has_any(grads) and not self._must_reduce(config):
             return None
+        self.buckets.follow(grads)
         if self._mesh.data_parallel_size == 1 and self._hand_over_all(grads, config):
             return None
         return CompleteGradients(grads, is_wide)
@@ -178,21 +178,24 @@ class UnitGradients:
                     if grad is not None and (
                         holder.sharded.requires_grad or index in self.buckets.owed
                     ):
-                        self._hand_over(grad, holder)
+                        self._hand_over(grad, holder, each.bucket.dtype)
             self.buckets.owed.clear()
         return True
 
-    def _hand_over(self, grad: torch.Tensor, holder: ShardHolder) -> None:
-        """Set or add one full gradient, with the hooks that `BucketGradients.deposit` runs."""
+    def _hand_over(self, grad: torch.Tensor, holder: ShardHolder, dtype: torch.dtype) -> None:
+        """Set or add one full gradient, with the hooks that `BucketGradients.deposit` runs.
+
+        dtype: of the gradient that users get.
+        """
         if holder.sharded._backward_hooks:
             # Hooks' results are written into it, and autograd's tensor may be in other hands as well.
             grad = grad.clone()
-            run_gradient_hooks(holder, grad)
+            run_gradient_hooks(holder, grad, dtype)
         local = holder.local_grad
         if local is not None:
             local.add_(grad)
         else:
-            holder.sharded.grad = holder.wrap_shard(grad.to(holder.sharded.dtype).contiguous())
+            holder.sharded.grad = holder.wrap_shard(grad.to(dtype).contiguous())
         for hook in holder.post_accumulate_hooks:
             hook(holder.sharded)
 

@@ -15,11 +15,14 @@ from fullshard.engine.params.managed import (
     Reference,
     Slot,
     mark_owner,
+    said_grad_dtype,
     with_dtype,
 )
 from fullshard.errors import MisuseError, StateError
+from fullshard.plan.gradient_dtypes import GradientDtypes, gradient_dtypes
 from fullshard.plan.mesh import MeshPlan
 from fullshard.plan.sizes import rows_per_rank
+from fullshard.policies import UnitConfig
 
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -29,6 +32,8 @@ class DTensorParameter(ManagedParameter):
 
     The DTensor's local tensor is this rank's rows of ``shape`` along ``form.shard_dim``, as
     ``torch.chunk`` cuts them.
+
+    own_grad_dtype: what users said of the dtype of its gradients.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class DTensorParameter(ManagedParameter):
         self._mesh = mesh
         assert form.spec is not None
         self._spec = form.spec
+        self._specs: dict[torch.dtype, DTensorSpec] = {}  # the same, by dtype of the local tensor
         full = original.detach()
         if isinstance(full, DTensor):
             full = full._local_tensor
@@ -46,12 +52,15 @@ class DTensorParameter(ManagedParameter):
         if original._post_accumulate_grad_hooks:
             # The same dictionary, so that removing a hook there removes it here.
             self.sharded._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
+        self.own_grad_dtype = said_grad_dtype(original)
+        self.follow_grad_dtype()
         mark_owner(original, self)
 
     def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "DTensorParameter":
         other = super().copy(sharded, slots)
         assert isinstance(other, DTensorParameter)
         other._post_forward = None
+        other.follow_grad_dtype()  # ``deepcopy`` does not copy it
         return other
 
     @property
@@ -81,10 +90,10 @@ class DTensorParameter(ManagedParameter):
             )
 
     def wrap_shard(self, local: torch.Tensor) -> DTensor:
-        spec = self._spec
-        # `model.half()` changes the dtype of shards; the spec is renewed when that is first seen.
-        if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
-            spec = self._spec = with_dtype(spec, local.dtype)
+        # Gradients may have another dtype than shards, and `model.half()` changes that of shards.
+        spec = self._specs.get(local.dtype)
+        if spec is None:
+            spec = self._specs[local.dtype] = with_dtype(self._spec, local.dtype)
         return DTensor(local, spec, requires_grad=False)
 
     def show_sharded(self) -> None:
@@ -134,6 +143,32 @@ class DTensorParameter(ManagedParameter):
         else:
             return
         self.show_sharded()
+
+    def gradient_dtypes(
+        self, config: UnitConfig, seen: torch.dtype | None = None
+    ) -> GradientDtypes:
+        self.follow_grad_dtype()
+        form = self.form
+        return gradient_dtypes(
+            self.spec(config.mp_policy),
+            self.own_grad_dtype,
+            reduce_dtype=config.mp_policy.reduce_dtype,
+            follows_param=config.gradients_follow_parameter,
+            # `take_gradient` completes partial sums where the parameter is whole.
+            reduces_elsewhere=form.unsharded is not None
+            and any(
+                placement.is_replicate() and axis not in form.reduced_axes
+                for axis, placement in enumerate(form.unsharded.placements)
+            ),
+            seen=seen,
+        )
+
+    def follow_grad_dtype(self) -> None:
+        said = said_grad_dtype(self.sharded)
+        if said.is_set:
+            self.own_grad_dtype = said
+        elif self.own_grad_dtype.is_set:
+            self.sharded.grad_dtype = self.own_grad_dtype.dtype
 
     def is_at(self, memory: torch.Tensor) -> bool:
         return self.local is memory

@@ -71,6 +71,7 @@ class _Extended:
                 f"outer_stride, module, mp_policy), not {num_arguments} arguments."
             )
         outer = torch.Size(param.shape)
+        policy = policy.resolved(param.form.compute_dtype)
         arguments = (mesh, outer, _contiguous_strides(outer), param.slots[0].module(), policy)
         inputs, self.metadata = local.fsdp_pre_all_gather(*arguments[:num_arguments])
         inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
@@ -184,7 +185,8 @@ class ExtendedParameters:
         columns = iter(self._region.view(self._size, -1).split_with_sizes(widths, 1))
         with torch.inference_mode(False), torch.no_grad():
             for item in self._items:
-                item.receive([next(columns) for _ in item.inputs], policy.param_dtype)
+                dtype = item.param.form.compute_dtype or policy.param_dtype
+                item.receive([next(columns) for _ in item.inputs], dtype)
         self._region = None
 
     def _inputs(self, policy: MixedPrecisionPolicy) -> torch.Tensor:

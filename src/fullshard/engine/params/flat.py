@@ -30,8 +30,9 @@ from fullshard.engine.params.managed import (
 )
 from fullshard.engine.params.resharded import forbid_use
 from fullshard.errors import StateError
+from fullshard.plan.gradient_dtypes import GradientDtypes, flat_gradient_dtypes
 from fullshard.plan.layout import ParamSpec, Piece, Shape
-from fullshard.policies import MixedPrecisionPolicy
+from fullshard.policies import MixedPrecisionPolicy, UnitConfig
 
 FLAT_PARAM = "_flat_param"  # the name on the unit's module; it is part of state dicts' keys
 
@@ -111,6 +112,16 @@ class PieceParameter(ManagedParameter):
 
     def wrap_shard(self, local: torch.Tensor) -> torch.Tensor:
         return local
+
+    def gradient_dtypes(
+        self, config: UnitConfig, seen: torch.dtype | None = None
+    ) -> GradientDtypes:
+        return flat_gradient_dtypes(
+            self.spec(config.mp_policy), reduce_dtype=config.mp_policy.reduce_dtype
+        )
+
+    def follow_grad_dtype(self) -> None:
+        pass  # gradients of a flat buffer have one dtype
 
     def follow_replacement(self) -> None:
         for slot in self.slots:

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.errors import StateError
+from fullshard.plan.gradient_dtypes import GradDtype, GradientDtypes
 from fullshard.plan.layout import ParamSpec
-from fullshard.policies import MixedPrecisionPolicy
+from fullshard.policies import MixedPrecisionPolicy, UnitConfig
 
 # Attributes of parameters. `copy.deepcopy` and `torch.utils.swap_tensors` carry them to others, so
 # the second says by `id` whose the first is.
@@ -121,12 +122,15 @@ class ParamForm:
         None if it is a plain tensor.
     reduced_axes: the data-parallel axes of ``unsharded``'s mesh. A gradient may be a partial sum over
         them; the unit's own reduction completes it, so nothing else may.
+    compute_dtype: of the unsharded form, if that was chosen for this parameter alone; None for the
+        policy's ``param_dtype``.
     """
 
     spec: DTensorSpec | None = None
     shard_dim: int = 0
     unsharded: DTensorSpec | None = None
     reduced_axes: frozenset[int] = frozenset()
+    compute_dtype: torch.dtype | None = None
 
 
 class ManagedParameter(abc.ABC):
@@ -156,6 +160,7 @@ class ManagedParameter(abc.ABC):
         # the one that the user has changed since.
         self._required_grad = original.requires_grad
         self.gradient_hooks: Any = original._backward_hooks
+        self._unsharded_grad_dtype = GradDtype()
         local = original._local_tensor if isinstance(original, DTensor) else original
         self.shape = tuple(local.shape)
 
@@ -214,7 +219,8 @@ class ManagedParameter(abc.ABC):
         Only floating-point parameters are cast to the policy's ``param_dtype``.
         """
         dtype = self.holder.sharded.dtype
-        compute_dtype = policy.param_dtype if dtype.is_floating_point else None
+        chosen = self.form.compute_dtype or policy.param_dtype
+        compute_dtype = chosen if dtype.is_floating_point else None
         return ParamSpec(self.name, self.shape, dtype, compute_dtype or dtype, self.form.shard_dim)
 
     # Its gradient
@@ -280,6 +286,35 @@ class ManagedParameter(abc.ABC):
             )
         return grad
 
+    @abc.abstractmethod
+    def gradient_dtypes(
+        self, config: UnitConfig, seen: torch.dtype | None = None
+    ) -> GradientDtypes:
+        """Return the dtypes of its gradients, by what users say of it now.
+
+        seen: the dtype in which the last one came, if they may come in any.
+        """
+
+    def leave_gradients(self, said: GradDtype) -> None:
+        """Let autograd leave full gradients as this says, and not in the compute dtype."""
+        self._unsharded_grad_dtype = said
+        if self.unsharded is not None:
+            self._say_grad_dtype(self.unsharded)
+
+    def _say_grad_dtype(self, unsharded: nn.Parameter) -> None:
+        said = self._unsharded_grad_dtype
+        dtype = said.dtype if said.is_set else unsharded.dtype
+        if unsharded.grad_dtype != dtype:
+            unsharded.grad = None  # of a pass that ended; torch refuses one of another dtype
+            unsharded.grad_dtype = dtype
+
+    @abc.abstractmethod
+    def follow_grad_dtype(self) -> None:
+        """Take over a ``grad_dtype`` that users have set on the sharded form, or set it there.
+
+        Conversions and loading make new parameters, which say nothing; then the old word holds.
+        """
+
     # Its forms
 
     def create_unsharded(self, tensor: torch.Tensor) -> None:
@@ -298,6 +333,7 @@ class ManagedParameter(abc.ABC):
                     whole = DTensor(tensor, spec, requires_grad=False)
                 self.unsharded = nn.Parameter(whole, requires_grad=self.requires_grad)
                 setattr(self.unsharded, STANDS_FOR, Reference(self))
+                self._say_grad_dtype(self.unsharded)
                 if self.gradient_hooks is not None:
                     # The same dictionary, so that removing a hook there removes it here.
                     self.unsharded._backward_hooks = self.gradient_hooks
@@ -438,6 +474,19 @@ def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
 
 def _deref(reference: Any) -> ManagedParameter | None:
     return reference() if reference is not None else None
+
+
+def said_grad_dtype(parameter: torch.Tensor) -> GradDtype:
+    """Return what was set as a parameter's ``grad_dtype``.
+
+    Before torch 2.15 nobody knows whether it was set to the parameter's own dtype, which means the
+    same as leaving it, until the parameter is converted.
+    """
+    is_set = getattr(parameter, "_has_grad_dtype_override", None)
+    dtype = parameter.grad_dtype
+    if is_set is None:
+        is_set = dtype != parameter.dtype
+    return GradDtype(True, dtype) if is_set else GradDtype()
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

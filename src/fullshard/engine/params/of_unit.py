@@ -178,6 +178,7 @@ class UnitParams(Sequence[ManagedParameter]):
             # takes away the mark. The object is still ours.
             if owner_of(sharded) is None:
                 mark_owner(sharded, param)
+            param.follow_grad_dtype()  # taken away likewise
 
     @property
     def is_split(self) -> bool:

@@ -1,0 +1,94 @@
+"""In which dtypes one parameter's gradients are left by autograd, reduced, and given to optimizers.
+
+A parameter may say itself in which dtype it wants its gradients (``parameter.grad_dtype = ...``,
+torch 2.11 and later); None there means whatever autograd computes. If it says nothing, releases of
+torch differ in what ``reduce_dtype=None`` means (`faces.releases`); `follows_param` stands for that.
+
+| | `grad_dtype` not set | set to a dtype | set to None |
+| --- | --- | --- | --- |
+| full: left by autograd | compute dtype; as it comes where the reduce dtype is wider | \
+`reduce_dtype`, else `grad_dtype` | `reduce_dtype`, else as it comes |
+| reduced: of a finished sum | `reduce_dtype`, else the parameter's (`follows_param`) or the compute \
+dtype | `reduce_dtype`, else `grad_dtype` | `reduce_dtype`, else as it comes |
+| shard: ``.grad`` of the sharded parameter | the parameter's | `grad_dtype` | that of the sum |
+
+Gradients nearly always come in the compute dtype. An ``autograd.Function`` may return wider ones, and
+where they are reduced in a wider dtype anyway, nothing is rounded on the way.
+
+Sums of several backwards that wait for a reduction have the dtype that they are reduced in. If the
+parameters of a unit differ in the dtype they ask for, all are reduced in the one that holds each.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from fullshard.plan.layout import ParamSpec
+
+
+class GradDtype(NamedTuple):
+    """A tensor's word on the dtype of its gradients: ``Tensor.grad_dtype``, and whether it was set.
+
+    dtype: None for any. Without ``is_set`` gradients have the tensor's own dtype.
+    """
+
+    is_set: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the dtype is known only when autograd has computed a gradient."""
+        return self.is_set and self.dtype is None
+
+
+class GradientDtypes(NamedTuple):
+    """The dtypes of one parameter's gradients: see the table above.
+
+    shard: None for that of the sum. unsharded: what the unsharded form has to say, so that autograd
+    leaves gradients so.
+    """
+
+    full: torch.dtype
+    reduced: torch.dtype
+    shard: torch.dtype | None
+    unsharded: GradDtype = GradDtype()
+
+
+def gradient_dtypes(
+    spec: ParamSpec,
+    own: GradDtype,
+    *,
+    reduce_dtype: torch.dtype | None,
+    follows_param: bool,
+    reduces_elsewhere: bool = False,
+    seen: torch.dtype | None = None,
+) -> GradientDtypes:
+    """Return the dtypes of the gradients of a parameter that is sharded by rows.
+
+    own: what the parameter says. reduce_dtype: the policy's. follows_param: what it means if None.
+    reduces_elsewhere: whether a gradient may be a partial sum that is completed over other ranks than
+        the unit's. With ``follows_param`` it is, in the reduce dtype.
+    seen: the dtype in which gradients came last, if they may come in any; None before the first.
+    """
+    if own.is_set:
+        left = GradDtype(True, reduce_dtype or own.dtype)
+        full = left.dtype or seen or spec.compute_dtype
+        return GradientDtypes(full, full, own.dtype, left)
+    reduced = reduce_dtype or (spec.dtype if follows_param else spec.compute_dtype)
+    if reduced.itemsize <= spec.compute_dtype.itemsize:
+        return GradientDtypes(spec.compute_dtype, reduced, spec.dtype)
+    if reduces_elsewhere and follows_param:
+        return GradientDtypes(reduced, reduced, spec.dtype, GradDtype(True, reduced))
+    return GradientDtypes(seen or spec.compute_dtype, reduced, spec.dtype, GradDtype(True, None))
+
+
+def flat_gradient_dtypes(spec: ParamSpec, *, reduce_dtype: torch.dtype | None) -> GradientDtypes:
+    """Return the dtypes of a flat unit's gradients, which lie in buffers of the compute dtype."""
+    return GradientDtypes(spec.compute_dtype, reduce_dtype or spec.compute_dtype, spec.dtype)
+
+
+def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype that holds values of each of these; there has to be one at least."""
+    return functools.reduce(torch.promote_types, dict.fromkeys(dtypes))
