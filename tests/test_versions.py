@@ -1,18 +1,54 @@
+"""Which torch is refused, which one is warned about, and that it happens when fullshard is first used."""
+
+from __future__ import annotations
+
+import re
 import warnings
 
 import pytest
 
-from fullshard.versions import check_torch_version
+from fullshard.versions import NEWEST, OLDEST, check_torch_version
+from tests.fresh import in_fresh_python
+
+REMEDY = re.escape(f"pip install 'torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'.")
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu128", "2.13.0+cpu"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu128", "2.13.0+cpu", "2.15.0+cu132"])
 def test_tested_versions_pass_silently(version: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_torch_version(version)
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.14.0a0+git123", "3.0.0", "nightly"])
-def test_other_versions_warn_and_go_on(version: str) -> None:
-    with pytest.warns(UserWarning, match=r"tested with torch 2\.11 to 2\.13"):
+@pytest.mark.parametrize("version", ["2.16.0a0+git123", "3.0.0", "nightly"])
+def test_unknown_versions_warn_and_go_on(version: str) -> None:
+    found = re.escape(f"tested with torch 2.11 to 2.15, this is {version}.")
+    with pytest.warns(UserWarning, match=f"{found} .*{REMEDY}"):
         check_torch_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.1+cpu", "2.2.0", "1.13.1"])
+def test_older_versions_are_refused_with_what_to_install(version: str) -> None:
+    found = re.escape(f"runs with torch 2.11 to 2.15, this is {version}.")
+    with pytest.raises(ImportError, match=f"{found} .*{REMEDY}"):
+        check_torch_version(version)
+
+
+def test_an_old_torch_is_refused_at_each_use_and_before_anything_is_imported_for_it() -> None:
+    said = in_fresh_python(
+        """
+import sys, torch
+torch.__version__ = "2.10.0+cpu"
+import fullshard
+for _ in range(2):
+    try:
+        from fullshard import fully_shard
+    except ImportError as error:
+        print(error, "fullshard.public" in sys.modules)
+""",
+        options=("-W", "error"),
+    )
+    lines = said.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert re.search(rf"this is 2\.10\.0\+cpu\. .*{REMEDY} False$", line)
