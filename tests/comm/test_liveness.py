@@ -27,9 +27,9 @@ def test_a_process_is_looked_for_where_its_number_means_something(
 ) -> None:
     """Containers of one node may share its name; process numbers are each one's own."""
     store = dist.HashStore()
-    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
+    monkeypatch.setattr(liveness, "default_store", lambda: store)
     world = type("World", (), {})()  # in which nobody was announced yet
-    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_group", lambda: world)
+    monkeypatch.setattr(liveness, "default_group", lambda: world)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
     monkeypatch.setattr(liveness, "_GRACE_S", 0.1)
     monkeypatch.setattr(liveness, "host_identity", lambda: container)

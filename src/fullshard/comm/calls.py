@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import c10d_logger, distributed_c10d
 
+from fullshard.torch_private import distributed_world, is_function_mode_enabled
+
 # The functions were renamed; older versions have the names on the right.
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _HAS_NEW_NAMES else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if _HAS_NEW_NAMES else "reduce_scatter_tensor"
 _GATHER_METHOD = "all_gather_single" if _HAS_NEW_NAMES else "_allgather_base"
 _SCATTER_METHOD = "reduce_scatter_single" if _HAS_NEW_NAMES else "_reduce_scatter_base"
-_world = distributed_c10d._world
 
 
 class GroupCalls:
@@ -65,8 +66,8 @@ def _is_watched(function: str) -> bool:
     """Return whether somebody would miss a call that bypasses this function of torch's."""
     return (
         getattr(dist, function) is not _ORIGINALS.get(function)
-        or torch._C._is_torch_function_mode_enabled()
-        or bool(_world.pg_coalesce_state)
+        or is_function_mode_enabled()
+        or bool(distributed_world.pg_coalesce_state)
     )
 
 

@@ -14,7 +14,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _symmetric_memory as symmetric_memory
 
 from fullshard.comm.backends import backend_of
 from fullshard.comm.calls import all_gather, reduce_scatter
@@ -28,6 +27,7 @@ from fullshard.comm.process_group import (
     do_nothing,
 )
 from fullshard.plan.layout import BucketLayout, DirectRule
+from fullshard.torch_private import symmetric_memory
 
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.torch_private import default_store
+
 # Exchanges so far, by name of the group. Keys of the store stay, so each exchange has its own;
 # ranks count alike, since every exchange is a call of all of them.
 _rounds: "collections.Counter[str]" = collections.Counter()
@@ -17,7 +19,7 @@ _rounds: "collections.Counter[str]" = collections.Counter()
 
 def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's value, in rank order. Every rank of the group must call it."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     name = group.group_name
     _rounds[name] += 1
     prefix = f"fullshard/exchange/{name}/{_rounds[name]}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm.shared_memory import SharedMemory, host_identity, known_ledger
 from fullshard.errors import CommError, PeerLostError
+from fullshard.torch_private import default_group, default_store
 
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
 _GRACE_S = 1.0
@@ -30,10 +31,10 @@ def announce() -> None:
     """Write to the store which process this rank is, unless that was done already."""
     # It only serves messages. With an unusual store, or without /proc, these lack the rank's name.
     with contextlib.suppress(Exception):
-        world = dist.distributed_c10d._get_default_group()
+        world = default_group()
         if world in _announced:
             return
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         store.set(_KEY.format(dist.get_rank()), f"{host_identity()} {os.getpid()}")
         _announced.add(world)
 
@@ -97,7 +98,7 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     """Return the group's ranks on this host whose processes are gone, waiting up to `_GRACE_S`."""
     processes: dict[int, int] = {}
     with contextlib.suppress(Exception):  # the store may have died with its rank
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         for rank in dist.get_process_group_ranks(group):
             if store.check([_KEY.format(rank)]):
                 host, _, pid = store.get(_KEY.format(rank)).decode().rpartition(" ")

@@ -49,6 +49,7 @@ from fullshard.comm.packing import (
 from fullshard.comm.scratch import Scratch
 from fullshard.comm.shared_memory import known_ledger, ledger_of
 from fullshard.plan.layout import BucketLayout, DirectRule
+from fullshard.torch_private import coalescing_manager
 
 # Between two comparisons of ledger entries while a rank waits for Gloo: rare enough to cost
 # nothing, often enough that ranks on different paths end in a second with an error that says so.
@@ -413,7 +414,7 @@ class ProcessGroupComm(Comm):
         """
         if num_calls == 1:
             return contextlib.nullcontext()
-        return dist.distributed_c10d._coalescing_manager(self.group, async_ops=False)
+        return coalescing_manager(self.group, async_ops=False)
 
 
 def _wait_comparing(work: Any, ledger: Ledger) -> None:

@@ -55,6 +55,7 @@ from fullshard.engine.precision import (
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit
 from fullshard.policies import TrainingState
+from fullshard.torch_private import are_transforms_active
 
 
 class Hooks(ModuleState):
@@ -242,7 +243,7 @@ class Hooks(ModuleState):
         """
         if not torch.is_grad_enabled():
             return output
-        if torch._C._are_functorch_transforms_active():
+        if are_transforms_active():
             # A tensor hook is of one level, and an output may hide that it needs a gradient at
             # another, so all of them get a node, which every level sees.
             return map_tensors(lambda tensor: mark_before_backward(self, tensor), output)
@@ -360,7 +361,7 @@ class Hooks(ModuleState):
 
 
 # By their code, frames are recognised in which a module's forward runs, or a method that counts as
-# one. `_call_impl` is private: torch 2.13 runs hooks and forward in it or in an inner function.
+# one. `_call_impl` is where torch runs hooks and forward, or in an inner function.
 _CALLS_FORWARD = nn.Module._call_impl.__code__
 _CALLS_METHOD = Hooks.run_as_forward.__code__
 _RUN_FORWARDS = frozenset(  # and the functions that it defines, one of which calls the hooks

@@ -39,6 +39,7 @@ from fullshard.engine.unit_setup import comms_of
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
+from fullshard.torch_private import current_graph_task_id, queue_callback
 
 
 class Iteration:
@@ -293,7 +294,7 @@ class Iteration:
             for unit in self.units:
                 unit.writes.begin()
             self._watch.take_samples()
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        queue_callback(end)
 
     def begin_backward_units(self, units: Sequence[Unit]) -> None:
         """Note that a module's backward starts. Its units are usable."""
@@ -446,5 +447,5 @@ def _is_running(frame: types.FrameType) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread. A private function of torch 2.13."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether autograd runs a backward pass on this thread."""
+    return current_graph_task_id() != -1

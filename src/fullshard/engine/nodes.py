@@ -10,9 +10,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 
 from fullshard.engine.runtime import passing_through
+from fullshard.torch_private import (
+    SingleLevelFunction,
+    are_transforms_active,
+    current_graph_task_id,
+    will_engine_execute_node,
+)
 
 
 class State(Protocol):
@@ -23,11 +28,11 @@ class State(Protocol):
     def after_backward(self) -> None: ...
 
 
-class AfterBackward(_SingleLevelFunction):
+class AfterBackward(SingleLevelFunction):
     """Identity on inputs, whose backward runs once the gradients of all of them are complete.
 
-    `_SingleLevelFunction` is the base of `torch.autograd.Function` without the dispatch to
-    transforms (private; torch 2.13).
+    `SingleLevelFunction` is the base of `torch.autograd.Function` without the dispatch to
+    transforms.
     """
 
     @staticmethod
@@ -99,7 +104,7 @@ def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[
     One node, not one per tensor: autograd runs it when all their gradients are complete.
     """
     marked: tuple[torch.Tensor, ...]
-    if torch._C._are_functorch_transforms_active():
+    if are_transforms_active():
         marked = AfterBackwardInTransforms.apply(state, *tensors)  # type: ignore[no-untyped-call]
         return marked
     # For one tensor, a hook on the node of a view does the same at half of the cost. If the module
@@ -159,13 +164,13 @@ class _View:
     @passing_through
     def of_view(self, grad: torch.Tensor) -> torch.Tensor:
         """Tensor hook of the view itself: fires unless the view was changed in place."""
-        self._seen = torch._C._current_graph_task_id()
+        self._seen = current_graph_task_id()
         return self._state.before_backward(grad)
 
     @passing_through
     def of_base(self, grads: tuple[torch.Tensor | None, ...]) -> None:
         """Pre-hook of the base's node: fires in any case, so it counts only if it is the first."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         grad = next((grad for grad in grads if grad is not None), None)
         if grad is not None and task != self._seen:
             self._seen = task
@@ -185,11 +190,11 @@ def watch_view(state: State, tensor: torch.Tensor) -> None:
 
 def is_captured(leaf: torch.Tensor) -> bool:
     """Whether `torch.autograd.grad` is running, and returns the gradient of this leaf."""
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task_id() == -1:
         return False  # no backward: a pipeline schedule asks for the reduction itself
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
-        torch._C._will_engine_execute_node(node)
+        will_engine_execute_node(node)
     except RuntimeError:  # raised for leaves in `torch.autograd.grad` (torch 2.13)
         return True
     return False

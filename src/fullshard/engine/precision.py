@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fullshard.policies import MixedPrecisionPolicy
+from fullshard.torch_private import pytree
 
 
 def cast_inputs(

@@ -24,6 +24,15 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from fullshard.comm.scratch import Scratch
+from fullshard.torch_private import (
+    SKIP_FRAME,
+    WithoutTransforms,
+    are_transforms_active,
+    compile_callback,
+    disable_dynamo,
+    set_frame_strategy,
+    set_grad_enabled,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -133,21 +142,14 @@ class no_grad:  # noqa: N801  (torch's name)
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
         if self._before:
-            torch._C._set_grad_enabled(False)
+            set_grad_enabled(False)
 
     def __exit__(self, *exception: object) -> None:
         if self._before:
-            torch._C._set_grad_enabled(True)
+            set_grad_enabled(True)
 
 
 _NOTHING = contextlib.nullcontext()
-# Private names of torch 2.13. Looked up once, since they are called in every hook.
-_in_transforms = torch._C._are_functorch_transforms_active
-_compile_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-_set_strategy = torch._C._dynamo.eval_frame.set_code_exec_strategy
-_SKIP = torch._C._dynamo.eval_frame._FrameExecStrategy(
-    torch._C._dynamo.eval_frame._FrameAction.SKIP, torch._C._dynamo.eval_frame._FrameAction.DEFAULT
-)
 
 
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -158,12 +160,12 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     Called by what is not compiled itself (``nn.Module.__call__``, autograd), it interrupts no graph.
     """
-    disabled: Callable[_P, _R] = torch._disable_dynamo(function)
+    disabled: Callable[_P, _R] = disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         # A callback is set while dynamo looks at frames of this thread.
-        if torch.compiler.is_dynamo_compiling() or _compile_callback() is not None:
+        if torch.compiler.is_dynamo_compiling() or compile_callback() is not None:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -179,9 +181,8 @@ def passing_through(function: Callable[_P, _R]) -> Callable[_P, _R]:
     compiled itself traces through this function like any other. Rejected:
     ``torch.compiler.disable(recursive=False)``, which costs one more Python frame per call.
     """
-    _set_strategy(
-        function.__code__, _SKIP
-    )  # torch._dynamo.eval_frame.skip_code, without its import
+    # What torch._dynamo.eval_frame.skip_code does, without its import.
+    set_frame_strategy(function.__code__, SKIP_FRAME)
     return function
 
 
@@ -190,9 +191,9 @@ def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not _in_transforms():
+        if not are_transforms_active():
             return function(*args, **kwargs)
-        with torch._C._DisableFuncTorch():
+        with WithoutTransforms():
             return function(*args, **kwargs)
 
     return call

@@ -10,6 +10,7 @@ from fullshard.engine.module_state import state_of
 from fullshard.engine.params.dtensor import has_extension
 from fullshard.engine.params.managed import ManagedParameter, Slot, owner_of
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
+from fullshard.torch_private import forward_unimplemented
 
 
 def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -164,5 +165,5 @@ def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> No
 def _has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (
         nn.Module.forward,
-        getattr(nn.modules.module, "_forward_unimplemented", None),
+        forward_unimplemented,
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.module_state import state_of
@@ -20,6 +19,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
 from fullshard.plan.units import WRAPPED_MODULE
 from fullshard.policies import MixedPrecisionPolicy, TrainingState
+from fullshard.torch_private import REGISTRY_KEY, RegistryItem, registry_of
 
 
 class _View:
@@ -238,7 +238,7 @@ def state_view(module: nn.Module) -> FSDPState | None:
 
 def is_composable(module: nn.Module) -> bool:
     """Return whether a module may be sharded: not if ``replicate`` (PyTorch's or ours) was."""
-    return "replicate" not in (_get_registry(module) or {})
+    return "replicate" not in (registry_of(module) or {})
 
 
 def mark_sharded(modules: Iterable[nn.Module], api: str) -> None:

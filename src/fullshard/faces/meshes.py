@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard.engine.params.managed import ParamForm
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, MisuseError, ShardingError, UnsupportedError
 from fullshard.plan.mesh import MeshPlan
+from fullshard.torch_private import DTensorSpec, StridedShard, TensorMeta
 
 
 @dataclasses.dataclass
@@ -317,7 +316,7 @@ def _strided(dim: int, split_factor: int) -> Placement:
 
     split_factor: in how many parts those others cut it.
     """
-    return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
+    return StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
 
 
 def _tensor_parallel_form(
@@ -341,7 +340,7 @@ def tensor_parallel_spec(
     """Return the spec of a DTensor whose parts are cut again over data-parallel axes in front.
 
     mesh: the data-parallel axes, then the DTensor's own ones. On a tensor dim that both cut, the
-    axes in front have `_StridedShard`: rank (1, 0) of (2, 2) has the second quarter of the rows,
+    axes in front have `StridedShard`: rank (1, 0) of (2, 2) has the second quarter of the rows,
     while with `Shard` it would have the third.
     """
     front = tuple(
@@ -373,13 +372,13 @@ def _spmd_form(parameter: DTensor, dim: int, info: DataParallelMeshInfo, name: s
             )
     placements = list(own.placements)
     # Later axes that cut the same dim have done so already, and a data-parallel axis cuts their
-    # parts again: hence `_StridedShard`, as in `tensor_parallel_spec`.
+    # parts again: hence `StridedShard`, as in `tensor_parallel_spec`.
     for axis in shard_axes:
         inner = range(axis + 1, own.mesh.ndim)
         factor = 1
         for other in inner:
             placement = own.placements[other]
-            if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
+            if isinstance(placement, (Shard, StridedShard)) and placement.dim == dim:
                 factor *= own.mesh.size(other)
         placements[axis] = _strided(dim, factor)
     mesh = own.mesh

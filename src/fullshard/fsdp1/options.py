@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from fullshard.torch_private import BatchNorm
 
 
 class ShardingStrategy(enum.Enum):
@@ -51,7 +52,7 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (BatchNorm,)
 
 
 @dataclasses.dataclass

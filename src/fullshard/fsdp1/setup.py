@@ -22,6 +22,7 @@ from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.plan.mesh import MeshPlan
+from fullshard.torch_private import default_group
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
@@ -210,7 +211,7 @@ def _default_group() -> dist.ProcessGroup:
             "Default process group has not been initialized: call "
             "torch.distributed.init_process_group before wrapping modules, or pass a group."
         )
-    group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+    group: dist.ProcessGroup = default_group()
     return group
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.hooks import Hooks
@@ -22,6 +21,7 @@ from fullshard.fsdp1.options import ShardingStrategy
 from fullshard.fsdp1.setup import Ignored, ShardingRanks
 from fullshard.plan.units import WRAPPED_MODULE
 from fullshard.policies import TrainingState
+from fullshard.torch_private import ActivationWrapper
 
 
 class Wrapper(nn.Module):

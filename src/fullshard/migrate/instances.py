@@ -11,6 +11,7 @@ from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.fsdp1.wrapper import KeptArguments, kept_arguments
 from fullshard.plan.units import clean_name
+from fullshard.torch_private import COMPILED_MODULE
 
 
 class Skipped(enum.Enum):
@@ -108,7 +109,7 @@ def owner_among(wrappers: dict[str, FullyShardedDataParallel], name: str) -> str
 
 def original_path(name: str) -> str:
     """Return a module's path without prefixes of FSDP, activation checkpointing and compilation."""
-    return ".".join(part for part in clean_name(name).split(".") if part != "_orig_mod")
+    return ".".join(part for part in clean_name(name).split(".") if part != COMPILED_MODULE)
 
 
 def _is_container(module: nn.Module) -> bool:

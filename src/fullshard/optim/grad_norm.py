@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard.engine.params.flat import FlatHolder
 from fullshard.engine.params.managed import manager_of, owner_of
+from fullshard.torch_private import DTensorSpec, StridedShard
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -165,8 +164,8 @@ def _shard_groups(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Groups
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(placements)
-        # `_StridedShard`, which comes with tensor parallel, is no subclass of `Shard` (torch 2.13).
-        if isinstance(placement, (Shard, _StridedShard)) and mesh.size(axis) > 1
+        # `StridedShard`, which comes with tensor parallel, is no subclass of `Shard` (torch 2.13).
+        if isinstance(placement, (Shard, StridedShard)) and mesh.size(axis) > 1
     )
 
 

@@ -48,7 +48,7 @@ class ShardedGradScaler(GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or all tensors of nested iterables, by the scale."""
-        if not self._enabled:
+        if not self.is_enabled():
             return outputs
         if not isinstance(outputs, torch.Tensor) and isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)

@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.engine.params.managed import owner_of
 from fullshard.errors import StateError
+from fullshard.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 
 State = dict[Any, Any]
 

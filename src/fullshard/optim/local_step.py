@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fullshard.optim.local_form import State, local_gradient, localize, show
+from fullshard.torch_private import DTensorSpec
 
 
 class LocalStep:

@@ -86,7 +86,7 @@ def _copy_without_state(optimizer: torch.optim.Optimizer) -> Any:
 def _initialise(copy: Any) -> bool:
     """Let an optimizer of torch.optim make its state without a step; return whether it did.
 
-    By ``_init_group``, a private method that those of torch 2.13 have; others return False.
+    By ``_init_group``, a private method of torch's own; others return False.
     """
     initialise = getattr(copy, "_init_group", None)
     if initialise is None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.module_state import ModuleState, state_of
@@ -37,6 +36,7 @@ from fullshard.state.options import (
 )
 from fullshard.state.parts import division_group, locals_of, sharded_values
 from fullshard.state.values import flat_sharded_tensor
+from fullshard.torch_private import ShardedTensor
 
 _PREFIX = f"{WRAPPED_MODULE}."
 

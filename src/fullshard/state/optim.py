@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError
@@ -51,6 +50,7 @@ from fullshard.state.optim_units import (
 )
 from fullshard.state.parts import sharded_values, whole_values
 from fullshard.state.spread import spread
+from fullshard.torch_private import ShardedTensor
 
 StateByName = dict[str, dict[str, Any]]
 

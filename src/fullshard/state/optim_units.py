@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.unit import Unit
@@ -24,6 +23,7 @@ from fullshard.errors import ShardingError, StateError
 from fullshard.state.agreement import Kinds, Report
 from fullshard.state.optim_keys import Trained
 from fullshard.state.parts import locals_of
+from fullshard.torch_private import ShardedTensor
 
 
 @dataclasses.dataclass(slots=True)

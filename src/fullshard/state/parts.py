@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.engine.unit import Unit
 from fullshard.faces.meshes import tensor_parallel_spec
@@ -23,6 +21,7 @@ from fullshard.plan.layout import Piece
 from fullshard.plan.regrid import Division, bucket_division, row_division, whole_division
 from fullshard.state.exchange import exchange
 from fullshard.state.values import LocalPart, local_part, sharded_dtensor, sharded_tensor
+from fullshard.torch_private import DTensorSpec, ShardedTensor, TensorMeta
 
 
 def division_group(unit: Unit) -> dist.ProcessGroup | None:

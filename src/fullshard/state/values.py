@@ -11,18 +11,22 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.plan.layout import Piece, Shape
 from fullshard.plan.regrid import Division, box_pieces, row_division, whole_division
 from fullshard.plan.sizes import rows_per_rank
 from fullshard.state.exchange import exchange
+from fullshard.torch_private import (
+    DTensorSpec,
+    LocalShard,
+    RemoteDevice,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorMeta,
+    TensorProperties,
+)
 
 
 class LocalPart(NamedTuple):
@@ -164,12 +168,12 @@ def _as_division(pieces: Sequence[Sequence[tuple[int, int, int]]]) -> Division:
     return tuple(tuple(Piece(*piece) for piece in sorted(own)) for own in pieces)
 
 
-def _place(rank: int, device: torch.device, group: dist.ProcessGroup | None) -> _remote_device:
+def _place(rank: int, device: torch.device, group: dist.ProcessGroup | None) -> RemoteDevice:
     """Return a rank's device as ShardedTensor names it, by the global rank.
 
     rank: in ``group``, or the global one if that is None.
     """
     rank = rank if group is None else dist.get_global_rank(group, rank)
     if device.type == "cpu":
-        return _remote_device(f"rank:{rank}/cpu")
-    return _remote_device(f"rank:{rank}/{device.type}:{rank % torch.accelerator.device_count()}")
+        return RemoteDevice(f"rank:{rank}/cpu")
+    return RemoteDevice(f"rank:{rank}/{device.type}:{rank % torch.accelerator.device_count()}")

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.engine.params.managed import (
     STANDS_FOR,
@@ -23,6 +22,7 @@ from fullshard.plan.gradient_dtypes import GradientDtypes, gradient_dtypes
 from fullshard.plan.mesh import MeshPlan
 from fullshard.plan.sizes import rows_per_rank
 from fullshard.policies import UnitConfig
+from fullshard.torch_private import DTensorSpec, TensorMeta
 
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 

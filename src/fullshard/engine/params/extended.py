@@ -32,6 +32,7 @@ from fullshard.errors import MisuseError
 from fullshard.plan.layout import ALIGNMENT_NBYTES
 from fullshard.plan.sizes import round_up, rows_per_rank
 from fullshard.policies import MixedPrecisionPolicy
+from fullshard.torch_private import preserve_version_counters
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,7 +106,7 @@ class _Extended:
             ]
         # Tensors that autograd has saved may be views of the outputs, whatever the shard's method
         # has made of them. Without this, backward would raise "modified by an inplace operation".
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self.outputs)):
+        with preserve_version_counters(tuple(self.outputs)):
             for output, piece in zip(self.outputs, pieces, strict=True):
                 _allocate(output)
                 rows = output.view(torch.uint8).view(size, -1)

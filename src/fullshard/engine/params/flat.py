@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fullshard.engine.params.managed import (
     ManagedParameter,
@@ -33,6 +32,7 @@ from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, flat_gradient_dtypes
 from fullshard.plan.layout import ParamSpec, Piece, Shape
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
+from fullshard.torch_private import DTensorSpec
 
 FLAT_PARAM = "_flat_param"  # the name on the unit's module; it is part of state dicts' keys
 

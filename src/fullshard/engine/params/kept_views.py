@@ -43,6 +43,7 @@ from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.params.resharded import allow_use, forbid_use
 from fullshard.engine.references import python_uses, storage_uses, tensor_uses
 from fullshard.engine.runtime import out_of_context
+from fullshard.torch_private import WithoutSubclasses
 
 _MOMENTS = (0.0, 1e-4, 1e-3, 3e-3, 6e-3)  # seconds between looks at a count that may fall
 # By address of a storage: who looks after it.
@@ -210,7 +211,7 @@ def _adopt_views(objects: list[Any]) -> None:
     types = {each for each in set(map(type, objects)) if issubclass(each, torch.Tensor)}
     views: list[torch.Tensor] = []
     keepers: list[KeptViews] = []
-    with torch._C.DisableTorchFunctionSubclass():
+    with WithoutSubclasses():
         for each in objects:
             if type(each) in types and (keeper := _owners.get(_address(each))) is not None:
                 views.append(each)

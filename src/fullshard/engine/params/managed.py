@@ -19,14 +19,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradDtype, GradientDtypes
 from fullshard.plan.layout import ParamSpec
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
+from fullshard.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 
 # Attributes of parameters. `copy.deepcopy` and `torch.utils.swap_tensors` carry them to others, so
 # the second says by `id` whose the first is.

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import StateError
+from fullshard.torch_private import WithoutSubclasses
 
 _KEPT = "_fullshard_kept"  # on such a tensor: how the message begins, or who knows the name
 
@@ -116,7 +117,7 @@ def _check(
         name = getattr(getattr(func, "__self__", None), "__name__", "")
     # `data` of a placeholder has no memory either.
     if name in _HARMLESS or (name == "data" and args[0].is_meta):
-        with torch._C.DisableTorchFunctionSubclass():
+        with WithoutSubclasses():
             return func(*args, **kwargs)
     kept = next((each for each in args if isinstance(each, cls)), None)
     raise _error(kept, name)
