@@ -37,3 +37,8 @@ def beside_pytorch(api: Api, program: Callable[[Any], Any]) -> tuple[Any, Any]:
     if RELEASE < NEWEST or api.is_torch:
         return result, None
     return result, program(Api(TORCH))
+
+
+def unless_newest(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Return a mark that counts on torches before the newest alone."""
+    return pytest.mark.filterwarnings("default") if RELEASE >= NEWEST else mark

@@ -47,6 +47,7 @@ from fullshard.fsdp1.wrap_policies import (
 from fullshard.fsdp2.fully_shard import fully_shard
 from fullshard.fsdp2.module import (
     FSDPModule,
+    GradientReductionHandle,
     ReplicateModule,
     UnshardHandle,
     register_fsdp_forward_method,
@@ -100,6 +101,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "HSDPMeshInfo",
     "LayoutError",
     "LocalOptimStateDictConfig",

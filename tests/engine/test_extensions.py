@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from tests.api import Api
 from tests.collectives import record_traffic
 from tests.harness import mesh_of, on_ranks, rank, world_size
+from tests.releases import unless_newest
 from tests.selection import one_way
 from tests.training import (
     full,
@@ -30,6 +31,8 @@ from tests.training import (
 )
 
 pytestmark = one_way("the other files of this folder; tests/parity; tests/differential")
+
+needs_newest_in_pytorch = unless_newest(pytest.mark.ours("it has that from 2.15 on"))
 
 DIM = 8
 
@@ -248,6 +251,67 @@ def test_int8_parameters_train_like_one_process_with_their_rounding(
     alone = copy.deepcopy(model)
     shard(api, model, kind, reshard_after_forward=reshard)
     assert_trains_on_rounded_weights(model, alone, int8_on_ranks, 2)
+
+
+class Released(Int8):
+    """Says that its unsharded form needs what was gathered no more."""
+
+    answer: Any = True
+    asked: int = 0
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        """Return whether the outputs may go."""
+        type(self).asked += 1
+        return self.answer
+
+
+class Uncertain(Released):
+    """Gives an answer that is none."""
+
+    answer = "yes"
+
+
+class OnlyReleases(Wrapped):
+    """Defines when outputs go, and not what they are."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        """Return whether the outputs may go."""
+        return True
+
+
+@needs_newest_in_pytorch
+@on_ranks(2)
+def test_gathered_outputs_are_freed_as_soon_as_a_parameter_says_so(api: Api) -> None:
+    received: list[Tensor] = []
+
+    class Recorded(Released):
+        """Records the outputs."""
+
+        def fsdp_post_all_gather(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            received[:] = outputs
+            return super().fsdp_post_all_gather(outputs, *args, **kwargs)
+
+    model = make_model()
+    alone = copy.deepcopy(model)
+    shard(api, model, Recorded)
+    sizes: list[int] = []
+    model[0].register_forward_pre_hook(
+        lambda *_: sizes.extend(each.untyped_storage().size() for each in received)
+    )
+    assert_trains_on_rounded_weights(model, alone, int8_on_ranks, 2)
+    assert sizes
+    assert set(sizes) == {0}
+
+
+@needs_newest_in_pytorch
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Uncertain, "must return a bool"), (OnlyReleases, "requires fsdp_pre_all_gather")],
+)
+@on_ranks(2)
+def test_wrong_release_of_outputs_is_refused(api: Api, kind: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        shard(api, make_model(), kind)
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank
 from tests.models import Transformer, mlp
+from tests.releases import unless_newest
 from tests.selection import one_way
 from tests.training import (
     assert_equal,
@@ -374,3 +375,39 @@ def test_units_take_turns_in_another_order_each_step(api: Api) -> None:
         assert_gradients_are_parts_of(model, {n: p.grad for n, p in alone.named_parameters()})
         alone.zero_grad()
         model.zero_grad()
+
+
+@unless_newest(pytest.mark.ours("it has that from 2.15 on"))
+@pytest.mark.parametrize("reshard", [True, 2])
+@on_ranks(4)
+def test_memory_of_unsharded_parameters_stays_if_the_user_keeps_it(
+    api: Api, reshard: bool | int
+) -> None:
+    """Addresses are those of the first forward, while parameters are shown sharded in between."""
+
+    class Watched(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(640, 640, bias=False)  # too large to be kept anyway
+            self.addresses: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.addresses.append(self.weight.data_ptr())
+            return super().forward(x)
+
+    layers = [Watched(), Watched()]
+    model = nn.Sequential(*layers)
+    for layer in model:
+        api.fully_shard(layer, reshard_after_forward=reshard)
+    api.fully_shard(model)
+    model.set_keep_unsharded_storage(True)
+    model[1].set_keep_unsharded_storage(False, recurse=False)
+    storages = []
+    for _ in range(3):
+        out = model(make_batch(640, size=2))
+        assert isinstance(model[0].weight, DTensor)
+        mean_square(out).backward()
+        with torch.no_grad():
+            model(make_batch(640, size=2))
+        spare = [torch.empty(640, 640) for _ in range(4)]  # whatever was freed has another owner
+        storages.append(spare)
+    assert len(set(layers[0].addresses)) == 1

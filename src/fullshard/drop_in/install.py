@@ -65,6 +65,7 @@ _REPLACED: dict[str, dict[str, Any]] = {
         "fully_shard": fully_shard,
         "FSDPModule": FSDPModule,
         "UnshardHandle": fsdp2_module.UnshardHandle,
+        "GradientReductionHandle": fsdp2_module.GradientReductionHandle,
         "register_fsdp_forward_method": fsdp2_module.register_fsdp_forward_method,
         "share_comm_ctx": fsdp2_module.share_comm_ctx,
         "get_cls_to_fsdp_cls": get_cls_to_fsdp_cls,

@@ -11,6 +11,7 @@ training, `hooks` calls its methods in this order:
     prefetch_backward   once per unit: the gather of the next one in backward may start
     after_backward  a unit's gradients are complete: reshard, start reducing, finish older ones
     end_backward    once per pass: units that had no after_backward; finish everything; fence
+    finalize        does the latter in place of end_backward, if the program asked for that
 
 [Note: Fences] Ranks of one host may read each other's shards in place. All writes happen between a
 fence after the last use and a fence before the first: optimizer steps, loading, anything a user
@@ -31,11 +32,13 @@ from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.checks.order import ForwardOrder
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.writes import WriteWatch, refuse_write
+from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
 from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Phase, Unit
 from fullshard.engine.unit_setup import comms_of
+from fullshard.errors import StateError
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
@@ -54,6 +57,7 @@ class Iteration:
         self._checks_order = False
         self._recorder = Recorder()
         self.reductions = ReductionQueue()
+        self.finalization = Finalization()
         self._forward_root: weakref.ref[Any] | None = None  # weak, as its state owns this object
         self._caller: types.FrameType | None = None  # the frame that runs the root's forward
         self._prefetch_after: dict[int, Unit] = {}  # gather it after backward of a unit, by id
@@ -129,6 +133,7 @@ class Iteration:
         root: the state of the module that runs first. caller: the frame that runs its forward, None
         if unknown. Every rank has to call it, unless all parameters are whole on this rank.
         """
+        self.finalization.check_ended("forward")
         self.has_run = True
         self._caller = caller
         if self.observer is not None or profiler._is_profiler_enabled:
@@ -288,6 +293,8 @@ class Iteration:
         """
         if self._backward_end is not None:
             return
+        self.finalization.check_ended("backward")
+        self.finalization.begin_backward()
         self._backward_end = weakref.ref(end)
         if not self._fenced_since_backward:
             self.fence("before another backward")  # an optimizer may have written since the last
@@ -320,8 +327,11 @@ class Iteration:
             unit.unshard()
 
     @outside_transforms
-    def after_backward(self, unit: Unit) -> None:
-        """Take a unit's complete gradients, free its parameters, and start reducing."""
+    def after_backward(self, unit: Unit, *, keeps: bool = False) -> None:
+        """Take a unit's complete gradients, free its parameters, and start reducing.
+
+        keeps: keep the gradients for `finalize` to reduce.
+        """
         if self.observer is not None:
             self.observer.leave(Kind.BACKWARD, (unit,))
         if self._watch.is_watching:
@@ -338,15 +348,17 @@ class Iteration:
         else:
             unit.hide_unsharded()  # after `take_gradients`, which undoes it
         if not is_put_off:
-            self._reduce(unit, grads)
+            self._reduce(unit, grads, keeps=keeps)
         if (following := self._prefetch_after.pop(id(unit), None)) is not None:
             self.start_backward_unshard(following)  # BACKWARD_POST
 
-    def _reduce(self, unit: Unit, grads: list[torch.Tensor | None]) -> None:
-        """Reduce a unit's full gradients, or keep them for a later backward."""
-        if not unit.config.reduce_grads:
+    def _reduce(self, unit: Unit, grads: list[torch.Tensor | None], *, keeps: bool = False) -> None:
+        """Reduce a unit's full gradients, or keep them for a later backward or for `finalize`."""
+        if keeps or not unit.config.reduce_grads:
             unit.accumulate(grads)
+            self.finalization.put_off(unit)
             return
+        self.finalization.take(unit)
         if unit.comm.overlaps:
             self.reductions.finish()  # they ran beside this backward; their memory serves this one
         if (in_flight := unit.reduce(grads)) is not None:
@@ -362,14 +374,26 @@ class Iteration:
         Raises StateError if somebody wrote to parameters that peers read in place.
         """
         done = {id(unit) for unit in finished}
+        waits = self.finalization.waits
         for unit in reversed(self.units):  # one order on all ranks: reductions are collective
             if id(unit) not in done:
-                self.after_backward(unit)
+                self.after_backward(unit, keeps=waits)
         for unit in reversed(self.units):
             if unit.config.reduce_scatter_unused_params:
-                self._reduce(unit, unit.take_gradients())
+                self._reduce(unit, unit.take_gradients(), keeps=waits)
                 unit.hide_unsharded()
+        if waits:
+            self._backward_end = None
+            self._fenced_since_backward = False
+            return
         self._reduce_late_gradients()
+        self._finish_backward(is_last=self.is_last_backward)
+
+    def _finish_backward(self, *, is_last: bool) -> None:
+        """Complete the reductions that were started, then meet in a fence.
+
+        is_last: whether the iteration ends as well.
+        """
         # While `_backward_end` is set, so that the next pass resets what this leaves if it raises.
         # Hooks after reduction, which may step an optimizer, had their check in `after_backward`.
         in_place = (unit for unit in self.units if unit.is_in_place)
@@ -382,14 +406,67 @@ class Iteration:
         for unit in self.units:
             unit.note_kept()  # looks for sharded gradients, so after `finish`
         self._stayed.note()
-        if self.is_last_backward:
+        if is_last:
             self._recorder.end_iteration()
             self._order.end_iteration()
             for unit in self.units:
                 if unit.phase is Phase.GATHERING:  # prefetched, but never used
                     unit.settle()
                     unit.finish_reading()
+        self.finalization.end()
         self.fence("after backward")  # from here on the optimizers of all ranks may write
+
+    # Backward, if the program ends it
+
+    def finalize(self) -> object:
+        """Start what the backwards have left: reduce and free by the settings of now. Collective.
+
+        Returns a token with which `finish_finalizing` waits. Raises StateError if the program does
+        not end backwards, while one runs, and for sums that wait for an all-reduce.
+        """
+        self._check_may_finalize()
+        for unit in reversed(self.units):
+            if self.finalization.take(unit) or unit.params.shown.has_gradients:
+                self._reduce(unit, unit.take_gradients())
+            if unit.config.reshard_after_backward:
+                unit.reshard()
+            else:
+                unit.hide_unsharded()
+        return self.finalization.begin_wait()
+
+    def finish_finalizing(self, token: object) -> None:
+        """Wait for what `finalize` has started, and end the iteration. Collective.
+
+        Raises StateError if it was forgotten in between.
+        """
+        self.finalization.check_token(token)
+        self._finish_backward(is_last=True)
+
+    def _check_may_finalize(self) -> None:
+        self.finalization.check_ended("finalizing backward again")
+        self.finalization.check_manual()
+        if self._backward_end is not None:
+            raise StateError(
+                "finalize_backward must be called after backward completes. After an exception in "
+                "backward, call reset_iter_state()."
+            )
+        for unit in self.units:
+            if unit.gradients.has_partial:
+                raise StateError(
+                    f"{unit.label}: manual backward finalization does not support partial gradient "
+                    "reductions (set_requires_all_reduce(False)). Let backward end by itself, or "
+                    "keep gradients with set_requires_gradient_sync(False)."
+                )
+            config = unit.config
+            if (
+                unit.mesh.plan.replicate_size > 1
+                and config.reduce_grads
+                and not config.all_reduce_grads
+            ):
+                raise StateError(
+                    f"{unit.label}: manual backward finalization requires all-reduce. Call "
+                    "set_requires_all_reduce(True) before finalization."
+                )
 
     def _reduce_late_gradients(self) -> None:
         """Reduce gradients that autograd has accumulated after their unit's backward.
@@ -426,6 +503,7 @@ class Iteration:
         self.reductions.discard()
         for comm in self._comms:
             comm.abandon()
+        self.finalization.end()
         self._recorder.forget()
         self._order.forget()
         self._prefetch_after.clear()

@@ -13,7 +13,7 @@ from torch import nn
 
 from fullshard.engine.checks.root_share import warn_of_large_root
 from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
-from fullshard.engine.iteration import Iteration
+from fullshard.engine.iteration import Iteration, is_in_backward
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import passing_through
@@ -24,6 +24,7 @@ from fullshard.plan.units import clean_name, lowest_common_unit
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
 
 _STATE = "_fullshard_state"
+_ROOT_FINALIZES = "set_manual_backward_finalization must be called on the root FSDP module."
 
 
 class ModuleState:
@@ -140,6 +141,19 @@ class ModuleState:
         for name, value in facts.items():
             setattr(iteration, name, value)
 
+    def set_manual_finalization(self, *, enabled: bool) -> None:
+        """Let the program end the model's backwards, or let them end by themselves.
+
+        Raises StateError on a module that is not the root, and once a backward has begun.
+        """
+        iteration = self.iteration()
+        if iteration is None:
+            self._pending["manual_finalization"] = enabled
+            return
+        if not self.is_root:
+            raise StateError(_ROOT_FINALIZES)
+        iteration.finalization.set_manual(enabled=enabled, in_backward=is_in_backward())
+
     def initialise(self) -> Iteration:
         """Make this the root: settle names, ties and memory, and return the model's iteration.
 
@@ -165,6 +179,8 @@ class ModuleState:
                     "running forward through the root module first: it ran before the module that "
                     "contains it, and so became a root of its own."
                 )
+            if state is not self and state._pending.get("manual_finalization"):
+                raise StateError(_ROOT_FINALIZES)
         self._states = list(dict.fromkeys(named.values()))
         for state in self._states:
             state._units = None  # moves of ties change which units own parameters
@@ -190,7 +206,9 @@ class ModuleState:
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)
+        self._own_iteration.finalization.is_manual = self._pending.pop("manual_finalization", False)
         for state in reversed(self._states):  # the root's last: its settings win
+            state._pending.pop("manual_finalization", None)
             state.say(**state._pending)
             state._pending.clear()
         return self._own_iteration

@@ -250,6 +250,7 @@ class Unit(UnitSetup):
         assert params.buffers is not None
         # Before `_to`, which clears `is_held`, and so says no more who has unsharded them.
         self._check_written(after_forward=after_forward)
+        keeps = params.buffers.keeps_storage = self.config.keep_unsharded_storage
         if after_forward and (comm := self._post_forward_comm()) is not None:
             kept = params.buffers.keep_post_forward(comm)  # copies, then frees
             assert self.mesh.post_forward is not None
@@ -261,7 +262,7 @@ class Unit(UnitSetup):
             return
         # Nobody waits for the device, which may still read it: [Note: Lanes] in `runtime`, rule 1.
         params.buffers.free_unsharded()
-        if params.extended is not None:
+        if params.extended is not None and not keeps:
             params.extended.free()
         params.shown.show_sharded()
         self._to(Phase.SHARDED)

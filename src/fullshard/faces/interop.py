@@ -159,6 +159,11 @@ class FSDPState(_View):
         return FSDPStateContext(self._shown)
 
     @property
+    def _comm_ctx(self) -> object:
+        """What tells apart models whose reductions do not depend on each other, by ``id``."""
+        return self._shown.known_iteration or self._shown
+
+    @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
         return [FSDPParamGroup(unit, self._shown) for unit in self._shown.units]
 

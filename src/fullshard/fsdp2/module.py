@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from typing_extensions import deprecated
 
 from fullshard.comm.collectives import AllGather, ReduceScatter
 from fullshard.engine.hooks import Hooks, hooks_of
+from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import ManagedParameter, said_grad_dtype
 from fullshard.engine.unit import Unit
@@ -78,6 +79,17 @@ class FSDPModule:
         """Free parameters after backward, or keep them for the next micro-batch."""
         self._configure(recurse=recurse, reshard_after_backward=reshard_after_backward)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of unsharded parameters while they are sharded, or free it as usual.
+
+        Their addresses then stay the same, which CUDA graphs need, at the price of the memory of
+        every such module at once.
+        """
+        if keep:
+            for unit in self._units(recurse=recurse):
+                unit.read_privately()  # peers' shards, read in place, have addresses of their own
+        self._configure(recurse=recurse, keep_unsharded_storage=keep)
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Gather parameters for backward, or not: that of an embedding does not read them."""
         self._configure(recurse=False, unshard_in_backward=unshard_in_backward)
@@ -98,6 +110,49 @@ class FSDPModule:
         It holds for the whole model. Set before the first forward, it counts on the root alone.
         """
         _state(self).say(is_last_backward=is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Let the program end backwards by `finalize_backward`, instead of each ending by itself.
+
+        For schedules that reduce at a moment of their own, once for several backwards. Call it on
+        the root, before forward; `set_is_last_backward` has no effect then. Raises StateError on
+        another module, and from the first backward on until that is finalized or reset.
+        """
+        _state(self).set_manual_finalization(enabled=enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> "GradientReductionHandle": ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> "GradientReductionHandle | None": ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
+        """Reduce what backwards have left, and free parameters, by the settings that hold now.
+
+        Call it on the root after all backwards of an iteration, before gradients are read, with
+        `set_manual_backward_finalization(True)`. If several backwards come first, keep gradients
+        with `set_requires_gradient_sync(False)`, and set it to True before this. Collective. Has no
+        effect before the first forward.
+
+        async_op: return a handle to wait on before anything else is done with the model.
+
+        Raises StateError on another module, without manual finalization, while a backward runs or
+        a reduction was not waited for, and for gradients that wait for an all-reduce.
+        """
+        state = _state(self)
+        iteration = state.known_iteration
+        if iteration is None:
+            return GradientReductionHandle() if async_op else None
+        if not state.is_root:
+            raise StateError("finalize_backward must be called on the root FSDP module.")
+        handle = GradientReductionHandle(iteration, iteration.finalize())
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the root's next all-gathers wait for this event, recorded after the optimizer step.
@@ -312,6 +367,22 @@ class ReplicateModule(FSDPModule):
     applied_by = "replicate"
     _prefix = "Replicate"
     _orig_cls_mro_index = 3
+
+
+class GradientReductionHandle:
+    """Handle of an asynchronous `FSDPModule.finalize_backward`."""
+
+    def __init__(self, iteration: Iteration | None = None, token: object = None) -> None:
+        self._iteration, self._token = iteration, token
+
+    def wait(self) -> None:
+        """Wait until gradients are reduced. Every rank has to call it; again, it does nothing.
+
+        Raises StateError if the iteration was reset in between.
+        """
+        if self._iteration is not None:
+            self._iteration.finish_finalizing(self._token)
+            self._iteration = None
 
 
 class UnshardHandle:

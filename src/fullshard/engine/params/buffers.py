@@ -4,7 +4,7 @@
 | --- | --- | --- | --- | --- |
 | shards | when the unit is built, or at the first forward for meta parameters | with the unit | \
 optimizer, state-dict loading | all-gather, peers |
-| unsharded, private | at unshard, on the compute lane | at reshard | all-gather | forward, \
+| unsharded, private | at unshard, on the compute lane | at reshard, unless the user keeps it | all-gather | forward, \
 backward |
 | unsharded, in place | it is the shards' memory | never | optimizer | forward, backward |
 | gradient shards | at the first reduction | when the user drops the gradients, then reused | \
@@ -77,6 +77,7 @@ class UnitBuffers:
     shards: this rank's shard of each parameter, by index, in its local shape.
     in_place: whether some parameters are read where the shards of all ranks are.
     may_be_in_place: whether they can be, as long as nobody asks for private memory.
+    keeps_storage: whether private buffers stay allocated (`set_keep_unsharded_storage`).
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class UnitBuffers:
     ) -> None:
         self.layout = layout
         self.in_place = False
+        self.keeps_storage = False
         # References to memory while the unit alone refers to it: to private storages in sum, and to
         # each storage that is read in place, by address.
         self._own_uses = 0
@@ -320,8 +322,9 @@ class UnitBuffers:
 
     def free_unsharded(self) -> None:
         """Free the private buffers under the unsharded parameters, which stay as tensors."""
-        for unsharded in self._freed:
-            unsharded.free()
+        if not self.keeps_storage:
+            for unsharded in self._freed:
+                unsharded.free()
 
     def keep_post_forward(self, comm: ProcessGroupComm) -> dict[int, torch.Tensor]:
         """Keep this rank's shards over a smaller group, and free the unsharded buffers.
@@ -331,7 +334,7 @@ class UnitBuffers:
         """
         self._post_forward_comm = comm
         kept: dict[int, torch.Tensor] = {}
-        for bucket, unsharded in zip(self.layout.buckets, self._unsharded, strict=True):
+        for bucket in self.layout.buckets:
             key = (len(self._post_forward_shards), comm.size)
             if key not in self._smaller_buckets:  # planned once, not in every forward
                 self._smaller_buckets[key] = regroup(bucket, shard_size=comm.size)
@@ -343,7 +346,7 @@ class UnitBuffers:
                 shard.copy_(whole.narrow(param.spec.shard_dim, start, stop - start))
                 kept[param.index] = shard
             self._post_forward_shards.append(buffer)
-            unsharded.free()  # after the copies above, which read it
+        self.free_unsharded()  # after the copies above, which read it
         return kept
 
     def drop_kept(self) -> None:

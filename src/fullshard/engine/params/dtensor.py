@@ -25,6 +25,7 @@ from fullshard.policies import UnitConfig
 from fullshard.torch_private import DTensorSpec, TensorMeta
 
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 class DTensorParameter(ManagedParameter):
@@ -206,7 +207,7 @@ class DTensorParameter(ManagedParameter):
 def has_extension(local: torch.Tensor, name: str) -> bool:
     """Whether a shard defines its own all-gather, by two methods.
 
-    Raises MisuseError if it has only one of them.
+    Raises MisuseError if it has only one of them, or a third one without both.
     """
     has = [hasattr(local, method) for method in (_PRE_ALL_GATHER, _POST_ALL_GATHER)]
     if any(has) and not all(has):
@@ -214,7 +215,26 @@ def has_extension(local: torch.Tensor, name: str) -> bool:
             f"{name}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
             f"all-gather extensions, but {type(local).__name__} has only one."
         )
+    if not has[0] and hasattr(local, _RELEASES):
+        raise MisuseError(
+            f"{name}: {_RELEASES} requires fsdp_pre_all_gather and fsdp_post_all_gather to be "
+            f"defined, but {type(local).__name__} has neither."
+        )
     return has[0]
+
+
+def releases_outputs(local: torch.Tensor, name: str) -> bool:
+    """Whether a shard with its own all-gather needs what was gathered no more once it is unsharded.
+
+    Raises MisuseError if its method says anything else than True or False.
+    """
+    ask: Any = getattr(local, _RELEASES, None)
+    if ask is None:
+        return False
+    answer = ask()
+    if not isinstance(answer, bool):
+        raise MisuseError(f"{name}: {_RELEASES} must return a bool, got {type(answer)}.")
+    return answer
 
 
 def _chunk(full: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:

@@ -9,7 +9,9 @@ onto it, takes part in the all-gather through the protocol that PyTorch's FSDP d
 
 ``inputs`` are plain tensors of any dtypes. ``outputs`` are the inputs of all ranks, joined along
 their first dim; they are the same tensors in every gather. ``inner`` are the tensors that the result
-is made of: their memory is freed while the parameter is sharded, as that of the outputs is.
+is made of: their memory is freed while the parameter is sharded, as that of the outputs is. A third
+method, ``fsdp_should_release_all_gather_outputs_after_post_all_gather()``, may say that the result
+needs the outputs no more; their memory is then freed at once. It is asked once.
 
 Such shards stay where they are; the unit's `buffers` have no part of them. All inputs of all these
 parameters travel as bytes in one all-gather: that is one call, and Gloo refuses float8.
@@ -27,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.interface import Done, Work
 from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.engine.params.dtensor import DTensorParameter
+from fullshard.engine.params.dtensor import DTensorParameter, releases_outputs
 from fullshard.errors import MisuseError
 from fullshard.plan.layout import ALIGNMENT_NBYTES
 from fullshard.plan.sizes import round_up, rows_per_rank
@@ -41,6 +43,7 @@ class _Extended:
 
     inputs, metadata: what its shard wants to send; from `ask` to `receive`.
     outputs, inner: the memory of the unsharded form, made in the first `receive`.
+    releases: whether the outputs are freed as soon as the unsharded form was made of them.
     """
 
     param: DTensorParameter
@@ -48,6 +51,10 @@ class _Extended:
     metadata: Any = None
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
     inner: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    releases: bool = False
+
+    def __post_init__(self) -> None:
+        self.releases = releases_outputs(self.param.local, self.param.name)
 
     def ask(
         self,
@@ -126,6 +133,7 @@ class _Extended:
             for tensor in self.inner:
                 _allocate(tensor)
             local.fsdp_post_all_gather(*arguments, out=param.unsharded)
+            self._release()
             return
         tensor, inner = local.fsdp_post_all_gather(*arguments)
         self.inner = list(inner)
@@ -133,13 +141,15 @@ class _Extended:
         if tuple(tensor.shape) != param.shape:
             tensor = tensor.as_strided(param.shape, _contiguous_strides(param.shape), 0)
         param.create_unsharded(tensor)
+        self._release()
+
+    def _release(self) -> None:
+        if self.releases:
+            _free(self.outputs)
 
     def free(self) -> None:
         """Free the memory of the unsharded form. See `buffers`, [Note: Freed under its tensors]."""
-        for tensor in (*self.outputs, *self.inner):
-            storage = tensor.untyped_storage()
-            if storage.size() != 0:
-                storage.resize_(0)
+        _free([*self.outputs, *self.inner])
 
 
 class ExtendedParameters:
@@ -232,6 +242,14 @@ def _allocate(tensor: torch.Tensor) -> None:
     storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
     if storage.size() != nbytes:
         storage.resize_(nbytes)
+
+
+def _free(tensors: Sequence[torch.Tensor]) -> None:
+    """Free the storages under tensors."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.size() != 0:
+            storage.resize_(0)
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

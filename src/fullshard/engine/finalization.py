@@ -1,0 +1,97 @@
+"""Who ends the reductions of a backward: the backward itself, or the program, with a call.
+
+Pipeline schedules reduce once for many backwards, at a moment of their own choice. With manual
+finalization the end of a backward neither reduces what its units still owe nor waits for reductions;
+`Iteration.finalize` does, by the settings that hold then.
+"""
+
+from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
+
+
+class Finalization:
+    """Who ends the backwards of one model, and what waits for the program to do it.
+
+    is_manual: what the user has set.
+    is_under_way: whether the program has begun to finalize, and has yet to wait for the reductions.
+    """
+
+    def __init__(self) -> None:
+        self.is_manual = False
+        self._mode: bool | None = None  # of the backwards since the last end; None before the first
+        self._put_off: set[int] = set()  # ids of units
+        self._token: object | None = None
+
+    def begin_backward(self) -> None:
+        """Note that a backward begins: the mode stays until it is ended."""
+        if self._mode is None:
+            self._mode = self.is_manual
+
+    @property
+    def waits(self) -> bool:
+        """Whether the program ends the backward that runs or ran last."""
+        return self._mode is True
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._token is not None
+
+    def set_manual(self, *, enabled: bool, in_backward: bool) -> None:
+        """Choose who ends backwards from now on. Raises StateError after one has begun."""
+        if enabled != self.is_manual and in_backward:
+            raise StateError(
+                "set_manual_backward_finalization cannot change mode during backward. Call it "
+                "before forward."
+            )
+        if self._mode is not None and enabled != self._mode:
+            raise StateError(
+                "set_manual_backward_finalization cannot change mode after backward starts. Call "
+                "finalize_backward() first, or reset_iter_state()."
+            )
+        self.is_manual = enabled
+
+    def check_manual(self) -> None:
+        """Raise StateError unless the program ends the backwards."""
+        if not (self.is_manual if self._mode is None else self._mode):
+            raise StateError(
+                "finalize_backward requires manual backward finalization. Call "
+                "set_manual_backward_finalization(True) before forward."
+            )
+
+    def check_ended(self, what: str) -> None:
+        """Raise StateError if reductions were begun and not waited for. what: may not begin yet."""
+        if self.is_under_way:
+            raise StateError(
+                f"The previous gradient reduction must be waited on before {what}: call wait() of "
+                "the handle that finalize_backward(async_op=True) returned."
+            )
+
+    def put_off(self, unit: Unit) -> None:
+        """Note that a unit owes its reduction to the program's call."""
+        if self.waits:
+            self._put_off.add(id(unit))
+
+    def take(self, unit: Unit) -> bool:
+        """Return whether a unit owes its reduction, and forget it."""
+        if id(unit) not in self._put_off:
+            return False
+        self._put_off.remove(id(unit))
+        return True
+
+    def begin_wait(self) -> object:
+        """Return a token for the reductions that were begun, by which `check_token` knows them."""
+        self._token = object()
+        return self._token
+
+    def check_token(self, token: object) -> None:
+        """Raise StateError if the reductions of a token were forgotten."""
+        if token is not self._token:
+            raise StateError(
+                "This gradient reduction handle was invalidated: reset_iter_state() was called, or "
+                "the model ran again after an exception. Its gradients are lost."
+            )
+
+    def end(self) -> None:
+        """Note that the backwards were ended, or forgotten: nothing is owed any more."""
+        self._mode = self._token = None
+        self._put_off.clear()
