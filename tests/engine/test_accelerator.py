@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import contextlib
 from unittest import mock
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.api import Api
-from tests.harness import on_ranks
+from tests.harness import mesh_of, on_ranks
 from tests.models import mlp
 from tests.training import make_batch, mean_square, my_part
 
@@ -54,16 +54,52 @@ def test_the_wrapper_without_a_device_goes_on_on_the_cpu(api: Api, offload: bool
         _train(api.FullyShardedDataParallel(mlp(), use_orig_params=True, **options))
 
 
+@pytest.mark.ours("has it in another package")
+@on_ranks(2)
+def test_replicate_without_a_mesh_goes_on_on_the_cpu(api: Api) -> None:
+    with _built_for_cuda():
+        _train(api.replicate(mlp()))
+
+
+@pytest.mark.ours("asks the missing device for its number")
+@pytest.mark.parametrize("axes", [1, 2])
+@on_ranks(2)
+def test_the_wrapper_on_a_mesh_of_the_cpu_goes_on_there(api: Api, axes: int) -> None:
+    mesh = mesh_of(*[1, 2][-axes:])
+    strategy = api.ShardingStrategy.FULL_SHARD if axes == 1 else api.ShardingStrategy.HYBRID_SHARD
+    with _built_for_cuda():
+        _train(api.FullyShardedDataParallel(mlp(), device_mesh=mesh, sharding_strategy=strategy))
+
+
+@pytest.mark.ours("asks the missing device for its number")
+@pytest.mark.parametrize("face", ["fully_shard", "replicate", "FullyShardedDataParallel"])
+@pytest.mark.parametrize("is_built", [True, False], ids=["built for CUDA", "CPU build"])
+@on_ranks(2)
+def test_a_mesh_of_missing_devices_is_refused_before_anything_changes(
+    api: Api, face: str, is_built: bool
+) -> None:
+    model = mlp()
+    before = (type(model), dict(model.named_parameters()))
+    option = "device_mesh" if face == "FullyShardedDataParallel" else "mesh"
+    with _built_for_cuda() if is_built else contextlib.nullcontext():
+        mesh = torch.distributed.DeviceMesh("cuda", [0, 1], _init_backend=False, _rank=0)
+        with pytest.raises(api.errors.MeshError) as refused:
+            getattr(api, face)(model, **{option: mesh})
+    assert str(refused.value) == (
+        f"{mesh} is a mesh of type 'cuda', but this process has no accelerator. Build the mesh with "
+        "init_device_mesh('cpu', ...)."
+    )
+    assert (type(model), dict(model.named_parameters())) == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 @pytest.mark.ours("asks the missing device for its number")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", 0])
 @on_ranks(2)
 def test_a_device_that_is_asked_for_and_missing_is_refused(api: Api, device: str | int) -> None:
     model = mlp()
     before = dict(model.named_parameters())
-    with _built_for_cuda(), warnings.catch_warnings():
-        with pytest.raises(api.errors.ShardingError, match=f"device_id={device}: .* no acceler"):
-            api.FullyShardedDataParallel(model, device_id=device)
-        mesh = torch.distributed.DeviceMesh("cuda", [0, 1], _init_backend=False, _rank=0)
-        with pytest.raises(api.errors.MeshError, match=r"init_device_mesh\('cpu'"):
-            api.fully_shard(model, mesh=mesh)
+    refused = pytest.raises(api.errors.ShardingError, match=f"device_id={device}: .* no acceler")
+    with _built_for_cuda(), refused:
+        api.FullyShardedDataParallel(model, device_id=device)
     assert dict(model.named_parameters()) == before

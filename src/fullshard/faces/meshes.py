@@ -210,7 +210,7 @@ def unit_device(mesh: DeviceMesh) -> torch.device:
     if accelerator is None or accelerator.type != mesh.device_type:
         here = accelerator.type if accelerator else "cpu"
         raise MeshError(
-            f"The mesh is of type {mesh.device_type!r}, but this process has "
+            f"{mesh} is a mesh of type {mesh.device_type!r}, but this process has "
             f"{accelerator.type if accelerator else 'no accelerator'}. Build the mesh with "
             f"init_device_mesh({here!r}, ...)."
         )

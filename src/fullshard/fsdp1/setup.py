@@ -20,6 +20,7 @@ from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import owner_of
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
+from fullshard.faces.meshes import unit_device
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.plan.mesh import MeshPlan
 from fullshard.torch_private import default_group
@@ -266,11 +267,15 @@ def compute_device(
 ) -> torch.device:
     """Return the device to compute on: the given one, the mesh's type, or this process's own.
 
-    Raises ShardingError for a device that this process does not have.
+    Raises ShardingError for a device that this process does not have, and MeshError for a mesh of
+    such devices.
     """
+    of_mesh = None if mesh is None else unit_device(mesh)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_id is None:
-        if accelerator is None or (mesh is not None and mesh.device_type == "cpu"):
+        if of_mesh is not None:
+            return of_mesh
+        if accelerator is None:
             return torch.device("cpu")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
     if isinstance(device_id, (torch.device, str)):
