@@ -5,9 +5,13 @@
 #   make test WORKERS=0                           without pytest-xdist, to see output and use pdb
 #   make bench ARGS="--quick"                     options of `python -m bench`
 #   make PYTHON=python3.12 test                   another interpreter for a new .venv
+#   make test-torch TORCH=2.15.0 LONG=1           another torch, with the tests that are marked long
 
 PYTHON ?= python3
 VENV ?= .venv
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH := $(PINNED)
+LONG :=
 ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
@@ -15,12 +19,16 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Another torch than the pinned one goes with the other pins, but for what each torch bounds itself.
+CONSTRAINTS := $(if $(filter $(PINNED),$(TORCH)),constraints.txt,$(VENV)/constraints.txt)
 CHECKED := src tests bench scripts
 # Each worker has ranks of its own. Neighbours stay together: a file's fixtures are made once.
 PARALLEL = -n $(WORKERS) --dist worksteal
 # Bytecode is kept even where the environment forbids it: every rank and every program that tests start would compile
 # all of fullshard and of the tests again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest
+
+COMPATIBILITY := docs/compatibility.md
 
 # Stamps: each is remade only when what it depends on changes.
 BASE := $(VENV)/.stamp-torch
@@ -29,34 +37,36 @@ TEST := $(VENV)/.stamp-test
 BENCH := $(VENV)/.stamp-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all bench gpu-check format lint style types pytest pytest-all clean
+.PHONY: help train test test-all test-torch bench gpu-check format lint style types pytest pytest-all pytest-torch clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch comes first, alone and by this exact specification (see constraints.txt).
 $(BASE): constraints.txt scripts/bootstrap_venv.py
 	@echo "==> $(VENV): torch (a large download, once)"
 	$(PYTHON) scripts/bootstrap_venv.py $(VENV)
-	$(PIP) install torch==2.13.0
-	$(PIP) install --constraint constraints.txt hatchling editables
+	$(PIP) install torch==$(TORCH)
+	@test $(CONSTRAINTS) = constraints.txt || \
+		sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' constraints.txt > $(CONSTRAINTS)
+	$(PIP) install --constraint $(CONSTRAINTS) hatchling editables
 	@touch $@
 
 $(TRAIN): $(BASE) pyproject.toml
 	@echo "==> $(VENV): fullshard[train]"
-	$(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[train]'
+	$(PIP) install --quiet --no-build-isolation --constraint $(CONSTRAINTS) --editable '.[train]'
 	@touch $@
 
 $(TEST): $(BASE) pyproject.toml
 	@echo "==> $(VENV): fullshard[test]"
-	$(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[test]'
+	$(PIP) install --quiet --no-build-isolation --constraint $(CONSTRAINTS) --editable '.[test]'
 	@touch $@ $(TRAIN)
 
 # DeepSpeed is only there to be compared with: without it the table says so. Nothing is compiled.
 $(BENCH): $(TRAIN)
 	@echo "==> $(VENV): fullshard[bench]"
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --quiet --no-build-isolation \
-		--constraint constraints.txt --editable '.[bench]' \
+		--constraint $(CONSTRAINTS) --editable '.[bench]' \
 		|| echo "==> DeepSpeed could not be installed; going on without it"
 	@touch $@
 
@@ -70,11 +80,19 @@ test: style ## format check, lint, types and every test that is not marked long
 test-all: style ## the same with the long tests; the result goes into tests/RESULTS.md
 	@$(MAKE) --no-print-directory -j2 types pytest-all
 
+# In an environment of its own, unless VENV is given: `.venv` stays with the pinned torch.
+test-torch: ## the tests on TORCH=2.15.0, with LONG=1 the long ones too; the result goes into docs/compatibility.md
+	@$(MAKE) --no-print-directory pytest-torch VENV=$(if $(filter file,$(origin VENV)),.venv-torch-$(TORCH),$(VENV))
+
 pytest: $(TEST)
 	$(PYTEST) $(PARALLEL) -m "not long" $(PYTEST_ARGS)
 
 pytest-all: $(TEST)
-	$(PYTEST) $(PARALLEL) --record tests/RESULTS.md $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) --record tests/RESULTS.md --record-torch=$(COMPATIBILITY) $(PYTEST_ARGS)
+
+# With "=", lest pytest takes the page for a folder of tests before it knows the option.
+pytest-torch: $(TEST)
+	$(PYTEST) $(PARALLEL) $(if $(LONG),,-m "not long") --record-torch=$(COMPATIBILITY) $(PYTEST_ARGS)
 
 lint: style types ## format check, lint and types
 
@@ -99,6 +117,6 @@ format: $(TEST) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format $(wildcard $(CHECKED))
 	$(BIN)/ruff check --fix $(wildcard $(CHECKED))
 
-clean: ## remove the environment, caches and build results; runs/ stays
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove the environments, caches and build results; runs/ stays
+	rm -rf $(VENV) .venv-torch-* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,11 +12,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
 
 from tests import recording, selection
 from tests.api import OURS, TORCH
 from tests.harness import Pools
 
+WITHOUT_LONG = "not long"  # what `make test` selects
 CHOICES = {"ours": OURS, "torch": (TORCH,), "all": (TORCH, *OURS), **{n: (n,) for n in OURS}}
 
 
@@ -34,6 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="write the result there, unless tests were selected",
     )
+    parser.addoption(
+        "--record-torch",
+        metavar="FILE",
+        type=Path,
+        help="write the result into the row of this torch there, unless tests were selected other "
+        "than by `-m 'not long'`",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "apis(*names): the only implementations for which this test has a meaning",
     ):
         config.addinivalue_line("markers", mark)
-    if config.getoption("--record") and not hasattr(config, "workerinput"):  # not in a worker
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and (config.getoption("--record") or config.getoption("--record-torch")):
         config.pluginmanager.register(_Recorder())
 
 
@@ -58,10 +68,11 @@ class _Recorder:
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
     ) -> None:
-        """Write the record, unless some tests were left out."""
+        """Write the records, unless some tests were left out."""
         stats = terminalreporter.stats
+        marks = config.option.markexpr
         is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-        if not is_whole or config.option.markexpr or config.option.keyword:
+        if not is_whole or marks not in ("", WITHOUT_LONG) or config.option.keyword:
             return
         kinds = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
         run = recording.Run(
@@ -75,7 +86,11 @@ class _Recorder:
                 report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())
             ],
         )
-        config.getoption("--record").write_text(str(run))
+        if (file := config.getoption("--record")) and not marks:
+            file.write_text(str(run))
+        if file := config.getoption("--record-torch"):
+            row = recording.torch_row(run, torch.__version__, has_long=not marks)
+            file.write_text(recording.with_row(file.read_text(), row))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
