@@ -82,6 +82,21 @@ def test_every_public_name_becomes_ours() -> None:
 
 
 @in_fresh_ranks(1)
+def test_names_that_this_torch_lacks_are_skipped() -> None:
+    api = importlib.import_module(f"{ENGINE}._fsdp_api")
+    collectives = importlib.import_module(f"{ENGINE}._fsdp_collectives")
+    for module, name in ((api, "DataParallelMeshDims"), (collectives, "SymmMemAllGather")):
+        if hasattr(module, name):  # as in torch 2.11
+            delattr(module, name)
+    fullshard.install()
+    assert torch.distributed.fsdp.fully_shard is fullshard.fully_shard
+    assert not hasattr(api, "DataParallelMeshDims")
+    assert not hasattr(collectives, "SymmMemAllGather")
+    fullshard.uninstall()
+    assert torch.distributed.fsdp.fully_shard is not fullshard.fully_shard
+
+
+@in_fresh_ranks(1)
 def test_composable_package_is_ours_too() -> None:
     from torch.distributed._composable import fsdp
     from torch.distributed._composable.fsdp import fully_shard as imported_before
@@ -124,11 +139,19 @@ def test_torch_s_own_modules_see_our_classes() -> None:
     from torch.distributed._tools import fsdp2_mem_tracker
     from torch.distributed.pipelining import schedules, stage
 
+    modules = (stage, schedules, fsdp2_mem_tracker)
+    # Which names each of them has depends on the version.
+    theirs = {
+        (module, name)
+        for module in modules
+        for name in PUBLIC
+        if getattr(module, name, None) is getattr(torch.distributed.fsdp, name)
+    }
+    assert {(module, "FSDPModule") for module in modules} < theirs
+    assert (schedules, "UnshardHandle") in theirs
     fullshard.install()
-    for module in (stage, schedules, fsdp2_mem_tracker):
-        assert module.FSDPModule is fullshard.FSDPModule
-    assert stage.fully_shard is fullshard.fully_shard
-    assert schedules.UnshardHandle is fullshard.UnshardHandle
+    for module, name in theirs:
+        assert getattr(module, name) is getattr(fullshard, name), name
 
 
 @in_fresh_ranks(1)
