@@ -60,6 +60,7 @@ def _load_decompositions() -> None:
     """Do what forward mode does when it is first used, without PyTorch's own deprecations."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)  # the same one since torch 2.14
         fwd._maybe_load_decompositions()  # type: ignore[attr-defined]
 
 
