@@ -9,8 +9,9 @@ import contextlib
 import copy
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,7 @@ from tests.api import Api
 from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.installing import installed
 from tests.models import mlp
+from tests.releases import needs_newest
 from tests.selection import one_way
 from tests.training import assert_equal, full_gradients, full_parameters, make_batch
 
@@ -93,7 +95,14 @@ class Pipeline:
     `layers` holds them under their numbers in the whole model, so that names agree with it.
     """
 
-    def __init__(self, api: Api, schedule: str, model: nn.Sequential, **options: Any) -> None:
+    def __init__(
+        self,
+        api: Api,
+        schedule: str,
+        model: nn.Sequential,
+        schedule_options: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
         kind: Any = getattr(pipelining, schedule)
         group = _mesh().get_group("pp")
         self.is_first = group.rank() == 0
@@ -114,15 +123,17 @@ class Pipeline:
                 )
             )
         stages = self.stages[0] if is_single else self.stages
-        self.schedule = kind(stages, n_microbatches=NUM_MICROBATCHES, loss_fn=_loss)
+        self.schedule = kind(
+            stages, n_microbatches=NUM_MICROBATCHES, loss_fn=_loss, **schedule_options
+        )
 
-    def step(self, inputs: Tensor, targets: Tensor) -> float | None:
+    def step(self, inputs: Tensor, targets: Tensor, **options: Any) -> float | None:
         """Run forward and backward on this rank's part of a batch; the last rank has a loss."""
         if self.is_first:
-            self.schedule.step(_my_part(inputs))
+            self.schedule.step(_my_part(inputs), **options)
             return None
         losses: list[Tensor] = []
-        self.schedule.step(target=_my_part(targets), losses=losses)
+        self.schedule.step(target=_my_part(targets), losses=losses, **options)
         return _mean_over_dp(torch.stack(losses).mean().item())
 
 
@@ -171,6 +182,42 @@ def test_each_unit_is_reduced_once_a_step_whatever_the_microbatches(
         pipeline.step(*_data(0))  # the first one also runs a microbatch to learn shapes
         counts.clear()
         pipeline.step(*_data(1))
+        assert counts == dict.fromkeys(pipeline.layers, 1)
+
+
+@needs_newest
+@pytest.mark.parametrize("schedule", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+@on_ranks(4, limit_s=60)
+def test_reductions_of_one_stage_may_run_beside_the_next(api: Api, schedule: str) -> None:
+    alone = mlp(NUM_LAYERS)
+    with installed(api):
+        options = {"defer_reduce_grad_wait": True}
+        pipeline = Pipeline(api, schedule, alone, options, reshard_after_forward=False)
+        for step in range(2):
+            alone.zero_grad()
+            _check_step(pipeline, alone, *_data(step))
+            pipeline.layers.zero_grad()
+
+
+@needs_newest
+@pytest.mark.parametrize(
+    "schedule",
+    ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"],
+)
+@on_ranks(4, limit_s=60)
+def test_gradients_of_several_steps_may_be_reduced_once(api: Api, schedule: str) -> None:
+    alone = mlp(NUM_LAYERS)
+    counts: Counter[str] = Counter()
+    with installed(api):
+        pipeline = Pipeline(api, schedule, alone, reshard_after_forward=False)
+        pipeline.step(*_data(0))  # the first one also runs a microbatch to learn shapes
+        pipeline.layers.zero_grad()
+        for name, layer in pipeline.layers.items():
+            layer.set_all_reduce_hook(lambda _, name=name: counts.update([name]))
+        pipeline.step(*_data(1), finalize_gradients=False)
+        assert not counts
+        _loss(alone(_data(1)[0]), _data(1)[1]).backward()
+        _check_step(pipeline, alone, *_data(2))
         assert counts == dict.fromkeys(pipeline.layers, 1)
 
 
