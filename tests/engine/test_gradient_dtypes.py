@@ -236,6 +236,16 @@ def test_wrapper_reduces_in_param_dtype_on_every_torch(api: Api) -> None:
     assert "gradients reduced in bfloat16" in str(fullshard.describe(model))
 
 
+@pytest.mark.parametrize("originals", [False, True])
+@on_ranks(2)
+def test_wrapper_refuses_a_grad_dtype_that_it_cannot_follow(api: Api, originals: bool) -> None:
+    model = Scale()
+    model.weight.grad_dtype = BF16
+    with pytest.raises(ValueError, match="weight asks for gradients in"):
+        fullshard.FullyShardedDataParallel(model, use_orig_params=originals)
+    assert model.weight.shape == (8,)
+
+
 @on_ranks(2)
 def test_gradients_that_come_wider_than_parameters_are_not_rounded(api: Api) -> None:
     model = fullshard.fully_shard(

@@ -38,8 +38,8 @@ from fullshard.fsdp1.recognition import recognise
 from fullshard.fsdp1.setup import (
     ProcessGroups,
     broadcast_states,
-    check_layouts,
     check_one_device,
+    check_parameters,
     choose_ranks,
     compute_device,
     find_ignored,
@@ -207,7 +207,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
             if not restores_all:
                 stack.enter_context(restoring(covered, what))
             # Values are made before they are broadcast, and moved to where groups communicate.
-            check_layouts(covered, ignored)
+            check_parameters(covered, ignored)
             check_one_device(covered, ignored, values.device_id)
             materialise(covered, self.compute_device, values.param_init_fn)
             move(covered, ignored, self.compute_device, offload=self.cpu_offload.offload_params)

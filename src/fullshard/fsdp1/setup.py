@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.module_state import state_of
-from fullshard.engine.params.managed import owner_of
+from fullshard.engine.params.managed import owner_of, said_grad_dtype
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
 from fullshard.faces.meshes import unit_device
@@ -365,15 +365,27 @@ def check_one_device(covered: Iterable[nn.Module], ignored: Ignored, device_id: 
         )
 
 
-def check_layouts(covered: Iterable[nn.Module], ignored: Ignored) -> None:
-    """Raise UnsupportedError for sparse and other parameters that are not strided."""
+def check_parameters(covered: Iterable[nn.Module], ignored: Ignored) -> None:
+    """Raise UnsupportedError for parameters that no flat buffer can hold, or no gradient of one.
+
+    That is those that are not strided, and those that ask for gradients of another dtype.
+    """
     for module in covered:
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.layout is not torch.strided and parameter not in ignored.params:
+            if parameter in ignored.params:
+                continue
+            if parameter.layout is not torch.strided:
                 raise UnsupportedError(
                     f"{type(module).__name__}: {name} has the layout {parameter.layout}, and only "
                     "dense parameters are sharded. Make it dense (to_dense()), or leave it out "
                     "(ignored_states)."
+                )
+            wanted = said_grad_dtype(parameter).dtype
+            if wanted not in (None, parameter.dtype):
+                raise UnsupportedError(
+                    f"{type(module).__name__}: {name} asks for gradients in {wanted} (grad_dtype), "
+                    f"but is {parameter.dtype}, and gradients in one buffer have its dtype. Use "
+                    "fully_shard, which follows grad_dtype, or leave it unset."
                 )
 
 

@@ -96,12 +96,16 @@ class GradientBuckets:
         now = [param.gradient_dtypes(self._config) for param in self.params]
         return now != self._first_dtypes
 
-    def follow(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Plan for the dtypes in which gradients came, where they may come in any."""
+    def follow(self, grads: Sequence[torch.Tensor | None], *, are_sums: bool) -> None:
+        """Plan for the dtypes in which gradients came, where they may come in any.
+
+        are_sums: whether they are sums of several backwards, which come in the reduce dtype. That
+        says something only of parameters that are reduced in the dtype of their gradients.
+        """
         if not self._takes_any:
             return
         seen = [
-            grad.dtype if grad is not None and known.unsharded.is_any else known.full
+            known.full if grad is None or (are_sums and known.shard is not None) else grad.dtype
             for grad, known in zip(grads, self._dtypes, strict=True)
         ]
         if seen != [known.full for known in self._dtypes]:

@@ -140,7 +140,7 @@ class UnitGradients:
             self.unreduced.note_reduced()
         if not _has_any(grads) and not self._must_reduce(config):
             return None
-        self.buckets.follow(grads)
+        self.buckets.follow(grads, are_sums=is_wide)
         if self._mesh.data_parallel_size == 1 and self._hand_over_all(grads, config):
             return None
         return CompleteGradients(grads, is_wide)
