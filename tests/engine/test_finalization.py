@@ -189,16 +189,38 @@ def test_parameters_are_freed_as_the_settings_say_then(api: Api) -> None:
 
 @on_ranks(2)
 def test_nothing_may_run_before_the_reduction_was_waited_for(api: Api) -> None:
-    model = sharded(api, mlp())
+    alone = mlp()
+    model = sharded(api, alone)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+    for step in range(2):
+        backward(model, batches(step)[0])
+        handle = model.finalize_backward(async_op=True)
+        with pytest.raises(RuntimeError, match="must be waited on before forward"):
+            backward(model, batches(step)[1])
+        with pytest.raises(RuntimeError, match="must be waited on before finalizing backward"):
+            model.finalize_backward()
+        handle.wait()
+        sums_alone(alone, batches(step)[:1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(full_parameters(model), full_parameters(alone))
+
+
+@on_ranks(2)
+def test_sums_survive_an_exception_in_a_later_forward(api: Api) -> None:
+    alone = mlp()
+    model = sharded(api, alone)
+    model.set_requires_gradient_sync(False)
     backward(model, batches()[0])
-    handle = model.finalize_backward(async_op=True)
-    with pytest.raises(RuntimeError, match="must be waited on before forward"):
-        backward(model, batches()[1])
-    with pytest.raises(RuntimeError, match="must be waited on before finalizing backward again"):
-        model.finalize_backward()
-    handle.wait()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 3))
+    model.set_requires_gradient_sync(True)
+    model.reset_iter_state() if api.is_torch else None
     backward(model, batches()[1])
     model.finalize_backward()
+    if not api.is_torch:  # which drops them
+        assert_close(full_gradients(model), sums_alone(alone, batches()[:2]))
 
 
 @on_ranks(2)

@@ -5,12 +5,11 @@ finalization the end of a backward neither reduces what its units still owe nor 
 `Iteration.finalize` does, by the settings that hold then.
 """
 
-from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
 
 class Finalization:
-    """Who ends the backwards of one model, and what waits for the program to do it.
+    """Who ends the backwards of one model.
 
     is_manual: what the user has set.
     is_under_way: whether the program has begun to finalize, and has yet to wait for the reductions.
@@ -19,7 +18,6 @@ class Finalization:
     def __init__(self) -> None:
         self.is_manual = False
         self._mode: bool | None = None  # of the backwards since the last end; None before the first
-        self._put_off: set[int] = set()  # ids of units
         self._token: object | None = None
 
     def begin_backward(self) -> None:
@@ -66,18 +64,6 @@ class Finalization:
                 "the handle that finalize_backward(async_op=True) returned."
             )
 
-    def put_off(self, unit: Unit) -> None:
-        """Note that a unit owes its reduction to the program's call."""
-        if self.waits:
-            self._put_off.add(id(unit))
-
-    def take(self, unit: Unit) -> bool:
-        """Return whether a unit owes its reduction, and forget it."""
-        if id(unit) not in self._put_off:
-            return False
-        self._put_off.remove(id(unit))
-        return True
-
     def begin_wait(self) -> object:
         """Return a token for the reductions that were begun, by which `check_token` knows them."""
         self._token = object()
@@ -92,6 +78,5 @@ class Finalization:
             )
 
     def end(self) -> None:
-        """Note that the backwards were ended, or forgotten: nothing is owed any more."""
+        """Note that the backwards were ended, or forgotten."""
         self._mode = self._token = None
-        self._put_off.clear()

@@ -131,10 +131,13 @@ class Hooks(ModuleState):
             self.forget(keeps_gradients=True)
         # After `forget`, which changes the state.
         is_first = self.training_state is not TrainingState.FORWARD
+        begins = is_first and not iteration.is_in_forward and not is_in_backward()
+        if begins:
+            iteration.finalization.check_ended("forward")
         if len(self._modules) > 1 and not self.to_run:
             self.to_run = {id(module) for module in self.modules}
         self.training_state = TrainingState.FORWARD
-        if is_first and not iteration.is_in_forward and not is_in_backward():
+        if begins:
             args, kwargs = _to_device(self.all_units[0].device, args, kwargs)
             caller = _caller() if len(self._modules) == 1 else None
             iteration.begin_forward(self, is_training=module.training, caller=caller)

@@ -133,7 +133,6 @@ class Iteration:
         root: the state of the module that runs first. caller: the frame that runs its forward, None
         if unknown. Every rank has to call it, unless all parameters are whole on this rank.
         """
-        self.finalization.check_ended("forward")
         self.has_run = True
         self._caller = caller
         if self.observer is not None or profiler._is_profiler_enabled:
@@ -356,9 +355,7 @@ class Iteration:
         """Reduce a unit's full gradients, or keep them for a later backward or for `finalize`."""
         if keeps or not unit.config.reduce_grads:
             unit.accumulate(grads)
-            self.finalization.put_off(unit)
             return
-        self.finalization.take(unit)
         if unit.comm.overlaps:
             self.reductions.finish()  # they ran beside this backward; their memory serves this one
         if (in_flight := unit.reduce(grads)) is not None:
@@ -426,7 +423,8 @@ class Iteration:
         """
         self._check_may_finalize()
         for unit in reversed(self.units):
-            if self.finalization.take(unit) or unit.params.shown.has_gradients:
+            # Pipeline schedules add to gradients of unsharded parameters outside of any backward.
+            if unit.gradients.unreduced.is_holding or unit.params.shown.has_gradients:
                 self._reduce(unit, unit.take_gradients())
             if unit.config.reshard_after_backward:
                 unit.reshard()

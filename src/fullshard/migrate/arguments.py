@@ -131,6 +131,11 @@ def _precision(instance: Instance, call: Call) -> Iterator[Translation]:
     for name in ("param_dtype", "reduce_dtype"):
         if (dtype := getattr(given, name)) is not None:
             yield Translation(f"mixed_precision.{name}", dtype_name(dtype), f"{name}, the same")
+    if given.reduce_dtype is None and given.param_dtype is not None:
+        dtype = dtype_name(given.param_dtype)
+        yield Translation(
+            "mixed_precision.reduce_dtype", "None", f"reduce_dtype={dtype}: param_dtype"
+        )
     if given.param_dtype is not None:
         name = "cast_root_forward_inputs" if instance.is_root else "cast_forward_inputs"
         value = getattr(given, name)

@@ -129,7 +129,8 @@ def _policy_expression(instance: Instance) -> str | None:
     given = instance.wrapper.mixed_precision
     fields: dict[str, object] = {
         "param_dtype": given.param_dtype,
-        "reduce_dtype": given.reduce_dtype,
+        # Said in any case: None means another dtype to `fully_shard` with some releases of torch.
+        "reduce_dtype": given.reduce_dtype or given.param_dtype,
     }
     if instance.computes_in_float32:
         around = instance.parent.wrapper.mixed_precision.param_dtype if instance.parent else None

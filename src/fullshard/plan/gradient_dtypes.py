@@ -15,12 +15,12 @@ dtype | `reduce_dtype`, else `grad_dtype` | `reduce_dtype`, else as it comes |
 Gradients nearly always come in the compute dtype. An ``autograd.Function`` may return wider ones, and
 where they are reduced in a wider dtype anyway, nothing is rounded on the way.
 
-Sums of several backwards that wait for a reduction have the dtype that they are reduced in. If the
-parameters of a unit differ in the dtype they ask for, all are reduced in the one that holds each.
+Sums of several backwards that wait for a reduction have the dtype that they are reduced in. If
+parameters of one dtype in a unit ask for different ones, all are reduced in the one that holds each.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,3 +92,18 @@ def flat_gradient_dtypes(spec: ParamSpec, *, reduce_dtype: torch.dtype | None) -
 def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the dtype that holds values of each of these; there has to be one at least."""
     return functools.reduce(torch.promote_types, dict.fromkeys(dtypes))
+
+
+def reduce_dtypes(
+    stored: Sequence[torch.dtype], wanted: Sequence[torch.dtype]
+) -> list[torch.dtype]:
+    """Return, for each parameter of a unit, the dtype that holds what all of its stored dtype want.
+
+    PyTorch reduces all of a unit in one dtype, but takes parameters of one dtype only. Others, such
+    as complex ones, do not change what these are reduced in.
+    """
+    pairs = list(zip(stored, wanted, strict=True))
+    common = {
+        each: common_dtype(w for s, w in pairs if s == each) for each in dict.fromkeys(stored)
+    }
+    return [common[each] for each in stored]

@@ -1,7 +1,7 @@
 """`describe(model)`: the configuration in effect, as values and as text."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from fullshard.engine.module_state import (
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
-from fullshard.plan.gradient_dtypes import common_dtype
+from fullshard.plan.gradient_dtypes import reduce_dtypes
 from fullshard.plan.layout import Route
 
 
@@ -187,18 +187,17 @@ def _gradients(shown: _Shown) -> str:
     if not trained:
         return "no gradients"
     dtypes = [param.gradient_dtypes(unit.config) for param in trained]
-    reduced = common_dtype(each.reduced for each in dtypes)
-    kept = [each.shard or reduced for each in dtypes]
-    unlike = sorted(
-        {
-            _dtype(dtype)
-            for param, dtype in zip(trained, kept, strict=True)
-            if dtype != param.holder.sharded.dtype
-        }
-    )
-    text = f"gradients reduced in {_dtype(reduced)}, summed in "
-    text += _dtype(unit.comm.accumulate_dtype(reduced))
-    return f"{text}, {', '.join(unlike)} where grad_dtype says so" if unlike else text
+    stored = [param.holder.sharded.dtype for param in trained]
+    reduced = reduce_dtypes(stored, [each.reduced for each in dtypes])
+    kept = [each.shard or dtype for each, dtype in zip(dtypes, reduced, strict=True)]
+    text = f"gradients reduced in {_list(reduced)}, summed in "
+    text += _list(map(unit.comm.accumulate_dtype, reduced))
+    unlike = [own for own, dtype in zip(kept, stored, strict=True) if own != dtype]
+    return f"{text}, {_list(unlike)} where grad_dtype says so" if unlike else text
+
+
+def _list(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({_dtype(each) for each in dtypes}))
 
 
 def _name(names: Mapping[ManagedParameter, Sequence[str]], param: ManagedParameter) -> str:

@@ -23,7 +23,7 @@ from fullshard.engine.gradients.shards import GradientShards
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.builders import rows_layout
-from fullshard.plan.gradient_dtypes import GradientDtypes, common_dtype
+from fullshard.plan.gradient_dtypes import GradientDtypes, common_dtype, reduce_dtypes
 from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
@@ -195,31 +195,36 @@ class GradientBuckets:
                 for each, indices in flat
                 if not set(indices).isdisjoint(trainable)
             ]
-        if not trainable:
-            return []
-        # One for all of the unit, as in PyTorch: the widest that any of them asks for.
-        reduce_dtype = common_dtype(self._dtypes[index].reduced for index in trainable)
+        reduced = reduce_dtypes(
+            [self._specs[index].dtype for index in trainable],
+            [self._dtypes[index].reduced for index in trainable],
+        )
         layout = rows_layout(
-            self._gradient_specs(trainable, reduce_dtype),
+            self._gradient_specs(trainable, reduced),
             shard_size=self._mesh.shard_size,
             rule=self.shard_comm.rule,
         )
         # This layout counts the trainable parameters alone; map its indices back to the unit's.
         return [
-            (each, [trainable[param.index] for param in each.params], reduce_dtype)
+            (
+                each,
+                [trainable[param.index] for param in each.params],
+                common_dtype(reduced[param.index] for param in each.params),
+            )
             for each in layout.buckets
         ]
 
     def _gradient_specs(
-        self, trainable: Sequence[int], reduce_dtype: torch.dtype
+        self, trainable: Sequence[int], reduced: Sequence[torch.dtype]
     ) -> list[ParamSpec]:
         """Return the specs of gradients, whose dtypes decide which of them travel together."""
         full = [self._dtypes[index].full for index in trainable]
-        shard = [self._dtypes[index].shard or reduce_dtype for index in trainable]
+        shard = [
+            self._dtypes[index].shard or dtype
+            for index, dtype in zip(trainable, reduced, strict=True)
+        ]
         if self.shard_comm.joins_dtypes:
-            pairs = list(zip(full, shard, strict=True))
-            widest = {s: common_dtype(f for f, other in pairs if other == s) for s in shard}
-            full = [widest[s] for s in shard]
+            full = reduce_dtypes(shard, full)
         return [
             dataclasses.replace(self._specs[index], dtype=s, compute_dtype=f)
             for index, f, s in zip(trainable, full, shard, strict=True)
