@@ -88,14 +88,16 @@ def recognise(ours: type[WithStateDicts]) -> None:
     theirs = module.FSDP
     if theirs is ours or isinstance(theirs, _Either):
         return
-    their_state_of = getattr(module, _STATE_OF)
-
-    def state_of(each: nn.Module) -> Any:
-        return wrapped_state(each) if isinstance(each, ours) else their_state_of(each)
-
     module.FSDP = _Either("FullyShardedDataParallel", (), {"ours": ours, "theirs": theirs})
-    setattr(module, _STATE_OF, state_of)
-    setattr(module, _HYBRID, [*getattr(module, _HYBRID), *HYBRID_SHARDING_STRATEGIES])
+    # What torch looks at beside the class differs between releases.
+    if (their_state_of := getattr(module, _STATE_OF, None)) is not None:
+
+        def state_of(each: nn.Module) -> Any:
+            return wrapped_state(each) if isinstance(each, ours) else their_state_of(each)
+
+        setattr(module, _STATE_OF, state_of)
+    if (strategies := getattr(module, _HYBRID, None)) is not None:
+        setattr(module, _HYBRID, [*strategies, *HYBRID_SHARDING_STRATEGIES])
 
 
 def recognise_again(ours: type[WithStateDicts]) -> None:
