@@ -1,0 +1,1 @@
+"""The order of streams, proven without a GPU: see `lab`."""

@@ -1,0 +1,123 @@
+"""A device without a device: engine, lanes, memory and collectives put together.
+
+    with Lab() as lab:
+        model = lab.shard(...)
+        ...                      # train it
+    lab.problems                 # what no event orders, and where the host waited
+
+`lanes` keeps what is ordered, `memory` what was done to which byte, `recording` sees every operation,
+`collectives` every collective. `programs` are the settings that the engine is proven in, `mutations`
+the waits that are taken out of it one by one to prove the proof.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fullshard.comm import packing, process_group, scratch
+from fullshard.engine.checks import writes
+from fullshard.engine.runtime import Runtime
+from tests.streams.collectives import Collectives
+from tests.streams.lanes import Event, Stream, VirtualRuntime
+from tests.streams.recording import DEVICE, Recorder
+
+WORLD_SIZE = 4
+
+
+class Lab:
+    """A virtual device for as long as its context is entered.
+
+    is_nccl: whether collectives are called as NCCL's are: on the lanes, coalesced.
+    host_waits: how many events the host has to wait for in a `step`; None for any number.
+    may_stall: why the host may wait in other ways too; empty if it may not.
+    """
+
+    def __init__(
+        self, *, is_nccl: bool = True, host_waits: int | None = 0, may_stall: str = ""
+    ) -> None:
+        self.recorder = Recorder()
+        self._host_waits = host_waits
+        self._may_stall = bool(may_stall)
+        self.collectives = Collectives(self.recorder)
+        self.lanes = self.recorder.lanes
+        self._is_nccl = is_nccl
+        self._runtimes: dict[torch.device, Runtime] = {}
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> Lab:
+        patches = [
+            mock.patch.object(Runtime, "of", staticmethod(self._runtime_of)),
+            # One watched pass instead of two, and none later: watched passes are all alike.
+            mock.patch.object(writes, "_WATCHED", frozenset({0})),
+            # Pools of the device's memory, without what an earlier device has left there.
+            mock.patch.object(packing, "_regions", weakref.WeakValueDictionary()),
+            mock.patch.object(scratch, "_scratch", weakref.WeakValueDictionary()),
+            mock.patch.object(torch.accelerator, "is_available", return_value=True),
+            mock.patch.object(
+                torch.accelerator, "current_accelerator", return_value=torch.device(DEVICE.type)
+            ),
+            mock.patch.object(torch.accelerator, "current_device_index", return_value=0),
+        ]
+        if self._is_nccl:
+            patches.append(mock.patch.object(process_group, "backend_name", return_value="nccl"))
+        for patch in patches:
+            self._entered.enter_context(patch)
+        self._entered.enter_context(self.collectives.replaced())
+        self._entered.enter_context(self.recorder.recording())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._entered.close()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step of training, in which the host waits for nothing but what was announced."""
+        before = self.lanes.num_host_waits
+        self.recorder.refuses_stalls = not self._may_stall
+        self.recorder.is_in_step = True
+        yield
+        self.recorder.is_in_step = self.recorder.refuses_stalls = False
+        waits = self.lanes.num_host_waits - before
+        if self._host_waits is not None and waits != self._host_waits:
+            self.recorder.report(
+                f"host: waits for {waits} events in a step instead of {self._host_waits}"
+            )
+
+    def _runtime_of(self, device: torch.device) -> Runtime:
+        runtime = self._runtimes.get(device)
+        if runtime is None:
+            is_device = device.type == DEVICE.type
+            runtime = VirtualRuntime(device, self.lanes) if is_device else Runtime(device)
+            self._runtimes[device] = runtime
+        return runtime
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, each once."""
+        return list(self.recorder.problems)
+
+    def stream(self) -> Any:
+        """Return a new stream of the user's."""
+        return Stream(self.lanes)
+
+    def event(self) -> Any:
+        """Return an event that the user has recorded on the current stream."""
+        return self.lanes.record(Event())
+
+
+@contextlib.contextmanager
+def fake_world(size: int = WORLD_SIZE) -> Iterator[None]:
+    """Be rank 0 of a world without other ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

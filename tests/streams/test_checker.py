@@ -1,0 +1,416 @@
+"""The checker itself, on races made by hand: it sees each, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fullshard
+from fullshard.engine.runtime import Lane
+from tests.streams.lab import Lab, fake_world
+from tests.streams.lanes import HOST, Event, Lanes
+from tests.streams.memory import pieces
+from tests.streams.recording import DEVICE, NAMED_STALLS
+
+SIDE = Lane.REDUCE
+OTHER = Lane.ALL_GATHER
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    """Yield a virtual device."""
+    with Lab() as lab:
+        yield lab
+
+
+@pytest.fixture
+def async_lab() -> Iterator[Lab]:
+    """Yield a virtual device whose collectives run on their group's lane, as the only rank of 4."""
+    with fake_world(), Lab(is_nccl=False) as lab:
+        yield lab
+
+
+def kinds(lab: Lab) -> list[str]:
+    """Return what kinds of problems were found, in order."""
+    return [problem.partition(":")[0] for problem in lab.problems]
+
+
+def new(numel: int = 8) -> Tensor:
+    return torch.zeros(numel, device=DEVICE)
+
+
+# Races
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Tensor.zero_, Tensor.clone),
+        (Tensor.clone, Tensor.zero_),
+        (Tensor.zero_, Tensor.zero_),
+    ],
+    ids=["write-read", "read-write", "write-write"],
+)
+def test_a_write_that_no_event_orders_is_a_race(
+    lab: Lab, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]
+) -> None:
+    tensor = new()
+    event = lab.lanes.record()
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(event)
+        first(tensor)
+    assert lab.problems == []
+    second(tensor)
+    assert kinds(lab) == ["race"]
+    assert "REDUCE" in lab.problems[0]
+    assert "COMPUTE" in lab.problems[0]
+
+
+def test_two_reads_are_no_race(lab: Lab) -> None:
+    tensor = new()
+    event = lab.lanes.record()
+    for lane in (SIDE, OTHER):
+        with lab.lanes.on(lane):
+            lab.lanes.wait(event)
+            tensor.sum()
+    tensor.sum()
+    assert lab.problems == []
+
+
+def test_an_event_orders_what_came_before_it(lab: Lab) -> None:
+    tensor = new()
+    event = lab.lanes.record()
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(event)
+        tensor.add_(1)
+        is_added = lab.lanes.record()
+    lab.lanes.wait(is_added)
+    tensor.add_(1)
+    assert lab.problems == []
+
+
+def test_an_event_does_not_order_what_comes_after_it(lab: Lab) -> None:
+    tensor = new()
+    event = lab.lanes.record()
+    tensor.add_(1)
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(event)
+        tensor.add_(1)
+    assert kinds(lab) == ["race"]
+
+
+def test_order_goes_on_over_a_third_lane(lab: Lab) -> None:
+    tensor = new()
+    first = lab.lanes.record()
+    with lab.lanes.on(OTHER):
+        lab.lanes.wait(first)
+        second = lab.lanes.record()
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(second)
+        tensor.add_(1)
+    assert lab.problems == []
+
+
+def test_host_that_waited_orders_all_that_it_starts_later(lab: Lab) -> None:
+    tensor = new()
+    lab.lanes.finish(lab.lanes.record())
+    with lab.lanes.on(SIDE):
+        tensor.add_(1)
+    assert lab.problems == []
+    assert lab.lanes.num_host_waits == 1
+
+
+def test_an_event_waited_for_before_it_was_recorded_is_an_error(lab: Lab) -> None:
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(Event())
+    assert "was not recorded yet" in lab.problems[0]
+
+
+def test_parts_of_one_tensor_are_apart_and_overlapping_views_are_not(lab: Lab) -> None:
+    tensor = new(16)
+    event = lab.lanes.record()
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(event)
+        tensor[:8].add_(1)
+        tensor.view(4, 4)[:, 3].sum()
+    tensor[8:11].add_(1)
+    assert lab.problems == []
+    tensor[10:].add_(1)
+    assert kinds(lab) == ["race"]
+
+
+def test_interleaved_columns_are_apart(lab: Lab) -> None:
+    matrix = new(16).view(4, 4)
+    event = lab.lanes.record()
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(event)
+        matrix[:, :2].add_(1)
+    matrix[:, 2:].add_(1)
+    assert lab.problems == []
+    torch._foreach_add_([matrix[:, 2:], matrix[:, 1:2]], 1.0)
+    assert kinds(lab) == ["race"]
+
+
+def test_views_of_a_storage_share_its_memory(lab: Lab) -> None:
+    tensor = new()
+    again = torch.empty(0).set_(tensor.untyped_storage(), 4, (4,))
+    part = torch.empty(0).set_(tensor.untyped_storage()[16:32], 0, (4,))
+    event = lab.lanes.record()
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(event)
+        again.add_(1)
+    assert (again.device, part.device) == (DEVICE, DEVICE)
+    part.sum()
+    assert kinds(lab) == ["race"]
+
+
+def test_pieces_of_a_tensor_are_exact() -> None:
+    matrix = torch.zeros(3, 4)
+    base = matrix.data_ptr()
+
+    def offsets(tensor: Tensor) -> list[tuple[int, int]]:
+        return [(start - base, stop - base) for start, stop in pieces(tensor)]
+
+    assert offsets(matrix) == [(0, 48)]
+    assert offsets(matrix.T) == [(0, 48)]
+    assert offsets(matrix[1]) == [(16, 32)]
+    assert offsets(matrix[:, 1:3]) == [(4, 12), (20, 28), (36, 44)]
+    assert offsets(matrix[:, 0].expand(2, 3)) == [(0, 4), (16, 20), (32, 36)]
+    assert offsets(matrix[:0]) == []
+    assert offsets(matrix.flatten()[::5]) == [(0, 4), (20, 24), (40, 44)]
+
+
+# Reuse
+
+
+def _read_on_the_side(lab: Lab, tensor: Tensor) -> Event:
+    """Let another lane read what compute has made; return an event behind the read."""
+    event = lab.lanes.record()
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(event)
+        tensor.sum()
+        return lab.lanes.record()
+
+
+def test_memory_that_goes_while_another_lane_reads_it_is_reused_too_early(lab: Lab) -> None:
+    tensor = new()
+    _read_on_the_side(lab, tensor)
+    del tensor
+    assert lab.problems == []  # nothing was allocated since
+    new()
+    assert kinds(lab) == ["reuse"]
+
+
+def test_memory_may_go_once_its_home_has_waited(lab: Lab) -> None:
+    tensor = new()
+    is_read = _read_on_the_side(lab, tensor)
+    lab.lanes.wait(is_read)
+    del tensor
+    new()
+    assert lab.problems == []
+
+
+def test_memory_may_go_if_its_home_waits_before_it_allocates(lab: Lab) -> None:
+    tensor = new()
+    is_read = _read_on_the_side(lab, tensor)
+    del tensor
+    lab.lanes.wait(is_read)
+    new()
+    assert lab.problems == []
+
+
+def test_memory_goes_back_to_the_lane_that_allocated_it(lab: Lab) -> None:
+    with lab.lanes.on(SIDE):
+        tensor = new()
+        event = lab.lanes.record()
+    lab.lanes.wait(event)
+    tensor.sum()
+    del tensor
+    new()  # compute gets other memory
+    assert lab.problems == []
+    with lab.lanes.on(SIDE):
+        new()
+    assert kinds(lab) == ["reuse"]
+
+
+def test_storage_that_is_resized_is_freed_and_allocated(lab: Lab) -> None:
+    tensor = new()
+    _read_on_the_side(lab, tensor)
+    tensor.untyped_storage().resize_(0)
+    assert tensor.device == DEVICE
+    tensor.untyped_storage().resize_(32)
+    assert kinds(lab) == ["reuse"]
+
+
+# The host
+
+
+def test_copy_from_the_device_races_with_the_host(lab: Lab) -> None:
+    source = new()
+    target = torch.empty(8, pin_memory=True)
+    with lab.step():
+        target.copy_(source, non_blocking=True)
+    target.sum()
+    assert kinds(lab) == ["race"]
+    assert "host reads" in lab.problems[0]
+
+
+def test_copy_is_over_once_the_host_has_waited(lab: Lab) -> None:
+    target = torch.empty(8, pin_memory=True)
+    target.copy_(new(), non_blocking=True)
+    lab.lanes.finish(lab.lanes.record())
+    target.sum()
+    assert lab.problems == []
+
+
+def test_copy_to_the_device_reads_what_the_host_wrote_before(lab: Lab) -> None:
+    source = torch.ones(8, pin_memory=True)
+    source.add_(1)
+    source.to(DEVICE, non_blocking=True)
+    assert lab.problems == []
+    source.add_(1)
+    assert kinds(lab) == ["race"]
+
+
+def test_copy_of_unpinned_memory_lets_the_host_wait(lab: Lab) -> None:
+    source = torch.ones(8)
+    source.to(DEVICE, non_blocking=True)
+    source.add_(1)
+    assert lab.problems == []
+
+
+def test_host_that_reads_a_value_has_waited(lab: Lab) -> None:
+    tensor = new()
+    event = lab.lanes.record()
+    with lab.lanes.on(SIDE):
+        lab.lanes.wait(event)
+        assert tensor.add_(1).sum().item() == 8.0
+    tensor.add_(1)
+    assert lab.problems == []
+
+
+def _of_the_engine(source: str, name: str = "made_up") -> Callable[[Tensor], object]:
+    """Return a function of this body that stands in a file of the engine."""
+    names: dict[str, Any] = {}
+    text = f"def {name}(tensor):\n    return {source}\n"
+    exec(
+        compile(text, str(Path(fullshard.__file__).parent / "engine" / "made_up.py"), "exec"), names
+    )
+    return names[name]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "tensor.sum().item()",
+        "tensor.tolist()",
+        "bool(tensor[0])",
+        "tensor.cpu()",
+        "tensor.to('cpu', non_blocking=True)",
+        "tensor.nonzero()",
+        "tensor.equal(tensor)",
+        "[each.item() for each in tensor]",
+    ],
+)
+def test_wait_of_the_host_is_an_error_in_the_engine_alone(lab: Lab, source: str) -> None:
+    tensor = new()
+    _of_the_engine(source)(tensor)  # between steps it may wait
+    with lab.step():
+        assert lab.problems == []
+        _of_the_engine(source, name=next(iter(NAMED_STALLS)))(tensor)
+        tensor.sum().item()
+        assert lab.problems == []
+        _of_the_engine(source)(tensor)
+    assert kinds(lab) == ["host"]
+
+
+def test_events_that_the_host_waits_for_in_a_step_are_counted(lab: Lab) -> None:
+    lab.lanes.finish(lab.lanes.record())
+    with lab.step():
+        pass
+    assert lab.problems == []
+    with lab.step():
+        lab.lanes.finish(lab.lanes.record())
+    assert kinds(lab) == ["host"]
+
+
+def test_waits_of_the_host_are_named_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    assert [name for name in NAMED_STALLS if f"`{name}`" not in page] == []
+
+
+# Collectives
+
+
+def _gather(target: Tensor, source: Tensor, *, async_op: bool) -> dist.Work | None:
+    return dist.all_gather_single(target, source, async_op=async_op)
+
+
+def test_collective_is_over_once_it_was_waited_for(async_lab: Lab) -> None:
+    source, target = new(2), new(8)
+    work = _gather(target, source, async_op=True)
+    assert work is not None
+    work.wait()
+    target.sum()
+    source.add_(1)
+    assert async_lab.problems == []
+
+
+def test_collective_that_nobody_waited_for_races(async_lab: Lab) -> None:
+    source, target = new(2), new(8)
+    work = _gather(target, source, async_op=True)
+    assert work is not None
+    source.sum()
+    assert async_lab.problems == []
+    target.sum()
+    assert kinds(async_lab) == ["race"]
+
+
+def test_collective_keeps_its_memory_until_it_was_waited_for(async_lab: Lab) -> None:
+    source, target = new(2), new(8)
+    work = _gather(target, source, async_op=True)
+    del source
+    assert kinds(async_lab) == ["keep"]
+    assert work is not None
+    work.wait()
+
+
+def test_collective_without_work_runs_on_the_lane_that_calls_it(async_lab: Lab) -> None:
+    source, target = new(2), new(8)
+    event = async_lab.lanes.record()
+    with async_lab.lanes.on(SIDE):
+        async_lab.lanes.wait(event)
+        _gather(target, source, async_op=False)
+        is_gathered = async_lab.lanes.record()
+    async_lab.lanes.wait(is_gathered)
+    target.sum()
+    assert async_lab.problems == []
+    with async_lab.lanes.on(OTHER):
+        target.sum()
+    assert kinds(async_lab) == ["race"]
+
+
+# Clocks
+
+
+def test_clocks_count_operations_by_lane() -> None:
+    problems: list[str] = []
+    lanes = Lanes(problems.append)
+    first = lanes.run()
+    with lanes.on(SIDE):
+        lanes.wait(lanes.record())
+        second = lanes.run()
+    assert (first.number, second.number) == (1, 1)
+    assert not second.follows(Lane.COMPUTE, 1)
+    lanes.run(HOST)
+    third = lanes.run()
+    assert third.number == 2
+    assert third.follows(HOST, 1)
+    assert not third.follows(SIDE, 1)
+    assert problems == []

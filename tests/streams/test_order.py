@@ -1,0 +1,51 @@
+"""Every program of `programs` on a virtual device: all that moves between lanes is ordered.
+
+Nothing here computes on a GPU, or compares values: other tests do. What is tested is what no result
+shows, unless by chance: that no two lanes touch one byte without an event between them, that no lane
+is given memory that another one uses, and that the host waits for nothing it need not wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.models import PROBLEMS
+from tests.streams.lab import fake_world
+from tests.streams.programs import PROGRAMS, SMALL, run_program
+
+# Beside the models that train like one process in tests/parity.
+MODELS = (*PROBLEMS, "tied_transformer", "partly_frozen", "two_dtypes")
+# One flat parameter has one dtype, and is trained or not.
+NOT_FLAT = {"partly_frozen", "two_dtypes"}
+MATRIX = [
+    pytest.param(name, model, id=f"{name}-{model}")
+    for name in PROGRAMS
+    for model in MODELS
+    if not (name.startswith("flat") and model in NOT_FLAT)
+]
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    """Be one rank of four; the others answer at once."""
+    with fake_world():
+        yield
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_everything_is_ordered(name: str) -> None:
+    assert run_program(name, SMALL).problems == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "model"), MATRIX)
+def test_everything_is_ordered_with_every_model(name: str, model: str) -> None:
+    assert run_program(name, model).problems == []
+
+
+def test_lanes_run_what_they_are_for() -> None:
+    lab = run_program("plain", SMALL)
+    lanes = {str(lane).rpartition(".")[2] for lane in lab.recorder.num_operations}
+    assert lanes == {"COMPUTE", "ALL_GATHER", "REDUCE", "host"}
