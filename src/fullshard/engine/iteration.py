@@ -141,6 +141,11 @@ class Iteration:
         self._expects_backward = torch.is_grad_enabled()
         self._recorder.start_pass()
         self._checks_order = self._order.is_checked
+        # Before anything reads shards: what compares contents does. Compute waits, not the all-gather
+        # lane alone: it may read shards in place, and in the fence it tells peers that they may.
+        if self.units and self.units[0].runtime.has_streams:
+            self.units[0].runtime.wait(self.post_optim_event)
+        self.post_optim_event = None
         # Shards come home first: contents are compared with them, and peers read them in the pass.
         for unit in self.units:
             if unit.phase is Phase.POST_FORWARD:
@@ -155,11 +160,6 @@ class Iteration:
         self._gathers = not all(is_whole(unit) for unit in self.units)
         if self._gathers:
             self._watch.begin_pass(is_training=is_training)
-        if self.units and self.units[0].runtime.has_streams:
-            # Compute waits, not the all-gather lane alone: it may read shards in place, and in the
-            # fence it tells peers that they may.
-            self.units[0].runtime.wait(self.post_optim_event)
-        self.post_optim_event = None
         if self._gathers:
             self.fence("before forward")  # until here peers may have written to their shards
             self._fenced_since_backward = True

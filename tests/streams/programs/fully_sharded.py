@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard.engine.checks import writes
 from tests.streams.lab import Lab
 from tests.streams.programs.common import (
     ALL_BF16,
@@ -212,6 +214,24 @@ def _unshard_and_leave(lab: Lab, name: str) -> None:
                 parameter._local_tensor.mul_(0.99)
 
     train(lab, problem, model, after_backward=write)
+
+
+@program("optimizer-on-its-own-stream")
+def _own_stream(lab: Lab, name: str) -> None:
+    problem = problem_of(name)
+    model = shard(problem)
+    optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    stream, (inputs, targets) = lab.stream(), data_of(problem, lab)
+    # As many passes are watched as usually: the second one reads what the optimizer wrote.
+    with mock.patch.object(writes, "_WATCHED", frozenset({0, 1})):
+        for _ in range(NUM_STEPS + 1):
+            with lab.step():
+                problem.loss(model(inputs), targets).backward()
+                is_ready = lab.event()
+                with stream:
+                    lab.lanes.wait(is_ready)
+                    optimizer.step()
+                    model.set_post_optim_event(lab.event())
 
 
 @program("evaluation-between")
