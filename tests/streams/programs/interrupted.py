@@ -59,6 +59,35 @@ def _interrupted(lab: Lab, name: str, *, in_backward: bool, **options: Any) -> N
             optimizer.zero_grad()
 
 
+@program("exception-in-a-hook")
+def _interrupted_by_a_hook(lab: Lab, name: str) -> None:
+    _interrupted_in_reduction(lab, name)
+
+
+@program("exception-in-a-hook-async", is_nccl=False)
+def _interrupted_by_a_hook_async(lab: Lab, name: str) -> None:
+    _interrupted_in_reduction(lab, name)
+
+
+def _interrupted_in_reduction(lab: Lab, name: str) -> None:
+    """Let the user's hook raise while a reduction of several buckets is being finished."""
+    problem = problem_of(name)
+    model = shard(problem)
+    optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    inputs, targets = data_of(problem, lab)
+    unit: Any = problem.units[0] if problem.units else model
+    for _ in range(NUM_STEPS):
+        with lab.step():
+            unit.set_all_reduce_hook(_raising)
+            with contextlib.suppress(Interruption):
+                problem.loss(model(inputs), targets).backward()
+        with lab.step():
+            unit.set_all_reduce_hook(lambda total: None)
+            problem.loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def _raising(*_: Any) -> None:
     raise Interruption
 
@@ -67,7 +96,7 @@ def _raising_backward(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return _Raises.apply(output)
 
 
-for _where in ("forward",):
+for _where in ("forward", "backward"):
     _in_backward = _where == "backward"
     program(f"exception-in-{_where}")(partial(_interrupted, in_backward=_in_backward))
     program(f"exception-in-{_where}-async", is_nccl=False)(

@@ -9,7 +9,7 @@ from fullshard.comm.interface import Reduction
 from fullshard.engine.gradients.deposits import BucketGradients
 from fullshard.engine.gradients.recipe import Recipe
 from fullshard.engine.gradients.shards import GradientShards
-from fullshard.engine.runtime import Runtime
+from fullshard.engine.runtime import Lane, Runtime
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,6 +93,12 @@ class InFlight:
 
         Where nothing runs by itself there is nothing to wait for, and the peers may never come.
         """
-        if not self.is_finished and self.gradients.overlaps:
-            for item in self.buckets:
-                item.reduction.wait()
+        runtime = self.gradients.runtime
+        with runtime.on(Lane.REDUCE):
+            if not self.is_finished and self.gradients.overlaps:
+                for item in self.buckets:
+                    item.reduction.wait()
+            # Anew: if an exception came before the end of `finish`, there is no event that covers
+            # what the lane reads.
+            self.event = runtime.record()
+        self.release()
