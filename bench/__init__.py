@@ -5,6 +5,7 @@ One script per question, each printing ratios against peers measured in the same
     python -m bench.step          step time, losses and host memory of training
     python -m bench.alone         what one rank costs over the unwrapped model, to a percent
     python -m bench.host          host time per unit, at 8 and at 1,024 ranks
+    python -m bench.launches      operations that a device is given in a step
     python -m bench.memory        peak tensor bytes per rank over what must be there
     python -m bench.collectives   all-gather and reduce-scatter against a memory copy and Gloo
     python -m bench.gpu           training on one GPU (`make gpu-check`)

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from . import alone, collectives, hiding, host, memory, step
+from . import alone, collectives, hiding, host, launches, memory, step
 from .goals import (
     AHEAD,
     COLUMNS,
@@ -185,6 +185,18 @@ def run_host(run: Run) -> None:
     run.results |= host.results_json(results)
 
 
+def run_launches(run: Run) -> None:
+    """Operations that a device is given beside the model's own, over FSDP2's."""
+    results = launches.measure()
+    rows = [
+        Row(name, {"fullshard": launches.over_fsdp2(results, name)}, at_most(1.0, "fullshard"))
+        for name in dict.fromkeys(result.model for result in results)
+    ]
+    run.sections.append(Section("operations a step over FSDP2, fake backend, 8 ranks", rows))
+    run.details.append(launches.build_table(results))
+    run.results |= launches.results_json(results)
+
+
 def run_memory(run: Run) -> None:
     names = memory.SHARDED if run.all_peers else _SHORT_LIST[1:]
     results = memory.measure([4] if run.quick else [4, 40], implementations=names)
@@ -262,11 +274,12 @@ PARTS: dict[str, Callable[[Run], None]] = {
     **{name: _step_part(name) for name in STEP_SETTINGS},
     "alone": run_alone,
     "host": run_host,
+    "launches": run_launches,
     "memory": run_memory,
     "collectives": run_collectives,
     "hiding": run_hiding,
 }
-_QUICK_PARTS = ("2-ranks", "4-ranks", "alone", "host", "memory", "collectives")
+_QUICK_PARTS = ("2-ranks", "4-ranks", "alone", "host", "launches", "memory", "collectives")
 
 
 def build_table(sections: Sequence[Section], *, seconds: float) -> Table:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, run_all, step
+from bench import gpu, launches, run_all, step
 from bench.alone import Measured as AloneMeasured
 from bench.alone import cpu_ratio, wall_ratio
 from bench.collectives import MEMORY_COPY, Operation
@@ -181,3 +181,15 @@ def test_results_are_written_as_markdown_and_json(tmp_path: Path) -> None:
     written = json.loads(path.with_suffix(".json").read_text())
     assert written["x"] == 1
     assert written["machine"]["torch"] in path.read_text()
+
+
+def test_a_device_is_given_no_more_operations_than_by_fsdp2() -> None:
+    results = launches.measure()
+    by_name = {(each.implementation, each.model): each for each in results}
+    for model in dict.fromkeys(each.model for each in results):
+        ours, theirs = by_name["fullshard", model], by_name["fsdp2", model]
+        assert ours.collectives == theirs.collectives > 0
+        assert 0 < ours.kernels < theirs.kernels
+        assert launches.over_fsdp2(results, model) <= 1.0
+        # None of it stands in the way of compute.
+        assert ours.side_lanes == ours.total
