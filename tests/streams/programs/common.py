@@ -96,7 +96,7 @@ def problem_of(name: str) -> Problem:
     """
     if name == "wide":
         net = nn.Sequential(
-            nn.Linear(16, 8192), nn.Tanh(), nn.Linear(8192, 16), nn.Tanh(), nn.Linear(16, 5)
+            nn.Linear(16, 32768), nn.Tanh(), nn.Linear(32768, 16), nn.Tanh(), nn.Linear(16, 5)
         )
         return Problem(net, torch.randn(12, 16), torch.randn(12, 5), [net[0], net[2]])
     if name == "two_dtypes":
