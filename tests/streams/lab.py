@@ -1,9 +1,10 @@
 """A device without a device: engine, lanes, memory and collectives put together.
 
     with Lab() as lab:
-        model = lab.shard(...)
-        ...                      # train it
-    lab.problems                 # what no event orders, and where the host waited
+        model = fullshard.fully_shard(...)    # on a mesh of type cuda
+        with lab.step():
+            ...                               # train it
+    lab.problems                              # what no event orders, and where the host waited
 
 `lanes` keeps what is ordered, `memory` what was done to which byte, `recording` sees every operation,
 `collectives` every collective. `programs` are the settings that the engine is proven in, `mutations`
@@ -65,6 +66,8 @@ class Lab:
                 torch.accelerator, "current_accelerator", return_value=torch.device(DEVICE.type)
             ),
             mock.patch.object(torch.accelerator, "current_device_index", return_value=0),
+            mock.patch.object(torch.accelerator, "synchronize", self._synchronize),
+            mock.patch.object(torch.cuda, "synchronize", self._synchronize),
         ]
         if self._is_nccl:
             patches.append(mock.patch.object(process_group, "backend_name", return_value="nccl"))
@@ -90,6 +93,9 @@ class Lab:
             self.recorder.report(
                 f"host: waits for {waits} events in a step instead of {self._host_waits}"
             )
+
+    def _synchronize(self, device: object = None) -> None:
+        self.recorder.stall("all of the device")
 
     def _runtime_of(self, device: torch.device) -> Runtime:
         runtime = self._runtimes.get(device)

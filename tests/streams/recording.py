@@ -8,7 +8,7 @@ there, and the host works on its own memory. All memory is the host's in truth. 
 
 An operation on device memory runs on the current lane, one on host memory on the host. One between
 the two runs on the lane, and the host waits for it unless it was told not to and the memory is
-pinned. Whoever asks for values on the device waits as well; `Stall` says who may.
+pinned. Whoever asks for values on the device waits as well; `NAMED_STALLS` are the functions that may.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _SOURCE = str(Path(fullshard.__file__).parent)
 # Between the engine and an operation: torch, this folder's own files, and the standard library.
 _TRANSPARENT = (
     str(Path(torch.__file__).parent),
-    *(str(Path(__file__).parent / name) for name in ("recording.py", "collectives.py", "lanes.py")),
+    *(
+        str(Path(__file__).parent / name)
+        for name in ("collectives.py", "lab.py", "lanes.py", "recording.py")
+    ),
     contextlib.__file__,
     "<",
 )
@@ -54,6 +57,7 @@ _STALLING = {
     _aten.unique_consecutive.default,
     _aten._unique2.default,
 }
+_INDEXING = {_aten.index.Tensor, _aten.index_put_.default}
 # Functions of the engine in which the host may wait for the device, and why: docs/gpu.md.
 NAMED_STALLS = {
     "compare_shards": "watched passes compare contents",
@@ -294,7 +298,7 @@ class _Operations(TorchDispatchMode):
         recorder.note(reads, [*writes, *fresh], what)
         if function is _aten.copy_.default:
             self._wait_for_copy(reads[0], writes[0], args, kwargs)
-        if function in _STALLING and any(recorder.place_of(t) is Place.DEVICE for t in reads):
+        if _needs_result(function, reads) and recorder.place_of(reads[0]) is Place.DEVICE:
             recorder.stall(what)
 
     def _allocate(self, fresh: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> None:
@@ -316,6 +320,14 @@ class _Operations(TorchDispatchMode):
             return
         if not (non_blocking and Place.PINNED in places):
             self._recorder.stall("a copy" if not non_blocking else "a copy of unpinned memory")
+
+
+def _needs_result(function: Any, reads: Sequence[Tensor]) -> bool:
+    """Whether the host needs the values of a result, or its size, which a mask decides."""
+    if function in _STALLING:
+        return True
+    is_masked = any(each.dtype in (torch.bool, torch.uint8) for each in reads[1:])
+    return function in _INDEXING and is_masked
 
 
 def _operands(function: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:

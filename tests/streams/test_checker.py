@@ -315,6 +315,8 @@ def _of_the_engine(source: str, name: str = "made_up") -> Callable[[Tensor], obj
         "tensor.to('cpu', non_blocking=True)",
         "tensor.nonzero()",
         "tensor.equal(tensor)",
+        "tensor[tensor > 0]",
+        "__import__('torch').accelerator.synchronize()",
         "[each.item() for each in tensor]",
     ],
 )

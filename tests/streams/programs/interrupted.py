@@ -177,10 +177,28 @@ program("pipeline-1f1b-resharding")(partial(_pipeline, reshards=True, num_ahead=
 program("pipeline-hsdp")(partial(_pipeline, reshards=False, num_ahead=2, mesh=(2, 2)))
 
 
-if hasattr(fullshard.FSDPModule, "finalize_backward"):
+def _finalized(lab: Lab, name: str, *, async_op: bool, **options: Any) -> None:
+    """Run backwards that reduce nothing, and let the program end them all at once."""
+    problem = problem_of(name)
+    model = shard(problem, **options)
+    model.set_manual_backward_finalization(True)
 
-    @program("backward-finalized-by-hand")
-    def _finalized(lab: Lab, name: str) -> None:
-        problem = problem_of(name)
-        model: Any = shard(problem)
-        train(lab, problem, model, after_backward=model.finalize_backward)
+    def finalize() -> None:
+        model.set_requires_gradient_sync(True)
+        handle = model.finalize_backward(async_op=async_op)
+        if handle is not None:
+            handle.wait()
+        model.set_requires_gradient_sync(False)
+
+    model.set_requires_gradient_sync(False)
+    train(lab, problem, model, num_microbatches=2, after_backward=finalize)
+
+
+if hasattr(fullshard.FSDPModule, "finalize_backward"):
+    program("finalized")(partial(_finalized, async_op=False))
+    program("finalized-later")(partial(_finalized, async_op=True))
+    program("finalized-async", is_nccl=False)(partial(_finalized, async_op=True))
+    program("finalized-hsdp")(partial(_finalized, async_op=True, mesh=(2, 2)))
+    program("finalized-offload", host_waits=1)(
+        partial(_finalized, async_op=True, offload_policy=OFFLOAD)
+    )
