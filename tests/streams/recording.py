@@ -235,7 +235,8 @@ class _Functions(TorchFunctionMode):
             if isinstance(value, (torch.device, str)):
                 target = value
             elif isinstance(value, Tensor):
-                target, kwargs["dtype"] = value.device, value.dtype
+                is_there = self._recorder.place_of(value) is Place.DEVICE
+                target, kwargs["dtype"] = DEVICE if is_there else HOST_DEVICE, value.dtype
             else:
                 others.append(value)
         if (held := getattr(tensor, "held", None)) is not None:

@@ -347,6 +347,27 @@ def test_waits_of_the_host_are_named_in_the_documentation() -> None:
     assert [name for name in NAMED_STALLS if f"`{name}`" not in page] == []
 
 
+def test_tensors_are_where_programs_put_them(lab: Lab) -> None:
+    there, here = new(), torch.zeros(8)
+    assert (there.device, here.device) == (DEVICE, torch.device("cpu"))
+    assert (there.is_cuda, there.is_cpu, here.is_cuda, here.is_cpu) == (True, False, False, True)
+    for moved in (here.to(DEVICE), here.to(there), here.cuda(), here.to("cuda", torch.float64)):
+        assert moved.device == DEVICE
+        assert (moved + 1).view(2, 4)[1].device == DEVICE
+    for back in (
+        there.cpu(),
+        there.to("cpu"),
+        there.to(here),
+        torch.empty_like(there, device="cpu"),
+    ):
+        assert back.device.type == "cpu"
+    assert there.to(torch.float64).device == DEVICE
+    assert there.to(DEVICE) is there
+    pinned = torch.zeros(8, pin_memory=True)
+    assert (pinned.is_pinned(), here.is_pinned(), pinned[2:].is_pinned()) == (True, False, True)
+    assert lab.problems == []
+
+
 # Collectives
 
 

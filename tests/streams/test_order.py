@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.models import PROBLEMS
+from tests.selection import repeats
 from tests.streams.lab import fake_world
 from tests.streams.programs import PROGRAMS, SMALL, run_program
 
@@ -34,6 +35,12 @@ def world() -> Iterator[None]:
         yield
 
 
+def _has_twin(name: str) -> bool:
+    """Whether the program trains a flat parameter, and another does the same with its pieces."""
+    return name.startswith("flat-") and name.replace("flat", "pieces", 1) in PROGRAMS
+
+
+@repeats(lambda settings: _has_twin(settings["name"]))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_everything_is_ordered(name: str) -> None:
     assert run_program(name, SMALL).problems == []
