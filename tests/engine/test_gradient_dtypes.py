@@ -356,6 +356,23 @@ def test_grad_dtype_may_be_set_after_sharding_until_the_first_forward(api: Api) 
     assert weight.grad.dtype == BF16
 
 
+@on_ranks(2)
+def test_grad_dtype_may_be_set_while_somebody_keeps_a_weight(api: Api) -> None:
+    class Keeping(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            self.__dict__["kept"] = self.weight
+            return super().forward(x)
+
+    model = Keeping()
+    api.fully_shard(model)
+    _sum_of([3.0], model, sync_all=True)
+    model.weight.grad = None
+    model.weight.grad_dtype = BF16
+    model.to("cpu")
+    total = _sum_of([3.0], model.half(), sync_all=True)
+    assert total.dtype == BF16
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 @on_ranks(2)
 def test_sgd_and_clipping_work_on_such_gradients(api: Api, foreach: bool) -> None:

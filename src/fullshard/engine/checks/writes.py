@@ -63,7 +63,8 @@ class _Watched:
     def open(self) -> None:
         """Compare shards and take note of the unsharded parameters, which are about to be used."""
         self.compare_shards()
-        if self._unsharded is None:
+        # A unit may be sharded in its own backward (`set_unshard_in_backward(False)`).
+        if self._unsharded is None and self.unit.is_unsharded:
             self._unsharded = _fingerprints(self.unit.params.unsharded_locals)
             self._versions = [tensor._version for tensor in self.unit.params.unsharded_locals]
 

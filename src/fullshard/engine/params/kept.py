@@ -44,14 +44,17 @@ class _Hold(torch.autograd.Function):
         return grad, None
 
 
-def _hold(tensors: Sequence[torch.Tensor]) -> Any:
-    """Return a node that saves tensors.
+def _hold(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the output of a node that saves tensors: they are saved as long as it lives.
+
+    Not the node itself: before torch 2.13 it drops what it saved as soon as its output is gone.
 
     Call it out of context: a user's hooks on saved tensors (`save_on_cpu`) would read their memory,
     which may be freed, and count them.
     """
     one = torch.zeros((), requires_grad=True)
-    return _Hold.apply(one, tensors).grad_fn  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Hold.apply(one, tensors)  # type: ignore[no-untyped-call]
+    return output
 
 
 class KeptParameters:

@@ -19,7 +19,16 @@ _KEPT = "_fullshard_kept"  # on such a tensor: how the message begins, or who kn
 
 # What is allowed, since it reads no memory. The engine itself uses some of it on such tensors.
 _PROPERTIES = ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim")
-_LAYOUT = ("layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "nbytes", "itemsize")
+_LAYOUT = (
+    "layout",
+    "grad_dtype",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "nbytes",
+    "itemsize",
+)
 _METHODS = ("size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous")
 _PLACES = ("untyped_storage", "storage_offset", "data_ptr", "_version", "_backward_hooks", "_base")
 _OTHERS = ("is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__", "_is_view")
