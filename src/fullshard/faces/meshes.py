@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fullshard.engine.params.managed import ParamForm
+from fullshard.engine.params.form import ParamForm
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, MisuseError, ShardingError, UnsupportedError
 from fullshard.plan.mesh import MeshPlan
@@ -225,7 +225,7 @@ def param_form(
     placement: the dim to shard; None for dim 0. name: for messages. Raises ShardingError for a
     placement or a parameter that does not fit the mesh.
     """
-    dim = _shard_dim(parameter, placement, info, name)
+    dim = shard_dim(parameter, placement, info, name)
     if not isinstance(parameter, DTensor):
         if info.is_spmd_mesh:
             raise ShardingError(
@@ -236,7 +236,7 @@ def param_form(
         placements = _data_parallel(info, Shard(dim))
         return ParamForm(DTensorSpec(info.mesh, placements, tensor_meta=meta), dim)
     if info.is_spmd_mesh:
-        return _spmd_form(parameter, dim, info, name)
+        return spmd_form(parameter._spec, dim, info, name)
     return _tensor_parallel_form(parameter, dim, info, name)
 
 
@@ -284,9 +284,10 @@ def _data_parallel(info: DataParallelMeshInfo, innermost: Placement) -> tuple[Pl
     )
 
 
-def _shard_dim(
+def shard_dim(
     parameter: nn.Parameter, placement: Shard | None, info: DataParallelMeshInfo, name: str
 ) -> int:
+    """Return the dim that a parameter is cut along. Raises as `param_form` does."""
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
@@ -352,9 +353,13 @@ def tensor_parallel_spec(
     return DTensorSpec(mesh, (*front, *own.placements), tensor_meta=own.tensor_meta)
 
 
-def _spmd_form(parameter: DTensor, dim: int, info: DataParallelMeshInfo, name: str) -> ParamForm:
-    """Return the form of a DTensor on the whole mesh: its data-parallel dims become sharded."""
-    own, dims = parameter._spec, info.dp_mesh_dims
+def spmd_form(own: DTensorSpec, dim: int, info: DataParallelMeshInfo, name: str) -> ParamForm:
+    """Return the form of a DTensor on the whole mesh: its data-parallel dims become sharded.
+
+    own: its mesh, placements and shape. dim: along which it is cut. Raises ShardingError for another
+    mesh, and for a DTensor that is not whole on the data-parallel dims.
+    """
+    dims = info.dp_mesh_dims
     assert dims is not None
     if info.spmd_mesh is not None and own.mesh != info.spmd_mesh:
         raise ShardingError(

@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
-from fullshard.engine.params.managed import ParamForm, Slot
+from fullshard.engine.params.form import ParamForm
+from fullshard.engine.params.managed import Slot
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import UnitComms

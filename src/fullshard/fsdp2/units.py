@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.comm.select import default_comm
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.params.dtensor import DTensorParameter
-from fullshard.engine.params.managed import ParamForm
+from fullshard.engine.params.form import ParamForm
 from fullshard.engine.restoring import restoring
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh

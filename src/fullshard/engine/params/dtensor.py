@@ -7,15 +7,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from fullshard.engine.params.form import ParamForm, with_dtype
 from fullshard.engine.params.managed import (
     STANDS_FOR,
     ManagedParameter,
-    ParamForm,
     Reference,
     Slot,
     mark_owner,
     said_grad_dtype,
-    with_dtype,
 )
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, gradient_dtypes
@@ -149,18 +148,13 @@ class DTensorParameter(ManagedParameter):
         self, config: UnitConfig, seen: torch.dtype | None = None
     ) -> GradientDtypes:
         self.follow_grad_dtype()
-        form = self.form
         return gradient_dtypes(
             self.spec(config.mp_policy),
             self.own_grad_dtype,
             reduce_dtype=config.mp_policy.reduce_dtype,
             follows_param=config.gradients_follow_parameter,
             # `take_gradient` completes partial sums where the parameter is whole.
-            reduces_elsewhere=form.unsharded is not None
-            and any(
-                placement.is_replicate() and axis not in form.reduced_axes
-                for axis, placement in enumerate(form.unsharded.placements)
-            ),
+            reduces_elsewhere=self.form.reduces_elsewhere,
             seen=seen,
         )
 

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.params.form import ParamForm
 from fullshard.engine.params.managed import (
     ManagedParameter,
-    ParamForm,
     Reference,
     ShardHolder,
     Slot,

@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.params.form import ParamForm, redistributed, with_dtype
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradDtype, GradientDtypes
 from fullshard.plan.layout import ParamSpec
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
-from fullshard.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+from fullshard.torch_private import AsyncCollectiveTensor
 
 # Attributes of parameters. `copy.deepcopy` and `torch.utils.swap_tensors` carry them to others, so
 # the second says by `id` whose the first is.
@@ -109,27 +110,6 @@ class Slot:
         module = self.module()
         if module is not None:
             module.__dict__.pop(self.name, None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ParamForm:
-    """How one parameter is sharded: decided by `faces.meshes.param_form`, then only read.
-
-    spec: mesh, placements and shape of the sharded DTensor; None for a piece of a flat buffer.
-    shard_dim: the dim of this rank's local tensor that is cut over the shard axis.
-    unsharded: the same for the unsharded form, if that is a DTensor (tensor or expert parallel);
-        None if it is a plain tensor.
-    reduced_axes: the data-parallel axes of ``unsharded``'s mesh. A gradient may be a partial sum over
-        them; the unit's own reduction completes it, so nothing else may.
-    compute_dtype: of the unsharded form, if that was chosen for this parameter alone; None for the
-        policy's ``param_dtype``.
-    """
-
-    spec: DTensorSpec | None = None
-    shard_dim: int = 0
-    unsharded: DTensorSpec | None = None
-    reduced_axes: frozenset[int] = frozenset()
-    compute_dtype: torch.dtype | None = None
 
 
 class ManagedParameter(abc.ABC):
@@ -265,19 +245,7 @@ class ManagedParameter(abc.ABC):
                     f"{self.name} is a DTensor, but its gradient is a {type(grad).__name__}. "
                     "Convert the module's inputs with DTensor.from_local (parallelize_module does)."
                 )
-            # A redistribution over a data-parallel axis would sum over ranks here, and the unit's
-            # reduction would sum again.
-            placements = tuple(
-                has if axis in self.form.reduced_axes else wanted
-                for axis, (has, wanted) in enumerate(
-                    zip(grad.placements, self.form.unsharded.placements, strict=True)
-                )
-            )
-            if placements != grad.placements:
-                grad = grad.redistribute(placements=placements)
-            grad = grad._local_tensor
-            if isinstance(grad, AsyncCollectiveTensor):
-                grad = grad.wait()
+            grad = redistributed(grad, self.form.finished(grad.placements))
         if grad.layout is not torch.strided:
             raise StateError(
                 f"{self.name}: its gradient is sparse, which cannot be reduced. Build the "
@@ -486,11 +454,3 @@ def said_grad_dtype(parameter: torch.Tensor) -> GradDtype:
     if is_set is None:
         is_set = dtype != parameter.dtype
     return GradDtype(True, dtype) if is_set else GradDtype()
-
-
-def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Return a spec that differs in dtype alone; the same object if it has that dtype."""
-    if spec.tensor_meta is not None and spec.tensor_meta.dtype == dtype:
-        return spec
-    meta = TensorMeta(spec.shape, spec.stride, dtype)
-    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)

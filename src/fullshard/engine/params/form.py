@@ -1,0 +1,68 @@
+"""How one parameter is sharded, as the faces decide it: a value that the engine only reads."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Placement
+
+from fullshard.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParamForm:
+    """How one parameter is sharded: decided by `faces.meshes.param_form`, then only read.
+
+    spec: mesh, placements and shape of the sharded DTensor; None for a piece of a flat buffer.
+    shard_dim: the dim of this rank's local tensor that is cut over the shard axis.
+    unsharded: the same for the unsharded form, if that is a DTensor (tensor or expert parallel);
+        None if it is a plain tensor.
+    reduced_axes: the data-parallel axes of ``unsharded``'s mesh. A gradient may be a partial sum over
+        them; the unit's own reduction completes it, so nothing else may.
+    compute_dtype: of the unsharded form, if that was chosen for this parameter alone; None for the
+        policy's ``param_dtype``.
+    """
+
+    spec: DTensorSpec | None = None
+    shard_dim: int = 0
+    unsharded: DTensorSpec | None = None
+    reduced_axes: frozenset[int] = frozenset()
+    compute_dtype: torch.dtype | None = None
+
+    @property
+    def reduces_elsewhere(self) -> bool:
+        """Whether a full gradient may be a partial sum over other ranks than the unit's."""
+        return self.unsharded is not None and any(
+            placement.is_replicate() and axis not in self.reduced_axes
+            for axis, placement in enumerate(self.unsharded.placements)
+        )
+
+    def finished(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Return the placements of a DTensor's gradient that only the unit's reduction is to follow.
+
+        placements: those in which autograd left it. A redistribution over a data-parallel axis would
+        sum over ranks, and the unit's reduction would sum again.
+        """
+        assert self.unsharded is not None
+        return tuple(
+            has if axis in self.reduced_axes else wanted
+            for axis, (has, wanted) in enumerate(
+                zip(placements, self.unsharded.placements, strict=True)
+            )
+        )
+
+
+def redistributed(tensor: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """Return this rank's part of a DTensor in other placements. Collective if they are others."""
+    if placements != tensor.placements:
+        tensor = tensor.redistribute(placements=placements)
+    local = tensor._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return a spec that differs in dtype alone; the same object if it has that dtype."""
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype == dtype:
+        return spec
+    meta = TensorMeta(spec.shape, spec.stride, dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
