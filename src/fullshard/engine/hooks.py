@@ -44,7 +44,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.iteration import is_in_backward
 from fullshard.engine.module_state import ModuleState, state_of
-from fullshard.engine.nodes import mark_after_backward, mark_before_backward, watch_view
+from fullshard.engine.nodes import mark_after_backward, mark_before_backward, watch_output
 from fullshard.engine.precision import (
     cast_inputs,
     cast_outputs,
@@ -251,10 +251,7 @@ class Hooks(ModuleState):
             # another, so all of them get a node, which every level sees.
             return map_tensors(lambda tensor: mark_before_backward(self, tensor), output)
         for tensor in differentiable_tensors(output) if outputs is None else outputs:
-            if tensor._is_view():
-                watch_view(self, tensor)
-            else:
-                tensor.register_hook(self.before_backward)
+            watch_output(self, tensor)
         return output
 
     # 1 and 3 of a call within a call of the same module: the outer call's parameters serve

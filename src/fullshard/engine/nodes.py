@@ -177,8 +177,11 @@ class _View:
             self._state.before_backward(grad)
 
 
-def watch_view(state: State, tensor: torch.Tensor) -> None:
-    """Call `State.before_backward` when a view's gradient is ready, changed in place or not."""
+def watch_output(state: State, tensor: torch.Tensor) -> None:
+    """Call `State.before_backward` when an output's gradient is ready, changed in place or not."""
+    if not tensor._is_view():
+        tensor.register_hook(state.before_backward)
+        return
     view = _View(state)
     tensor.register_hook(view.of_view)
     # Without a node of the base no second hook is needed: autograd refuses a change in place there,

@@ -14,6 +14,7 @@ from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import UnitComms
 from fullshard.errors import ShardingError
+from fullshard.faces.annotated import leave_unchecked
 from fullshard.faces.coverage import CoveredParameters, qualified_names
 from fullshard.faces.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
 from fullshard.plan.builders import flat_layout
@@ -36,6 +37,7 @@ def flat_unit(
     module: the one on which a flat parameter is registered. Raises ShardingError before anything is
     changed: for parameters that cannot be flattened, or that a nested instance has.
     """
+    leave_unchecked()
     parameters = CoveredParameters(covered, ignored_params)
     paths = qualified_names([module], parameters.slots.values())
     names = dict(zip(parameters.slots, paths, strict=True))

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.faces.annotated import leave_unchecked
 from fullshard.faces.interop import state_view
 from fullshard.faces.meshes import DataParallelMeshDims, default_mesh, mesh_info
 from fullshard.fsdp2.module import FSDPModule
@@ -78,11 +79,12 @@ def fully_shard(
     mp_policy, offload_policy: dtypes, and whether shards live in host memory.
     ignored_params: left as they are, neither sharded nor reduced.
     dp_mesh_dims: names the data-parallel dims of ``mesh``. All parameters then have to be DTensors
-        on ``mesh`` already, replicated over those dims.
+        on ``mesh`` already, replicated over those dims, or annotated by `spmd_types` for ``mesh``.
 
     Raises ShardingError or MeshError before anything is changed. If memory is lacking, restores the
     module and raises AllocationError. Source: ZeRO-3, arXiv 1910.02054; PyTorch FSDP2.
     """
+    leave_unchecked(fully_shard)
     return make_units(
         module,
         FSDPModule,

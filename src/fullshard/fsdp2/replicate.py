@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.faces.annotated import leave_unchecked
 from fullshard.faces.interop import state_view
 from fullshard.faces.meshes import DataParallelMeshDims, default_mesh, replicate_mesh_info
 from fullshard.fsdp2.module import ReplicateModule
@@ -34,6 +35,7 @@ def replicate(
     Raises MeshError for a mesh with another number of dims, or if ``dp_mesh_dims`` names dims to
     shard over.
     """
+    leave_unchecked(replicate)
     mesh = default_mesh(("replicate",)) if mesh is None else mesh
     return make_units(
         module,

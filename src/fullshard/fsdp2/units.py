@@ -17,6 +17,7 @@ from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import choose_comms
 from fullshard.errors import ShardingError, UnsupportedError
+from fullshard.faces.annotated import annotated_form
 from fullshard.faces.coverage import (
     CoveredParameters,
     check_modules,
@@ -148,7 +149,9 @@ def _group_by_mesh(
         else:
             placement = result
         _check_one_mesh(info, [other for other, _ in groups.values()], name)
-        form = param_form(parameter, placement, info, name)
+        form = annotated_form(parameter, placement, info, name)
+        if form is None:
+            form = param_form(parameter, placement, info, name)
         if (chosen := policy.for_parameter(parameter, name)) is not None:
             form = dataclasses.replace(form, compute_dtype=chosen)
         groups.setdefault(id(info), (info, {}))[1][parameter] = form

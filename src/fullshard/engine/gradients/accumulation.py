@@ -398,12 +398,13 @@ def _can_be_lent(param: ManagedParameter, grad: torch.Tensor) -> bool:
     """Whether a sum fits as ``.grad`` of the unsharded parameter, so that autograd can add to it.
 
     Not if the parameter is a DTensor, has a gradient that was not taken, is frozen, or takes
-    gradients of another dtype than the sum.
+    gradients of another dtype than the sum. Nor if what autograd would add has yet to be summed over
+    other ranks, as the sum has been.
     """
     unsharded = param.unsharded
     return (
         unsharded is not None
-        and param.form.unsharded is None
+        and param.form.leaves_plain_gradients
         and unsharded.grad is None
         and unsharded.grad_dtype in (None, grad.dtype)
         and unsharded.requires_grad

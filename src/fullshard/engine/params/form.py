@@ -1,12 +1,31 @@
 """How one parameter is sharded, as the faces decide it: a value that the engine only reads."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from fullshard.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What autograd leaves on a plain parameter, where not only the unit's reduction has to follow.
+
+    left: what it is, as a DTensor: mesh, placements and shape.
+    finished: the placements to which it is brought. On data-parallel axes they are those of ``left``,
+        as the unit reduces over these.
+    """
+
+    left: DTensorSpec
+    finished: tuple[Placement, ...]
+
+    def finish(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return this rank's full gradient, which the unit is to reduce. Collective."""
+        whole = DTensor(grad, with_dtype(self.left, grad.dtype), requires_grad=False)
+        return redistributed(whole, self.finished)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,6 +40,9 @@ class ParamForm:
         them; the unit's own reduction completes it, so nothing else may.
     compute_dtype: of the unsharded form, if that was chosen for this parameter alone; None for the
         policy's ``param_dtype``.
+    unfinished: what autograd leaves on the unsharded form, if that is a plain tensor and this is not
+        yet what the unit reduces; None if it is.
+    annotate: is called with each unsharded form when it is made; None if nothing is.
     """
 
     spec: DTensorSpec | None = None
@@ -28,10 +50,20 @@ class ParamForm:
     unsharded: DTensorSpec | None = None
     reduced_axes: frozenset[int] = frozenset()
     compute_dtype: torch.dtype | None = None
+    unfinished: Unfinished | None = None
+    annotate: Callable[[nn.Parameter], object] | None = None
+
+    @property
+    def leaves_plain_gradients(self) -> bool:
+        """Whether what autograd leaves is what the unit reduces, as it is."""
+        return self.unsharded is None and self.unfinished is None
 
     @property
     def reduces_elsewhere(self) -> bool:
         """Whether a full gradient may be a partial sum over other ranks than the unit's."""
+        if self.unfinished is not None:
+            pairs = zip(self.unfinished.left.placements, self.unfinished.finished, strict=True)
+            return any(has.is_partial() and has != wanted for has, wanted in pairs)
         return self.unsharded is not None and any(
             placement.is_replicate() and axis not in self.reduced_axes
             for axis, placement in enumerate(self.unsharded.placements)

@@ -226,9 +226,9 @@ class ManagedParameter(abc.ABC):
     def take_gradient(self) -> torch.Tensor | None:
         """Return this rank's full gradient as a plain tensor, and clear it; None if there is none.
 
-        Its shape is ``shape``. A DTensor's gradient is first redistributed to the placements of the
-        parameter (collective over its mesh), except for partial sums over data-parallel axes, which
-        the reduction completes. Raises StateError for sparse gradients, and if the parameter is a
+        Its shape is ``shape``. A DTensor's gradient, or one that is `Unfinished`, is first
+        redistributed to the placements of the parameter (collective over its mesh), except for
+        partial sums over data-parallel axes, which the reduction completes. Raises StateError for sparse gradients, and if the parameter is a
         DTensor but its gradient is not.
         """
         if self.unsharded is None or self.unsharded.grad is None:
@@ -251,6 +251,8 @@ class ManagedParameter(abc.ABC):
                 f"{self.name}: its gradient is sparse, which cannot be reduced. Build the "
                 "embedding with sparse=False."
             )
+        if self.form.unfinished is not None:
+            grad = self.form.unfinished.finish(grad)
         return grad
 
     @abc.abstractmethod
@@ -301,6 +303,8 @@ class ManagedParameter(abc.ABC):
                 self.unsharded = nn.Parameter(whole, requires_grad=self.requires_grad)
                 setattr(self.unsharded, STANDS_FOR, Reference(self))
                 self._say_grad_dtype(self.unsharded)
+                if self.form.annotate is not None:
+                    self.form.annotate(self.unsharded)
                 if self.gradient_hooks is not None:
                     # The same dictionary, so that removing a hook there removes it here.
                     self.unsharded._backward_hooks = self.gradient_hooks

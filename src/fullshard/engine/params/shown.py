@@ -230,7 +230,7 @@ class Switch:
         ]
         self._params = params
         self._slots = [param.slots for param in params]  # the lists themselves, which may grow
-        self.is_plain = all(param.form.unsharded is None for param in params)
+        self.is_plain = all(param.form.leaves_plain_gradients for param in params)
 
     @property
     def is_current(self) -> bool:
@@ -248,7 +248,7 @@ class Switch:
         return not all(map(operator.is_, gradients, itertools.repeat(None)))
 
     def take_gradients(self) -> list[torch.Tensor | None]:
-        """Do what `ManagedParameter.take_gradient` does, if ``is_plain``: no form is a DTensor."""
+        """Do what `ManagedParameter.take_gradient` does, if ``is_plain``: no gradient is a DTensor."""
         grads: list[torch.Tensor | None] = []
         for param in self._params:
             unsharded = param.unsharded
