@@ -296,7 +296,10 @@ def test_what_autograd_saves_is_not_kept_alive(api: Api, tmp_path: Path) -> None
 def test_profilers_see_labels_only_while_they_run(api: Api) -> None:
     training = Training(api, "fully_shard")
     training.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    # Without `acc_events`, torch before 2.13 warns that events of one cycle are all there are.
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
         training.step()
     names = collections.Counter(event.name for event in profile.events())
     for unit in ("0", "2"):
