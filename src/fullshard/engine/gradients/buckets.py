@@ -5,8 +5,9 @@ never from which have a gradient, and all ranks agree on their sizes. Freezing a
 other buckets; those of every choice are kept, since programs alternate between a few.
 
 Where gradients may come in any dtype (`plan.gradient_dtypes`), the dtype of the last one is planned
-for, and the compute dtype before the first. So they have to come in one dtype on all ranks, as they
-do unless ranks run different code; ranks that differ get a DivergenceError.
+for, and the compute dtype before the first. So they have to come in one dtype on all ranks: a rank
+that has none when others' first ones are wider sends another size, and all get a DivergenceError. A
+`grad_dtype` on the parameter makes all ranks plan alike.
 """
 
 import dataclasses
