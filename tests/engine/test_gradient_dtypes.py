@@ -7,6 +7,7 @@ gradients are compared with its in every bit.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,10 @@ class WideLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Wide.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+def _narrow(module: WideLinear, x: Tensor) -> Tensor:
+    return x @ module.weight.t()
 
 
 def three_layers() -> nn.Module:
@@ -143,7 +148,7 @@ def test_gradients_are_those_of_pytorch_in_every_bit(api: Api, case: Case) -> No
     _assert_same(found, expected)
 
 
-@pytest.mark.apis("collectives", "process_group")
+@pytest.mark.apis("process_group")
 @needs_newest
 @on_ranks(4)
 def test_gradients_of_replicas_are_those_of_pytorch(api: Api) -> None:
@@ -313,6 +318,26 @@ def test_gradients_that_come_wider_than_parameters_are_not_rounded(api: Api) -> 
     model(torch.full((1, 8), value)).float().backward(torch.full((1, 8), value))
     expected = torch.full((8, 8), value**2)
     torch.testing.assert_close(full(model.weight.grad), expected, rtol=0, atol=0)
+
+
+@pytest.mark.apis("process_group")
+@on_ranks(2)
+def test_ranks_may_differ_in_the_width_of_gradients_where_a_backend_sums(api: Api) -> None:
+    fullshard.set_default_comm("collectives")
+    model = fullshard.fully_shard(
+        WideLinear(), mp_policy=fullshard.MixedPrecisionPolicy(BF16, FP32)
+    )
+    value = 1 + 2**-7
+    for wide_on in (0, 1):
+        x = torch.full((1, 8), value, dtype=BF16)
+        whole = model.weight
+        forward = WideLinear.forward if rank() == wide_on else _narrow
+        model.forward = functools.partial(forward, model)
+        model(x).float().backward(torch.full((1, 8), value))
+        assert whole.grad is not None
+    rounded = torch.tensor(value**2).bfloat16().float()
+    expected = (rounded + value**2) / 2 * 2
+    torch.testing.assert_close(full(model.weight.grad), expected.expand(8, 8))
 
 
 @on_ranks(2)

@@ -48,8 +48,8 @@ def test_dtypes_are_those_of_the_table(
 
 
 def test_gradients_are_planned_as_the_last_ones_came() -> None:
-    wide = gradient_dtypes(spec(), UNSET, reduce_dtype=FP32, follows_param=False, seen=FP32)
-    assert wide == GradientDtypes(FP32, FP32, FP32, ANY)
+    unset = gradient_dtypes(spec(), UNSET, reduce_dtype=FP32, follows_param=False, seen=FP32)
+    assert unset == GradientDtypes(BF16, FP32, FP32, ANY)
     own = gradient_dtypes(spec(), ANY, reduce_dtype=None, follows_param=False, seen=FP32)
     assert own == GradientDtypes(FP32, FP32, None, ANY)
 

@@ -19,3 +19,8 @@ def gradients_follow_parameter() -> bool:
     is computed in. A parameter's own ``grad_dtype`` comes before either.
     """
     return RELEASE >= (2, 15)
+
+
+def reset_drops_gradients() -> bool:
+    """Whether ``reset_iter_state()`` drops gradients that are there: it does from torch 2.15 on."""
+    return RELEASE >= (2, 15)

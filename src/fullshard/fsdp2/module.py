@@ -16,6 +16,7 @@ from fullshard.engine.params.managed import ManagedParameter, said_grad_dtype
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
 from fullshard.faces.interop import FSDPState, view_of
+from fullshard.faces.releases import reset_drops_gradients
 from fullshard.fsdp2.classes import is_constructing_as_is
 from fullshard.fsdp2.communication import (
     refuse_symmetric_memory,
@@ -164,13 +165,20 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Drop what an iteration that an exception ended left behind.
 
-        The root's next forward does this itself. Raises StateError on a module that is not the
-        root.
+        The root's next forward does this itself. With torch 2.15, and while a reduction that
+        `finalize_backward` has begun was not waited for, gradients that are there are dropped as
+        well, since some units have added theirs and others not. Raises StateError on a module that
+        is not the root.
         """
         state = _state(self)
-        if state.known_iteration is not None and not state.is_root:
+        iteration = state.known_iteration
+        if iteration is not None and not state.is_root:
             raise StateError("reset_iter_state must be called on the root FSDP module.")
+        is_mixed = iteration is not None and iteration.finalization.is_under_way
         state.reset()
+        if is_mixed or reset_drops_gradients():
+            for unit in self._units(recurse=True):
+                unit.params.zero_gradients(set_to_none=True)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing; accepted for compatibility.

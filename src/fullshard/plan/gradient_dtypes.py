@@ -6,7 +6,7 @@ torch differ in what ``reduce_dtype=None`` means (`faces.releases`); `follows_pa
 
 | | `grad_dtype` not set | set to a dtype | set to None |
 | --- | --- | --- | --- |
-| full: left by autograd | compute dtype; as it comes where the reduce dtype is wider | \
+| full: left by autograd | compute dtype, or wider where the reduce dtype is | \
 `reduce_dtype`, else `grad_dtype` | `reduce_dtype`, else as it comes |
 | reduced: of a finished sum | `reduce_dtype`, else the parameter's (`follows_param`) or the compute \
 dtype | `reduce_dtype`, else `grad_dtype` | `reduce_dtype`, else as it comes |
@@ -70,7 +70,7 @@ def gradient_dtypes(
     own: what the parameter says. reduce_dtype: the policy's. follows_param: what it means if None.
     reduces_elsewhere: whether a gradient may be a partial sum that is completed over other ranks than
         the unit's. With ``follows_param`` it is, in the reduce dtype.
-    seen: the dtype in which gradients came last, if they may come in any; None before the first.
+    seen: the dtype in which gradients came last, if the parameter takes any; None before the first.
     """
     if own.is_set:
         left = GradDtype(True, reduce_dtype or own.dtype)
@@ -81,7 +81,7 @@ def gradient_dtypes(
         return GradientDtypes(spec.compute_dtype, reduced, spec.dtype)
     if reduces_elsewhere and follows_param:
         return GradientDtypes(reduced, reduced, spec.dtype, GradDtype(True, reduced))
-    return GradientDtypes(seen or spec.compute_dtype, reduced, spec.dtype, GradDtype(True, None))
+    return GradientDtypes(spec.compute_dtype, reduced, spec.dtype, GradDtype(True, None))
 
 
 def flat_gradient_dtypes(spec: ParamSpec, *, reduce_dtype: torch.dtype | None) -> GradientDtypes:

@@ -4,10 +4,9 @@ Only gradients of trainable parameters travel. So buckets follow from which para
 never from which have a gradient, and all ranks agree on their sizes. Freezing and unfreezing make
 other buckets; those of every choice are kept, since programs alternate between a few.
 
-Where gradients may come in any dtype (`plan.gradient_dtypes`), the dtype of the last one is planned
-for, and the compute dtype before the first. So they have to come in one dtype on all ranks: a rank
-that has none when others' first ones are wider sends another size, and all get a DivergenceError. A
-`grad_dtype` on the parameter makes all ranks plan alike.
+Where a parameter takes gradients of any dtype (``grad_dtype = None``), the dtype of the last one is
+planned for, and the compute dtype before the first. So they have to come in one dtype on all ranks,
+as in PyTorch; a ``reduce_dtype`` makes that certain.
 """
 
 import dataclasses
@@ -56,7 +55,7 @@ class GradientBuckets:
         self._config = UnitConfig()  # of `bind`
         self._dtypes: list[GradientDtypes] = []
         self._first_dtypes = self._dtypes  # before any gradient was seen
-        self._takes_any = False  # whether some gradients may come in any dtype
+        self._takes_any = False  # whether some are planned for the dtype of the last one
         self._plans: dict[tuple[GradientDtypes, ...], int] = {}  # numbers all there have been
         self._plan = 0  # number of the one in effect
         # By that number and by which parameters are trainable.
@@ -82,7 +81,7 @@ class GradientBuckets:
         self._plans.clear()
         self._plan_dtypes([None] * len(self.params))
         self._first_dtypes = self._dtypes
-        self._takes_any = any(dtypes.unsharded.is_any for dtypes in self._dtypes)
+        self._takes_any = any(map(_is_open, self._dtypes))
         for param, dtypes in zip(self.params, self._dtypes, strict=True):
             param.leave_gradients(dtypes.unsharded)
 
@@ -97,16 +96,12 @@ class GradientBuckets:
         now = [param.gradient_dtypes(self._config) for param in self.params]
         return now != self._first_dtypes
 
-    def follow(self, grads: Sequence[torch.Tensor | None], *, are_sums: bool) -> None:
-        """Plan for the dtypes in which gradients came, where they may come in any.
-
-        are_sums: whether they are sums of several backwards, which come in the reduce dtype. That
-        says something only of parameters that are reduced in the dtype of their gradients.
-        """
+    def follow(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Plan for the dtypes in which gradients came, where parameters take any."""
         if not self._takes_any:
             return
         seen = [
-            known.full if grad is None or (are_sums and known.shard is not None) else grad.dtype
+            grad.dtype if grad is not None and _is_open(known) else known.full
             for grad, known in zip(grads, self._dtypes, strict=True)
         ]
         if seen != [known.full for known in self._dtypes]:
@@ -114,8 +109,7 @@ class GradientBuckets:
 
     def sum_dtypes(self) -> list[torch.dtype | None]:
         """Return in which dtype each parameter's gradients add up unreduced; None: as they come."""
-        is_open = self._config.mp_policy.reduce_dtype is None
-        return [None if is_open and each.shard is None else each.reduced for each in self._dtypes]
+        return [None if _is_open(each) else each.reduced for each in self._dtypes]
 
     def use_comms(self, *, shard: Comm | None = None, replicate: Comm | None = None) -> None:
         """Reduce over other groups from now on. Buckets stay as they are."""
@@ -254,3 +248,8 @@ class GradientBuckets:
             label=label,
         )
         return bucket.recipe
+
+
+def _is_open(dtypes: GradientDtypes) -> bool:
+    """Whether a parameter's gradients have, and are reduced in, the dtype in which they come."""
+    return dtypes.shard is None and dtypes.unsharded.is_any

@@ -66,6 +66,8 @@ class BucketGradients:
         self.indices = list(indices)
         self.holders = list(holders)
         self.reduce_dtype = reduce_dtype
+        self._may_be_wider = reduce_dtype.itemsize > bucket.compute_dtype.itemsize
+        self._has_come_wider = False
         self.partial: PartialSum | None = None
         self.recipe: Recipe | None = None
         self.pool: list[GradientShards] = []
@@ -91,6 +93,20 @@ class BucketGradients:
     def in_use(self) -> torch.Tensor | None:
         """The memory of the gradients that the holders have now, 1-D; None if it is not ours."""
         return next((shards.flat for shards in self.pool if self._is_in_use(shards)), None)
+
+    def comes_wider(self, full: Sequence[torch.Tensor | None]) -> bool:
+        """Whether a full gradient has come, now or before, that is wider than what was planned.
+
+        Where the ranks form the sums, they have to agree: a rank that has none when others' first
+        ones come wider sends less, and all get a DivergenceError. Backends that sum get the reduce
+        dtype in any case.
+        """
+        if self._may_be_wider and not self._has_come_wider:
+            size = self.bucket.compute_dtype.itemsize
+            self._has_come_wider = any(
+                grad is not None and grad.dtype.itemsize > size for grad in full
+            )
+        return self._has_come_wider
 
     def free_unused(self) -> None:
         """Free pooled memory that nobody uses, except where it is small."""

@@ -75,7 +75,7 @@ def make_recipe(
 
     reduce_dtype: of the finished sum.
     sum_dtype: maps the reduce dtype to the total dtype (`Comm.accumulate_dtype`).
-    accumulated: whether gradients are sums of several backwards, in the reduce dtype.
+    accumulated: whether gradients are sums of several backwards, in the reduce dtype, or wide anyway.
     is_offloaded: whether sharded parameters are on another device than full gradients.
     label: how messages and profilers call the unit.
     """

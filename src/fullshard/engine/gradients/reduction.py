@@ -140,7 +140,7 @@ class UnitGradients:
             self.unreduced.note_reduced()
         if not _has_any(grads) and not self._must_reduce(config):
             return None
-        self.buckets.follow(grads, are_sums=is_wide)
+        self.buckets.follow(grads)
         if self._mesh.data_parallel_size == 1 and self._hand_over_all(grads, config):
             return None
         return CompleteGradients(grads, is_wide)
@@ -231,10 +231,12 @@ class UnitGradients:
         if self._mesh.replicate_size > 1:
             self._carry_partial(buckets)
         for each in buckets:
-            recipe = self.buckets.recipe(each, config, accumulated=accumulated, label=self.label)
+            full = [grads[index] for index in each.indices]
+            # Sums have the reduce dtype already, and what came wider is not to be rounded.
+            is_wide = accumulated or each.comes_wider(full)
+            recipe = self.buckets.recipe(each, config, accumulated=is_wide, label=self.label)
             bucket = each.bucket
             shards, total = each.destination(recipe)
-            full = [grads[index] for index in each.indices]
             if config.comm_hook is not None:
                 reduction = reduce_by_hook(config.comm_hook, bucket, full, total)
             else:
