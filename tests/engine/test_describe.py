@@ -88,3 +88,24 @@ def test_description_before_the_first_forward_changes_nothing(api: Api) -> None:
 def test_description_of_a_plain_module_is_refused(api: Api) -> None:
     with pytest.raises(api.errors.FullshardError, match="fully_shard"):
         api.describe(mlp())
+
+
+@on_ranks(2)
+def test_description_says_what_was_set_on_a_module(api: Api) -> None:
+    policy = api.MixedPrecisionPolicy(
+        torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p.dim() == 1 else None
+    )
+    model = mlp(2)
+    for layer in model:
+        api.fully_shard(layer, mp_policy=policy)
+    api.fully_shard(model)
+    model[1].set_keep_unsharded_storage(True)
+    model[1].set_requires_gradient_sync(False)
+    first, second = api.describe(model).units
+    assert first.exempt == ("0.0.bias",)
+    assert first.reduces
+    assert not first.keeps_storage
+    assert "exempt from param_dtype: 0.0.bias" in str(first)
+    for said in ("gradients kept for a later backward", "memory kept while sharded"):
+        assert said in str(second)
+        assert said not in str(first)

@@ -29,6 +29,9 @@ class UnitDescription:
     extended: names of parameters that define their own all-gather; sizes do not count them.
     in_place: whether peers' shards are read where they are, instead of being copied.
     is_written: whether somebody was seen to write to parameters while the model ran.
+    exempt: names of parameters that are computed in a dtype of their own (`param_dtype_override_fn`).
+    reduces: whether backward reduces gradients, and does not keep them for a later one.
+    keeps_storage: whether the memory of unsharded parameters is kept while they are sharded.
     divide_factor: what summed gradients are divided by.
     """
 
@@ -45,6 +48,9 @@ class UnitDescription:
     extended: tuple[str, ...]
     in_place: bool
     is_written: bool
+    exempt: tuple[str, ...]
+    reduces: bool
+    keeps_storage: bool
     offload: bool
     shard_nbytes: int
     unsharded_nbytes: int
@@ -61,6 +67,9 @@ class UnitDescription:
             f"{len(self.frozen)} frozen" if self.frozen else "",
             f"tied: {', '.join(self.tied)}" if self.tied else "",
             f"gathered by their own methods: {', '.join(self.extended)}" if self.extended else "",
+            f"exempt from param_dtype: {', '.join(self.exempt)}" if self.exempt else "",
+            "" if self.reduces else "gradients kept for a later backward",
+            "memory kept while sharded" if self.keeps_storage else "",
             "offloaded to CPU" if self.offload else "",
         ]
         lines = [
@@ -173,6 +182,13 @@ def _describe(shown: _Shown) -> UnitDescription:
         extended=tuple(_name(names, p) for p in shown.params if p.is_extended),
         in_place=unit.may_be_in_place and not unit.is_written,
         is_written=unit.is_written,
+        exempt=tuple(
+            _name(names, p)
+            for p in shown.params
+            if p.form.compute_dtype not in (None, unit.config.mp_policy.param_dtype)
+        ),
+        reduces=unit.config.reduce_grads,
+        keeps_storage=unit.config.keep_unsharded_storage,
         offload=unit.config.offload_to_cpu,
         shard_nbytes=layout.shard_nbytes,
         unsharded_nbytes=layout.unsharded_nbytes,
