@@ -137,6 +137,18 @@ def mlp(num_layers: int = 3, dim: int = 16) -> nn.Sequential:
     )
 
 
+class Scale(nn.Module):
+    """Multiplies by a weight of ones: its gradient is the sum of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x * self.weight
+
+
 class MixedDtypes(nn.Module):
     """float32, bfloat16 and float64 layers, one after another. (n, 8) -> (n, 8) float32."""
 

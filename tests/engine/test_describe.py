@@ -109,3 +109,17 @@ def test_description_says_what_was_set_on_a_module(api: Api) -> None:
     for said in ("gradients kept for a later backward", "memory kept while sharded"):
         assert said in str(second)
         assert said not in str(first)
+
+
+@on_ranks(2)
+def test_description_says_that_the_program_ends_backward(api: Api) -> None:
+    model = api.fully_shard(mlp())
+    assert not api.describe(model).manual_finalization
+    for _ in range(2):  # before the first forward, and after it
+        model.set_manual_backward_finalization(True)
+        description = api.describe(model)
+        assert description.manual_finalization
+        assert "; backward is ended by finalize_backward()" in str(description).splitlines()[0]
+        model.set_manual_backward_finalization(False)
+        assert "finalize_backward" not in str(api.describe(model))
+        model(make_batch(16)).sum().backward()

@@ -24,8 +24,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fullshard
-from tests.api import Api
-from tests.harness import mesh_of, on_ranks, rank
+from tests.api import OURS, Api, use_api
+from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh
+from tests.models import Scale
 from tests.releases import NEWEST, RELEASE, as_of, beside_pytorch, needs_newest
 from tests.training import full, local
 
@@ -249,17 +250,6 @@ def _sum_of(values: list[float], model: nn.Module, *, sync_all: bool) -> Tensor:
     return full(weight.grad)
 
 
-class Scale(nn.Module):
-    """Multiplies by a weight: the weight's gradient is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
 @on_ranks(2)
 def test_gradients_add_up_in_the_dtype_that_a_parameter_asks_for(api: Api) -> None:
     # 256 + 1 needs nine bits: bfloat16 has eight.
@@ -340,6 +330,25 @@ def test_ranks_may_differ_in_the_width_of_gradients_where_a_backend_sums(api: Ap
     torch.testing.assert_close(full(model.weight.grad), expected.expand(8, 8))
 
 
+def _differ_in_width(path: str) -> None:
+    with use_api(path):
+        model = fullshard.fully_shard(
+            WideLinear(), mp_policy=fullshard.MixedPrecisionPolicy(BF16, FP32)
+        )
+        model.forward = functools.partial(  # type: ignore[method-assign]
+            _narrow if rank() else WideLinear.forward, model
+        )
+        model(torch.ones(1, 8, dtype=BF16)).float().sum().backward()
+
+
+@pytest.mark.parametrize("path", [path for path in OURS if path != "collectives"])
+def test_ranks_that_differ_in_the_width_of_gradients_are_told_so(path: str) -> None:
+    for outcome in run_fresh(2, _differ_in_width, path=path):
+        assert outcome.fate is Fate.RAISED, outcome.text
+        assert "DivergenceError" in outcome.error
+        assert "float32 for bfloat16" in outcome.text
+
+
 @on_ranks(2)
 def test_grad_dtype_survives_conversion_and_keeps_the_gradient(api: Api) -> None:
     model = Scale()
@@ -362,6 +371,20 @@ def test_grad_dtype_survives_loading_by_assignment(api: Api) -> None:
     api.fully_shard(model)
     state = {name: value.clone() for name, value in get_model_state_dict(model).items()}
     model.load_state_dict(state, assign=True)
+    _sum_of([3.0], model, sync_all=True)
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == BF16
+
+
+@on_ranks(2)
+def test_grad_dtype_is_read_back_after_loading_onto_the_meta_device(api: Api) -> None:
+    with torch.device("meta"):
+        model = Scale()
+    model.weight.grad_dtype = BF16
+    api.fully_shard(model)
+    loaded = api.fully_shard(Scale())
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    assert model.weight.grad_dtype == BF16
     _sum_of([3.0], model, sync_all=True)
     assert model.weight.grad is not None
     assert model.weight.grad.dtype == BF16

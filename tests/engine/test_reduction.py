@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.api import Api
 from tests.custom_collectives import custom_reduce
 from tests.harness import mesh_of, on_ranks, rank, world_size
-from tests.models import mlp
+from tests.models import Scale, mlp
 from tests.training import (
     assert_gradients_are_parts_of,
     full_gradients,
@@ -350,18 +350,6 @@ def test_forced_sums_change_no_gradient(api: Api, shape: tuple[int, ...]) -> Non
     assert {str(call["op"]) for call in reduce.calls} == {str(dist.ReduceOp.SUM)}
     _force_sums(model, enable=False)
     assert_train_alike(alone, model)
-
-
-class Scale(nn.Module):
-    """Multiplies by a weight of ones: its gradient is the sum of the inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply."""
-        return x * self.weight
 
 
 @pytest.mark.parametrize("custom", [False, True])

@@ -34,6 +34,14 @@ def test_a_recorder_gives_the_backward_order() -> None:
     assert recorder.start_backward(4) is None
 
 
+def test_a_forward_follows_none_that_had_its_backward() -> None:
+    recorder = Recorder()
+    for _ in range(3):  # micro-batches of one iteration, each with its backward
+        for unit in (0, 1):
+            recorder.expect_backward(unit)
+        assert [recorder.start_backward(unit) for unit in (1, 0)] == [0, None]
+
+
 @pytest.mark.parametrize("num_passes", [1, 2, 5])
 def test_a_recorder_knows_what_ran_before_in_every_pass_that_is_not_differentiated(
     num_passes: int,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fullshard
+from fullshard.comm.calls import all_gather
 from fullshard.engine.runtime import Lane
 from tests.streams.lab import Lab, fake_world
 from tests.streams.lanes import HOST, Event, Lanes
@@ -372,7 +373,7 @@ def test_tensors_are_where_programs_put_them(lab: Lab) -> None:
 
 
 def _gather(target: Tensor, source: Tensor, *, async_op: bool) -> dist.Work | None:
-    return dist.all_gather_single(target, source, async_op=async_op)
+    return all_gather(target, source, async_op=async_op)
 
 
 def test_collective_is_over_once_it_was_waited_for(async_lab: Lab) -> None:

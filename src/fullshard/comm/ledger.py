@@ -29,6 +29,18 @@ _TEXT_NBYTES = 120
 _ENTRY_NBYTES = _WORD_NBYTES + _TEXT_NBYTES
 _PLACES = (1 << 31) - 1  # places are counted modulo 2**31, so that a signed word has room for them
 
+_OTHER_SIZES = (
+    "It is one operation of one unit, with other sizes. Give its parameters the same shapes and "
+    "dtypes on every rank, and its gradients too: on some ranks they may be wider than the "
+    "parameters, from an autograd.Function that returns float32 for bfloat16."
+)
+_OTHER_UNITS = (
+    "Going on would mix up the data of different units. Let every rank run the same units in the "
+    "same order. Or, where ranks read each other's memory (describe(model) says so), call "
+    "set_reduce_scatter_unused_params(True) on units that only some ranks run: all ranks then take "
+    "part in their reduction, at the end of backward."
+)
+
 NBYTES = _KEPT * _ENTRY_NBYTES  # size of one rank's part
 
 
@@ -114,13 +126,12 @@ class Ledger:
             f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
             for text, ranks in ranks_of.items()
         )
+        is_same = len({text.rpartition(" (")[0] for text in ranks_of}) == 1
+        has_sizes = all(text.endswith(" bytes)") for text in ranks_of)  # they are not cut off
         raise DivergenceError(
             f"Ranks took different paths through the model (seen by rank {self._ranks[self._rank]}"
-            f", at step {place} of their group): {seen}. Going on would mix up the data of "
-            "different units. Let every rank run the same units in the same order. Or, where ranks "
-            "read each other's memory (describe(model) says so), call "
-            "set_reduce_scatter_unused_params(True) on units that only some ranks run: all ranks "
-            "then take part in their reduction, at the end of backward."
+            f", at step {place} of their group): {seen}. "
+            + (_OTHER_SIZES if is_same and has_sizes else _OTHER_UNITS)
         )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from fullshard.engine.hooks import Hooks, hooks_of
-from fullshard.engine.params.managed import Slot, owner_of
+from fullshard.engine.params.managed import owner_of
+from fullshard.engine.params.slots import Slot
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
 

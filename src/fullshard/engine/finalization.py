@@ -5,6 +5,9 @@ finalization the end of a backward neither reduces what its units still owe nor 
 `Iteration.finalize` does, by the settings that hold then.
 """
 
+from collections.abc import Iterable
+
+from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
 
@@ -48,13 +51,24 @@ class Finalization:
             )
         self.is_manual = enabled
 
-    def check_manual(self) -> None:
-        """Raise StateError unless the program ends the backwards."""
+    def check_may_begin(self, units: Iterable[Unit], *, in_backward: bool) -> None:
+        """Raise StateError unless the program ends the backwards, and may do so now.
+
+        units: the model's. in_backward: whether a backward has begun and not come to its end.
+        """
+        self.check_ended("finalizing backward again")
         if not (self.is_manual if self._mode is None else self._mode):
             raise StateError(
                 "finalize_backward requires manual backward finalization. Call "
                 "set_manual_backward_finalization(True) before forward."
             )
+        if in_backward:
+            raise StateError(
+                "finalize_backward must be called after backward completes. After an exception in "
+                "backward, call reset_iter_state()."
+            )
+        for unit in units:
+            _check_unit(unit)
 
     def check_ended(self, what: str) -> None:
         """Raise StateError if reductions were begun and not waited for. what: may not begin yet."""
@@ -80,3 +94,20 @@ class Finalization:
     def end(self) -> None:
         """Note that the backwards were ended, or forgotten."""
         self._mode = self._token = None
+
+
+def _check_unit(unit: Unit) -> None:
+    """Raise StateError for sums that wait for an all-reduce, or would have to."""
+    if unit.gradients.has_partial:
+        raise StateError(
+            f"{unit.label}: manual backward finalization does not support partial gradient "
+            "reductions (set_requires_all_reduce(False)). Let backward end by itself, or keep "
+            "gradients with set_requires_gradient_sync(False)."
+        )
+    config = unit.config
+    has_replicas = unit.mesh.plan.replicate_size > 1
+    if has_replicas and config.reduce_grads and not config.all_reduce_grads:
+        raise StateError(
+            f"{unit.label}: manual backward finalization requires all-reduce. Call "
+            "set_requires_all_reduce(True) before finalization."
+        )

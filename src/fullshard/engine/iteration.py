@@ -38,7 +38,6 @@ from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Phase, Unit
 from fullshard.engine.unit_setup import comms_of
-from fullshard.errors import StateError
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
@@ -421,7 +420,7 @@ class Iteration:
         Returns a token with which `finish_finalizing` waits. Raises StateError if the program does
         not end backwards, while one runs, and for sums that wait for an all-reduce.
         """
-        self._check_may_finalize()
+        self.finalization.check_may_begin(self.units, in_backward=self._backward_end is not None)
         for unit in reversed(self.units):
             # Pipeline schedules add to gradients of unsharded parameters outside of any backward.
             if unit.gradients.unreduced.is_holding or unit.params.shown.has_gradients:
@@ -439,32 +438,6 @@ class Iteration:
         """
         self.finalization.check_token(token)
         self._finish_backward(is_last=True)
-
-    def _check_may_finalize(self) -> None:
-        self.finalization.check_ended("finalizing backward again")
-        self.finalization.check_manual()
-        if self._backward_end is not None:
-            raise StateError(
-                "finalize_backward must be called after backward completes. After an exception in "
-                "backward, call reset_iter_state()."
-            )
-        for unit in self.units:
-            if unit.gradients.has_partial:
-                raise StateError(
-                    f"{unit.label}: manual backward finalization does not support partial gradient "
-                    "reductions (set_requires_all_reduce(False)). Let backward end by itself, or "
-                    "keep gradients with set_requires_gradient_sync(False)."
-                )
-            config = unit.config
-            if (
-                unit.mesh.plan.replicate_size > 1
-                and config.reduce_grads
-                and not config.all_reduce_grads
-            ):
-                raise StateError(
-                    f"{unit.label}: manual backward finalization requires all-reduce. Call "
-                    "set_requires_all_reduce(True) before finalization."
-                )
 
     def _reduce_late_gradients(self) -> None:
         """Reduce gradients that autograd has accumulated after their unit's backward.

@@ -154,6 +154,14 @@ class ModuleState:
             raise StateError(_ROOT_FINALIZES)
         iteration.finalization.set_manual(enabled=enabled, in_backward=is_in_backward())
 
+    @property
+    def has_manual_finalization(self) -> bool:
+        """Whether the program ends the model's backwards."""
+        iteration = self.iteration()
+        if iteration is None:
+            return bool(self._pending.get("manual_finalization"))
+        return iteration.finalization.is_manual
+
     def initialise(self) -> Iteration:
         """Make this the root: settle names, ties and memory, and return the model's iteration.
 
@@ -309,8 +317,9 @@ class ModuleState:
     def follow_changes(self) -> None:
         """Adopt at once what replaced shards, so that optimizers may rely on their addresses."""
         for unit in self.units:
-            # Parameters on the meta device are adopted at the first forward.
-            if not any(param.local.is_meta for param in unit.params):
+            if any(param.local.is_meta for param in unit.params):
+                unit.params.follow_replacements()  # the first forward gives them the unit's memory
+            else:
                 unit.follow_changes()
 
 

@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.dtensor import has_extension
-from fullshard.engine.params.managed import ManagedParameter, Slot, owner_of
+from fullshard.engine.params.managed import ManagedParameter, owner_of
+from fullshard.engine.params.slots import Slot
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 from fullshard.torch_private import forward_unimplemented
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params.form import ParamForm
-from fullshard.engine.params.managed import Slot
+from fullshard.engine.params.slots import Slot
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import UnitComms

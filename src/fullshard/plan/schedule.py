@@ -22,7 +22,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self._before: dict[int, collections.deque[tuple[int | None, int]]] = {}
-        self._latest: int | None = None  # last unit that ran a forward with gradients
+        # The last unit that ran a forward with gradients and has had no backward since.
+        self._latest: int | None = None
         self._pass: list[int] = []
         self._last_pass: list[int] = []
         self._agrees = True  # whether this pass has been like the last one so far
@@ -69,6 +70,8 @@ class Recorder:
         before, count = runs.pop()
         if count > 1:
             runs.append((before, count - 1))
+        if unit == self._latest:
+            self._latest = before  # of the forwards whose backward is still to come
         return before
 
     def end_iteration(self) -> None:

@@ -87,13 +87,19 @@ class UnitDescription:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """A sharded model's effective configuration; ``str()`` prints it."""
+    """A sharded model's effective configuration; ``str()`` prints it.
+
+    manual_finalization: whether the program ends backwards, by `finalize_backward`.
+    """
 
     units: tuple[UnitDescription, ...]
+    manual_finalization: bool = False
 
     def __str__(self) -> str:
         total = sum(unit.shard_nbytes for unit in self.units)
         head = f"{len(self.units)} units, {format_nbytes(total)} of parameters on this rank"
+        if self.manual_finalization:
+            head += "; backward is ended by finalize_backward()"
         return "\n".join([head, *(str(unit) for unit in self.units)])
 
 
@@ -126,7 +132,7 @@ def describe(model: nn.Module) -> Description:
         )
     iteration = state.known_iteration  # the whole model's, even if ``model`` is a part of it
     units = _expected(model, state) if iteration is None else map(_as_it_is, iteration.units)
-    return Description(tuple(map(_describe, units)))
+    return Description(tuple(map(_describe, units)), state.has_manual_finalization)
 
 
 def _as_it_is(unit: Unit) -> _Shown:

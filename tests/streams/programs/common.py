@@ -7,6 +7,7 @@ Each says how often the host waits for an event in a step; other waits are error
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,9 +127,11 @@ def wrap(problem: Problem, **options: Any) -> Any:
     """Wrap the problem's units and its model with `FullyShardedDataParallel`."""
     units = set(problem.units)
     policy = fullshard.CustomPolicy(lambda module: module in units)
-    return fullshard.FullyShardedDataParallel(
-        problem.model, auto_wrap_policy=policy, device_id=DEVICE, **options
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*requires_grad=True and False")  # on purpose
+        return fullshard.FullyShardedDataParallel(
+            problem.model, auto_wrap_policy=policy, device_id=DEVICE, **options
+        )
 
 
 def data_of(problem: Problem, lab: Lab) -> tuple[Tensor, Tensor]:

@@ -17,18 +17,22 @@ from tests.streams.programs.common import NUM_STEPS, data_of, problem_of, progra
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOW = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+ONE_BY_ONE = False  # optimizers of torch 2.11 refuse gradients of another dtype otherwise
 OFFLOAD = CPUOffload(offload_params=True)
 
 
-def _wrapped(lab: Lab, name: str, *, clips: bool = False, **options: Any) -> None:
+def _wrapped(
+    lab: Lab, name: str, *, clips: bool = False, foreach: bool | None = None, **options: Any
+) -> None:
     problem = problem_of(name)
     model = wrap(problem, **options)
+    optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=foreach)
 
     def clip() -> None:
         if clips:
             model.clip_grad_norm_(0.1)
 
-    train(lab, problem, model, after_backward=clip)
+    train(lab, problem, model, after_backward=clip, optimizer=optimizer)
 
 
 def _not_sharded(lab: Lab, name: str, **options: Any) -> None:
@@ -71,7 +75,9 @@ for _style, _originals in (("flat", False), ("pieces", True)):
     program(f"{_style}-async", is_nccl=False)(_same)
     program(f"{_style}-clip")(partial(_same, clips=True))
     program(f"{_style}-bf16")(partial(_same, mixed_precision=BF16))
-    program(f"{_style}-low-precision-gradients")(partial(_same, mixed_precision=LOW))
+    program(f"{_style}-low-precision-gradients")(
+        partial(_same, mixed_precision=LOW, foreach=ONE_BY_ONE)
+    )
     program(f"{_style}-prefetch")(partial(_same, forward_prefetch=True))
     program(f"{_style}-prefetch-post")(
         partial(_same, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
@@ -83,7 +89,7 @@ for _style, _originals in (("flat", False), ("pieces", True)):
         f"{_style}-offload-low-precision-gradients",
         host_waits=None,
         may_stall="low-precision gradients go to the host by a copy that waits",
-    )(partial(_same, cpu_offload=OFFLOAD, mixed_precision=LOW))
+    )(partial(_same, cpu_offload=OFFLOAD, mixed_precision=LOW, foreach=ONE_BY_ONE))
     program(f"{_style}-no-sync")(partial(_without_sync, use_orig_params=_originals))
     program(f"{_style}-hook")(partial(_by_hook, use_orig_params=_originals))
 

@@ -12,10 +12,10 @@ from fullshard.engine.params.managed import (
     STANDS_FOR,
     ManagedParameter,
     Reference,
-    Slot,
     mark_owner,
     said_grad_dtype,
 )
+from fullshard.engine.params.slots import Slot
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, gradient_dtypes
 from fullshard.plan.mesh import MeshPlan

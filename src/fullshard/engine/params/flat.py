@@ -24,10 +24,10 @@ from fullshard.engine.params.managed import (
     ManagedParameter,
     Reference,
     ShardHolder,
-    Slot,
     mark_owner,
 )
 from fullshard.engine.params.resharded import forbid_use
+from fullshard.engine.params.slots import Slot
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, flat_gradient_dtypes
 from fullshard.plan.layout import ParamSpec, Piece, Shape
