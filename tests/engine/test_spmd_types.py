@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.api import Api
 from tests.harness import on_ranks
-from tests.releases import beside_pytorch
+from tests.releases import RELEASE, beside_pytorch
 from tests.test_architecture import MODULES
 from tests.training import (
     assert_equal,
@@ -520,15 +520,28 @@ def test_each_input_keeps_its_own_type(api: Api) -> None:
 
 
 @needs_package
+@pytest.mark.parametrize(
+    "recomputes",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                RELEASE < (2, 12), reason="spmd_types does not know the checkpoints of torch 2.11"
+            ),
+        ),
+    ],
+)
 @on_ranks(4)
-def test_types_pass_casts_of_inputs_and_recomputation(api: Api) -> None:
+def test_types_pass_casts_of_inputs_and_recomputation(api: Api, recomputes: bool) -> None:
     mesh = _mesh(PLAIN)
     policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = _divide(_make_model(), mesh)
     options = {"mesh": mesh, "dp_mesh_dims": _dims(api, mesh), "mp_policy": policy}
     for layer in (model[0], model[2]):
         api.fully_shard(layer, **options)
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if recomputes:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     api.fully_shard(model, **options)
     dp, tp = (spmd.MeshAxis.of(_group(mesh, name)) for name in ("dp", "tp"))
     with _checking(mesh):
