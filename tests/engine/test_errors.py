@@ -148,6 +148,20 @@ def test_module_is_sharded_only_once(api: Api) -> None:
     assert_gradients_are_parts_of(model, expected)
 
 
+@pytest.mark.parametrize("first", ["alone", "in another root"])
+@on_ranks(2)
+def test_module_that_has_run_cannot_go_below_another_root(api: Api, first: str) -> None:
+    shared = api.fully_shard(nn.Linear(16, 16))
+    other = shared if first == "alone" else api.fully_shard(nn.Sequential(shared))
+    other(make_batch(16))
+    root = api.fully_shard(nn.Sequential(nn.Linear(16, 16), shared))
+    with pytest.raises(RuntimeError, match=r"already been lazily initialized for 1\n") as caught:
+        root(make_batch(16))
+    if not api.is_torch:
+        why = "a root of its own" if first == "alone" else "as a part of another root"
+        assert why in str(caught.value)
+
+
 @on_ranks(2)
 def test_parameters_on_meta_at_the_first_forward_are_named(api: Api) -> None:
     with torch.device("meta"):

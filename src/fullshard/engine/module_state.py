@@ -182,10 +182,14 @@ class ModuleState:
             # fully_shard was applied to keeps its place in a model that has run.
             is_taken = state.is_root or (not state.is_wrapper and state.known_iteration is not None)
             if state is not self and is_taken:
+                why = (
+                    "it ran before the module that contains it, and so became a root of its own."
+                    if state.is_root
+                    else "it ran as a part of another root, and cannot belong to two."
+                )
                 raise StateError(
                     f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
-                    "running forward through the root module first: it ran before the module that "
-                    "contains it, and so became a root of its own."
+                    f"running forward through the root module first: {why}"
                 )
             if state is not self and state._pending.get("manual_finalization"):
                 raise StateError(_ROOT_FINALIZES)
