@@ -29,6 +29,7 @@ def recipe(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     sums_natively: bool = False,
+    wants_means: bool = False,
     accumulated: bool = False,
     is_offloaded: bool = False,
     **changes: object,
@@ -43,6 +44,7 @@ def recipe(
         sum_dtype=(lambda d: d)
         if sums_natively
         else (lambda d: torch.promote_types(d, torch.float32)),
+        wants_means=wants_means,
         accumulated=accumulated,
         is_offloaded=is_offloaded,
         label="block",

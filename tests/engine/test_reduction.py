@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.api import Api
-from tests.custom_collectives import custom_reduce
+from tests.custom_collectives import custom_reduce, public
 from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.models import Scale, mlp
 from tests.training import (
@@ -350,6 +350,34 @@ def test_forced_sums_change_no_gradient(api: Api, shape: tuple[int, ...]) -> Non
     assert {str(call["op"]) for call in reduce.calls} == {str(dist.ReduceOp.SUM)}
     _force_sums(model, enable=False)
     assert_train_alike(alone, model)
+
+
+@pytest.mark.parametrize("divides", ["by ranks", "by shard ranks"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@on_ranks(4)
+def test_custom_reduce_scatter_is_asked_for_means_as_by_pytorch(
+    api: Api, shape: tuple[int, ...], divides: str
+) -> None:
+    asked = []
+
+    class Means(public(api, "DefaultReduceScatter")):  # type: ignore[misc]
+        """Forms means, whatever it is asked for."""
+
+        def __call__(self, *args: Any, op: Any, **options: Any) -> Any:
+            asked.append(op)
+            return super().__call__(*args, op=dist.ReduceOp.AVG, **options)
+
+    model, alone = sharded_mlp(api, mesh=mesh_of(*shape))
+    expected = gradients_alone(alone, make_batch(16))
+    for layer in model:
+        layer.set_custom_reduce_scatter(Means())
+        if divides == "by shard ranks":
+            layer.set_gradient_divide_factor(float(shape[-1]))
+    if divides == "by shard ranks":
+        expected = {name: grad * 4 / shape[-1] for name, grad in expected.items()}
+    mean_square(model(my_part(make_batch(16)))).backward()
+    assert_gradients_are_parts_of(model, expected)
+    assert asked == 3 * [dist.ReduceOp.AVG]
 
 
 @pytest.mark.parametrize("custom", [False, True])

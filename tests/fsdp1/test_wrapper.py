@@ -41,6 +41,7 @@ from tests.fsdp1.models import (
     wrap,
 )
 from tests.harness import mesh_of, on_ranks, rank
+from tests.models import Scale
 from tests.selection import is_odd, repeats
 from tests.training import assert_equal, make_batch, my_part
 
@@ -1066,6 +1067,24 @@ def test_batch_norm_computes_in_float32_of_its_own(api: Api) -> None:
     model.batch_norm.module.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     run_step(model)
     assert seen == [torch.float32]
+
+
+@orig_params
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.float16])
+@on_ranks(2)
+def test_evaluation_in_full_precision_computes_and_reduces_in_it(
+    api: Api, param_dtype: torch.dtype, use_orig_params: bool
+) -> None:
+    precision = api.MixedPrecision(param_dtype=param_dtype, reduce_dtype=torch.float16)
+    with mock.patch.dict("os.environ", FSDP_USE_FULL_PREC_IN_EVAL="1"):
+        model = wrap(api, Scale(), mixed_precision=precision, use_orig_params=use_orig_params)
+        for is_training in (True, False, True):
+            model.train(is_training)
+            model.zero_grad()
+            model(torch.full((1, 8), 2049.0)).float().sum().backward()
+            for grad in (p.grad for p in model.parameters() if p.numel()):
+                # float16 has eleven bits.
+                assert set(grad.flatten().tolist()) == {2048.0 if is_training else 2049.0}
 
 
 # Order of construction

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.models import PROBLEMS
+from tests.releases import RELEASE
 from tests.selection import repeats
 from tests.streams.lab import fake_world
 from tests.streams.programs import PROGRAMS, SMALL, run_program
@@ -55,4 +56,7 @@ def test_everything_is_ordered_with_every_model(name: str, model: str) -> None:
 def test_lanes_run_what_they_are_for() -> None:
     lab = run_program("plain", SMALL)
     lanes = {str(lane).rpartition(".")[2] for lane in lab.recorder.num_operations}
+    # torch 2.11 does not hand on the options of coalesced all-gathers, which then run, and are
+    # waited for, on their group's lane.
+    lanes -= {"group 0"} if RELEASE < (2, 12) else set()
     assert lanes == {"COMPUTE", "ALL_GATHER", "REDUCE", "host"}

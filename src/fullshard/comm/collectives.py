@@ -199,6 +199,7 @@ class CollectivesComm(ProcessGroupComm):
     """
 
     joins_dtypes = True
+    wants_means = True  # users' objects may rely on ``op``, or not look at it
 
     def __init__(
         self,
@@ -278,18 +279,19 @@ class CollectivesComm(ProcessGroupComm):
         region.zero_()  # users' memory is uninitialised, and padding is summed too
         copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
         total = self.reduce.allocate((numel,), dtype=out.dtype, device=out.device)
+        averages = how.may_average and how.scaling.after == self.size
         with naming_lost_ranks(self.group, how.label):
             work = self.reduce(
                 output_tensor=total,
                 input_tensor=region,
                 group=self.group,
-                op=dist.ReduceOp.SUM,
+                op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
                 async_op=True,
             )
 
         # Always a copy: `total` is the user's memory, `out` the unit's.
         def finish() -> None:
-            torch.div(total, how.scaling.after, out=out)
+            torch.div(total, 1.0 if averages else how.scaling.after, out=out)
 
         present = tuple(grad is not None for grad in grads)
         return PendingReduction(

@@ -115,6 +115,7 @@ class Comm(abc.ABC):
     rank, size: this rank's place in the group, and the number of its ranks.
     rule: which parameters a layout may route directly for this way of communicating.
     joins_dtypes: whether gradients of several dtypes travel at once, in the widest of them.
+    wants_means: whether the reduce-scatter forms means wherever PyTorch's engine asks for them.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Comm(abc.ABC):
     size: int
     rule: DirectRule
     joins_dtypes = False
+    wants_means = False
 
     @abc.abstractmethod
     def allocate_shards(

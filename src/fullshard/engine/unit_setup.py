@@ -143,8 +143,8 @@ class UnitSetup(abc.ABC):
                 self.leave(self.comm, reason)  # calls `adopt` again, for another communication
                 return
             self._bind_gradients(layout)
-        elif self.gradients.buckets.follow_grad_dtypes():
-            self._refuse_to_change("grad_dtype")
+        elif self.gradients.buckets.are_outdated(self.config):
+            self._refuse_to_change("the dtypes of gradients")
             self.gradients.unreduced.replace()
             self._bind_gradients(layout)
         for holder in params.holders:

@@ -91,10 +91,12 @@ class GradientBuckets:
         self._dtypes = [param.gradient_dtypes(self._config, dtype) for param, dtype in pairs]
         self._plan = self._plans.setdefault(tuple(self._dtypes), len(self._plans))
 
-    def follow_grad_dtypes(self) -> bool:
-        """Return whether somebody has set the `grad_dtype` of a parameter since `bind`."""
-        now = [param.gradient_dtypes(self._config) for param in self.params]
-        return now != self._first_dtypes
+    def are_outdated(self, config: UnitConfig) -> bool:
+        """Return whether gradients have other dtypes since `bind`.
+
+        By the `grad_dtype` of a parameter, which somebody has set, or by the configuration.
+        """
+        return self._first_dtypes != [param.gradient_dtypes(config) for param in self.params]
 
     def follow(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Plan for the dtypes in which gradients came, where parameters take any."""
@@ -243,6 +245,7 @@ class GradientBuckets:
             self._mesh,
             reduce_dtype=bucket.reduce_dtype,
             sum_dtype=self.shard_comm.accumulate_dtype,
+            wants_means=self.shard_comm.wants_means,
             accumulated=accumulated,
             is_offloaded=bucket.device != self._runtime.device,
             label=label,

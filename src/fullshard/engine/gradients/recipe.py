@@ -34,6 +34,9 @@ from fullshard.plan.layout import BucketLayout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 
+# PyTorch's engine asks for means in these, as sums in them do not overflow.
+_AVERAGED = (torch.float32, torch.bfloat16)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
@@ -67,6 +70,7 @@ def make_recipe(
     *,
     reduce_dtype: torch.dtype,
     sum_dtype: Callable[[torch.dtype], torch.dtype],
+    wants_means: bool,
     accumulated: bool,
     is_offloaded: bool,
     label: str,
@@ -75,6 +79,7 @@ def make_recipe(
 
     reduce_dtype: of the finished sum.
     sum_dtype: maps the reduce dtype to the total dtype (`Comm.accumulate_dtype`).
+    wants_means: `Comm.wants_means`.
     accumulated: whether gradients are sums of several backwards, in the reduce dtype, or wide anyway.
     is_offloaded: whether sharded parameters are on another device than full gradients.
     label: how messages and profilers call the unit.
@@ -83,9 +88,16 @@ def make_recipe(
     if config.comm_hook is None and mesh.data_parallel_size > 1:
         total_dtype = sum_dtype(reduce_dtype)
     scaling, divisor = _scaling(config, mesh, reduce_dtype, sum_dtype), 1.0
-    # With replicas, what is divided after the sum is divided after the last sum, as in PyTorch.
+    may_average = not config.force_sum_reduction
+    if wants_means:
+        may_average &= reduce_dtype in _AVERAGED
+    # With replicas, what is divided after the sum is divided after the last sum.
     if mesh.replicate_size > 1:
-        scaling, divisor = Scaling(scaling.before), scaling.after
+        num_averaged = 1
+        if wants_means and may_average and config.gradient_divide_factor in (None, mesh.shard_size):
+            num_averaged = mesh.shard_size
+        divisor = scaling.after / num_averaged
+        scaling = Scaling(scaling.before, float(num_averaged))
     has_more_to_do = (
         bucket.is_flat  # who gets a gradient follows from the layout, not from the reduce-scatter
         or mesh.replicate_size > 1
@@ -100,7 +112,7 @@ def make_recipe(
         over_shards=Sum(
             wire_dtype(bucket, reduce_dtype, accumulated=accumulated),
             scaling,
-            may_average=not config.force_sum_reduction,
+            may_average=may_average,
             label=f"{label}: reduce-scatter",
         ),
         over_replicas=Sum(reduce_dtype, label=f"{label}: all-reduce"),
