@@ -207,6 +207,51 @@ def test_nothing_may_run_before_the_reduction_was_waited_for(api: Api) -> None:
         assert_close(full_parameters(model), full_parameters(alone))
 
 
+@pytest.mark.ours("PyTorch's steps with gradients of one rank, or none")
+@pytest.mark.parametrize("when", ["before the first forward", "later"])
+@on_ranks(2)
+def test_no_optimizer_steps_before_gradients_are_reduced(api: Api, when: str) -> None:
+    alone = mlp()
+    model = sharded(api, alone)
+    other = api.fully_shard(mlp())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model, other)]
+    if when == "later":
+        model.set_manual_backward_finalization(False)
+        backward(model, batches()[1])
+        model.zero_grad()
+        model.set_manual_backward_finalization(True)
+    backward(model, batches()[0])
+    backward(other, batches()[0])
+    optimizers[2].step()
+    with pytest.raises(api.errors.StateError, match=r"SGD.step\(\).*finalize_backward\(\)"):
+        optimizers[1].step()
+    handle = model.finalize_backward(async_op=True)
+    with pytest.raises(api.errors.StateError, match=r"wait\(\) of the handle"):
+        optimizers[1].step()
+    handle.wait()
+    optimizers[1].step()
+    sums_alone(alone, batches()[:1])
+    optimizers[0].step()
+    assert_close(full_parameters(model), full_parameters(alone))
+    backward(model, batches()[1])
+    model.reset_iter_state()
+    optimizers[1].step()
+
+
+@on_ranks(2)
+def test_optimizers_may_step_as_gradients_come(api: Api) -> None:
+    alone = mlp()
+    model = sharded(api, alone)
+    for parameter in model.parameters():
+        own = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    sums_alone(alone, batches()[:1])
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    backward(model, batches()[0])
+    model.finalize_backward()
+    assert_close(full_parameters(model), full_parameters(alone))
+
+
 @on_ranks(2)
 def test_sums_survive_an_exception_in_a_later_forward(api: Api) -> None:
     alone = mlp()

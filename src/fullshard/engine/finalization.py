@@ -2,11 +2,18 @@
 
 Pipeline schedules reduce once for many backwards, at a moment of their own choice. With manual
 finalization the end of a backward neither reduces what its units still owe nor waits for reductions;
-`Iteration.finalize` does, by the settings that hold then.
+`Iteration.finalize` does, by the settings that hold then. An optimizer that steps before that is
+refused, by a hook of the whole process: it would use gradients of one rank, or none.
 """
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
@@ -14,11 +21,13 @@ from fullshard.errors import StateError
 class Finalization:
     """Who ends the backwards of one model.
 
+    units: the model's.
     is_manual: what the user has set.
     is_under_way: whether the program has begun to finalize, and has yet to wait for the reductions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
         self.is_manual = False
         self._mode: bool | None = None  # of the backwards since the last end; None before the first
         self._token: object | None = None
@@ -27,6 +36,12 @@ class Finalization:
         """Note that a backward begins: the mode stays until it is ended."""
         if self._mode is None:
             self._mode = self.is_manual
+        if self._mode:
+            _left.discard(self)  # optimizers may step in hooks of this backward
+
+    def end_backward(self) -> None:
+        """Note that a backward is over, and has left its end to the program."""
+        _left.add(self)
 
     @property
     def waits(self) -> bool:
@@ -50,11 +65,13 @@ class Finalization:
                 "finalize_backward() first, or reset_iter_state()."
             )
         self.is_manual = enabled
+        if enabled and not _installed:
+            _installed.append(register_optimizer_step_pre_hook(_refuse_early_step))
 
-    def check_may_begin(self, units: Iterable[Unit], *, in_backward: bool) -> None:
-        """Raise StateError unless the program ends the backwards, and may do so now.
+    def begin(self, *, in_backward: bool) -> None:
+        """Note that the program begins to end the backwards. Raises StateError if it may not now.
 
-        units: the model's. in_backward: whether a backward has begun and not come to its end.
+        in_backward: whether a backward has begun and not come to its end.
         """
         self.check_ended("finalizing backward again")
         if not (self.is_manual if self._mode is None else self._mode):
@@ -67,8 +84,9 @@ class Finalization:
                 "finalize_backward must be called after backward completes. After an exception in "
                 "backward, call reset_iter_state()."
             )
-        for unit in units:
+        for unit in self._units:
             _check_unit(unit)
+        _left.discard(self)  # as in a backward
 
     def check_ended(self, what: str) -> None:
         """Raise StateError if reductions were begun and not waited for. what: may not begin yet."""
@@ -79,21 +97,46 @@ class Finalization:
             )
 
     def begin_wait(self) -> object:
-        """Return a token for the reductions that were begun, by which `check_token` knows them."""
+        """Return a token for the reductions that were begun, by which `end_wait` knows them."""
         self._token = object()
+        _left.add(self)
         return self._token
 
-    def check_token(self, token: object) -> None:
-        """Raise StateError if the reductions of a token were forgotten."""
+    def end_wait(self, token: object) -> None:
+        """Note that the program waits for reductions. Raises StateError if they were forgotten."""
         if token is not self._token:
             raise StateError(
                 "This gradient reduction handle was invalidated: reset_iter_state() was called, or "
                 "the model ran again after an exception. Its gradients are lost."
             )
+        _left.discard(self)
 
     def end(self) -> None:
         """Note that the backwards were ended, or forgotten."""
         self._mode = self._token = None
+        _left.discard(self)
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer updates parameters of this model."""
+        own = {id(holder.sharded) for unit in self._units for holder in unit.params.holders}
+        return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
+
+
+# Those whose last backward the program has yet to end, or to wait for.
+_left: weakref.WeakSet[Finalization] = weakref.WeakSet()
+_installed: list[object] = []  # the handle of the hook
+
+
+@eager
+def _refuse_early_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+    """Raise StateError if the program has yet to reduce what an optimizer is about to use."""
+    if any(finalization.trains(optimizer) for finalization in list(_left)):
+        raise StateError(
+            f"{type(optimizer).__name__}.step() comes before gradients are reduced: with "
+            "set_manual_backward_finalization(True), call finalize_backward() after the last "
+            "backward, and wait() of the handle if it was asynchronous; or reset_iter_state() to "
+            "give the iteration up."
+        )
 
 
 def _check_unit(unit: Unit) -> None:

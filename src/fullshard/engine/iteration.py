@@ -56,7 +56,7 @@ class Iteration:
         self._checks_order = False
         self._recorder = Recorder()
         self.reductions = ReductionQueue()
-        self.finalization = Finalization()
+        self.finalization = Finalization(self.units)
         self._forward_root: weakref.ref[Any] | None = None  # weak, as its state owns this object
         self._caller: types.FrameType | None = None  # the frame that runs the root's forward
         self._prefetch_after: dict[int, Unit] = {}  # gather it after backward of a unit, by id
@@ -379,6 +379,7 @@ class Iteration:
                 self._reduce(unit, unit.take_gradients(), keeps=waits)
                 unit.hide_unsharded()
         if waits:
+            self.finalization.end_backward()
             self._backward_end = None
             self._fenced_since_backward = False
             return
@@ -420,7 +421,7 @@ class Iteration:
         Returns a token with which `finish_finalizing` waits. Raises StateError if the program does
         not end backwards, while one runs, and for sums that wait for an all-reduce.
         """
-        self.finalization.check_may_begin(self.units, in_backward=self._backward_end is not None)
+        self.finalization.begin(in_backward=self._backward_end is not None)
         for unit in reversed(self.units):
             # Pipeline schedules add to gradients of unsharded parameters outside of any backward.
             if unit.gradients.unreduced.is_holding or unit.params.shown.has_gradients:
@@ -436,7 +437,7 @@ class Iteration:
 
         Raises StateError if it was forgotten in between.
         """
-        self.finalization.check_token(token)
+        self.finalization.end_wait(token)
         self._finish_backward(is_last=True)
 
     def _reduce_late_gradients(self) -> None:

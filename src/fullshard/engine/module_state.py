@@ -218,7 +218,8 @@ class ModuleState:
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)
-        self._own_iteration.finalization.is_manual = self._pending.pop("manual_finalization", False)
+        is_manual = self._pending.pop("manual_finalization", False)
+        self._own_iteration.finalization.set_manual(enabled=is_manual, in_backward=False)
         for state in reversed(self._states):  # the root's last: its settings win
             state._pending.pop("manual_finalization", None)
             state.say(**state._pending)
