@@ -113,8 +113,9 @@ class Finalization:
 
     def end(self) -> None:
         """Note that the backwards were ended, or forgotten."""
+        if self._mode:
+            _left.discard(self)
         self._mode = self._token = None
-        _left.discard(self)
 
     def trains(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer updates parameters of this model."""
