@@ -18,11 +18,6 @@ from tests.streams.programs import PROGRAMS, SMALL, run_program
 # By module, function and text.
 NOT_MISSED = {
     (
-        "comm/process_group.py",
-        "ProcessGroupComm.all_reduce",
-        "Pending.tensors",
-    ): "where there are lanes, sums travel in their own dtype: it is the tensor that is summed",
-    (
         "engine/unit.py",
         "Unit._finish_gather",
         "work.wait()",

@@ -315,7 +315,7 @@ class ProcessGroupComm(Comm):
                 works.append(dist.all_reduce(flags, group=self.group, async_op=True))
         finish = do_nothing if wire is total else lambda: _copy(total, wire)
         return PendingReduction(
-            Pending(works, finish, (wire,), self, how.label),
+            Pending(works, finish, (), self, how.label),  # `finish` holds what is not `total`
             lambda: tuple((flags != 0).tolist()) or present,
         )
 
