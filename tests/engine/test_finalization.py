@@ -223,7 +223,9 @@ def test_no_optimizer_steps_before_gradients_are_reduced(api: Api, when: str) ->
     backward(model, batches()[0])
     backward(other, batches()[0])
     optimizers[2].step()
-    with pytest.raises(api.errors.StateError, match=r"SGD.step\(\).*finalize_backward\(\)"):
+    with pytest.raises(
+        api.errors.StateError, match=r"SGD.step\(\) \(rank \d\).*finalize_backward\(\)"
+    ):
         optimizers[1].step()
     handle = model.finalize_backward(async_op=True)
     with pytest.raises(api.errors.StateError, match=r"wait\(\) of the handle"):

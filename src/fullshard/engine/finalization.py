@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -117,6 +118,11 @@ class Finalization:
             _left.discard(self)
         self._mode = self._token = None
 
+    @property
+    def label(self) -> str:
+        """The model's first unit, for messages."""
+        return self._units[0].label
+
     def trains(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer updates parameters of this model."""
         own = {id(holder.sharded) for unit in self._units for holder in unit.params.holders}
@@ -131,9 +137,11 @@ _installed: list[object] = []  # the handle of the hook
 @eager
 def _refuse_early_step(optimizer: Optimizer, _: Any, __: Any) -> None:
     """Raise StateError if the program has yet to reduce what an optimizer is about to use."""
-    if any(finalization.trains(optimizer) for finalization in list(_left)):
+    left = next((each for each in list(_left) if each.trains(optimizer)), None)
+    if left is not None:
         raise StateError(
-            f"{type(optimizer).__name__}.step() comes before gradients are reduced: with "
+            f"{type(optimizer).__name__}.step() (rank {dist.get_rank()}) comes before the gradients of "
+            f"{left.label} are reduced: with "
             "set_manual_backward_finalization(True), call finalize_backward() after the last "
             "backward, and wait() of the handle if it was asynchronous; or reset_iter_state() to "
             "give the iteration up."
