@@ -7,7 +7,8 @@
     ├── MeshError     (ValueError)    a device mesh that does not fit
     ├── LayoutError   (ValueError)    shapes or sizes no layout exists for
     ├── StateError    (RuntimeError)  a call at a moment where it cannot work
-    │   └── DivergenceError           ranks took different paths through the model
+    │   ├── DivergenceError           ranks took different paths through the model
+    │   └── CheckpointError           a checkpoint that cannot be written, read, or does not fit
     ├── AllocationError (RuntimeError, also MemoryError)  too little memory, or too few files
     └── CommError     (RuntimeError)  communication failed
         ├── PeerLostError             a rank died or left while others waited for it
@@ -49,6 +50,10 @@ class StateError(FullshardError, RuntimeError):
 
 class DivergenceError(StateError):
     """Ranks took different paths: at one place in their sequences, their operations differ."""
+
+
+class CheckpointError(StateError):
+    """A checkpoint cannot be written or read, is damaged, or does not fit the model."""
 
 
 class AllocationError(FullshardError, RuntimeError, MemoryError):

@@ -1,5 +1,13 @@
 """The public names and where they come from; `fullshard` shows them once one of them is used."""
 
+from fullshard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from fullshard.checkpoint.manager import Checkpoint, CheckpointManager, latest_checkpoint
+from fullshard.checkpoint.saving import (
+    PendingSave,
+    SavedCheckpoint,
+    async_save_checkpoint,
+    save_checkpoint,
+)
 from fullshard.comm.collectives import (
     AllGather,
     DefaultAllGather,
@@ -15,6 +23,7 @@ from fullshard.drop_in.install import install, uninstall
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.errors import (
     AllocationError,
+    CheckpointError,
     CommError,
     FullshardError,
     LayoutError,
@@ -88,6 +97,9 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
     "CommError",
     "CustomPolicy",
     "DDPMeshInfo",
@@ -104,6 +116,7 @@ __all__ = [
     "GradientReductionHandle",
     "HSDPMeshInfo",
     "LayoutError",
+    "LoadedCheckpoint",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MemoryCategory",
@@ -119,10 +132,12 @@ __all__ = [
     "OptimStateKeyType",
     "PeerLostError",
     "PeerTimeoutError",
+    "PendingSave",
     "ProcessGroupAllocAllGather",
     "ProcessGroupAllocReduceScatter",
     "ReduceScatter",
     "ReplicateModule",
+    "SavedCheckpoint",
     "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
@@ -139,17 +154,21 @@ __all__ = [
     "UnshardHandle",
     "UnsupportedError",
     "always_wrap_policy",
+    "async_save_checkpoint",
     "clip_grad_norm_",
     "describe",
     "enable_wrap",
     "fully_shard",
     "install",
     "lambda_auto_wrap_policy",
+    "latest_checkpoint",
+    "load_checkpoint",
     "load_sharded_state",
     "memory_report",
     "migrate_report",
     "register_fsdp_forward_method",
     "replicate",
+    "save_checkpoint",
     "set_default_comm",
     "sharded_state",
     "share_comm_ctx",

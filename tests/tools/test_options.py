@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import cli, commands, job
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.exits import Exit
@@ -190,7 +191,7 @@ class TestResume:
         folder.start(config, fingerprint=fingerprint, done=0)
         checkpoint = folder.checkpoints / "step-00000020"
         checkpoint.mkdir(parents=True)
-        (checkpoint / ".metadata").touch()
+        (checkpoint / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
         return folder
 
     def test_the_options_come_from_the_run(self, folder: RunFolder) -> None:
@@ -215,7 +216,9 @@ class TestResume:
         assert resumed_job(folder.path, {"seq": 16, "dtype": "auto", "ranks": None}).done == 20
 
     def test_a_half_written_checkpoint_does_not_count(self, folder: RunFolder) -> None:
-        (folder.checkpoints / "step-00000020").rename(folder.checkpoints / "partial-step-00000020")
+        (folder.checkpoints / "step-00000020").rename(
+            folder.checkpoints / "step-00000020.partial-1"
+        )
         with pytest.raises(OptionError, match="no complete checkpoint"):
             resumed_job(folder.path, {})
 

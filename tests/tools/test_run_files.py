@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fullshard.tools.checkpoint import latest_checkpoint
+from fullshard import latest_checkpoint
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.plot import plot_loss, running_mean
 from fullshard.tools.progress import Live, Plain
@@ -40,17 +41,17 @@ def test_configuration_is_read_back_as_written(tmp_path: Path) -> None:
 def test_folders_that_are_named_otherwise_are_no_checkpoints(tmp_path: Path) -> None:
     for name in ("step-00000020", "step-12abc", "step-00000030-copy"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / ".metadata").touch()
+        (tmp_path / name / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 20
 
 
 def test_the_latest_complete_checkpoint_is_found(tmp_path: Path) -> None:
-    for name in ("step-00000100", "step-00000020", "step-00000300", "partial-step-00000400"):
+    for name in ("step-00000100", "step-00000020", "step-00000300", "step-00000400.partial-1a"):
         (tmp_path / name).mkdir()
         if "300" not in name:
-            (tmp_path / name / ".metadata").touch()
+            (tmp_path / name / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 100

@@ -48,7 +48,7 @@ def test_a_run_learns_and_fills_its_folder(straight: Straight) -> None:
         "rank00001.json",
     }
     assert summary["report"] == str(straight.folder / "report.html")
-    assert [p.name for p in (straight.folder / "checkpoints").iterdir()] == ["step-00000060"]
+    assert _checkpoints(straight.folder) == ["step-00000030", "step-00000060"]
     assert (straight.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     line = json.loads((straight.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert line.keys() >= {"step", "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory"}
@@ -59,6 +59,14 @@ def test_progress_goes_to_standard_error_alone(straight: Straight) -> None:
     assert "step 60/60" in straight.result.err
     assert "unigram entropy" in straight.result.err
     assert straight.result.err.count("step 60/60") == 1, "only rank 0 reports"
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    """List the checkpoints of a run; the newest is the one that `latest` names."""
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names.pop(0) == "latest"
+    assert (folder / "checkpoints" / "latest").read_text() == f"{names[-1]}\n"
+    return names
 
 
 def _stop(folder: Path, number: signal.Signals, straight: Straight) -> int:
@@ -80,8 +88,7 @@ def _stop(folder: Path, number: signal.Signals, straight: Straight) -> int:
     lines = stopped.err.splitlines()
     assert all(re.match(_SAID, line) for line in lines), "torch writes into the progress"
     assert run.losses() == straight.losses[:done]
-    checkpoints = [path.name for path in (folder / "checkpoints").iterdir()]
-    assert checkpoints == [f"step-{done:08d}"]
+    assert _checkpoints(folder) == [f"step-{done:08d}"]
     return done
 
 

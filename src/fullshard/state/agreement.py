@@ -85,6 +85,11 @@ def agree(
     return [Agreed(kinds, _map(others, _from_scalar)) for kinds, others in result]
 
 
+def merged_alone(mine: Sequence[Report]) -> list[Agreed]:
+    """Return what one rank alone agrees on with itself, without a process group."""
+    return [_merge([report]) for report in mine]
+
+
 def _distinct(
     mine: list[Report], everyones: Sequence[Any], group: dist.ProcessGroup | None
 ) -> dict[Any, list[Report]]:

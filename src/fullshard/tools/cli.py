@@ -196,6 +196,9 @@ def train(
     save_every: Annotated[
         int, _option("Steps between checkpoints; 0: only at the end.", panel="Results")
     ] = _DEFAULT.save_every,
+    keep_checkpoints: Annotated[
+        int, _option("How many of the newest checkpoints stay.", panel="Results")
+    ] = _DEFAULT.keep_checkpoints,
     prompt: Annotated[
         str, _option("Beginning of the text sample.", panel="Results")
     ] = _DEFAULT.prompt,

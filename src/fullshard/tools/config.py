@@ -15,7 +15,15 @@ DEVICES = ("auto", "cpu", "cuda")
 # change together as long as their product, the sequences of a step, stays.
 _FREE_ON_RESUME = frozenset(
     (
-        *("steps", "save_every", "prompt", "sample_length", "temperature", "device"),
+        *(
+            "steps",
+            "save_every",
+            "keep_checkpoints",
+            "prompt",
+            "sample_length",
+            "temperature",
+            "device",
+        ),
         "trace_steps",
         *("ranks", "batch", "grad_accum"),
     )
@@ -62,6 +70,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     seed: int = 0
     save_every: int = 100
+    keep_checkpoints: int = 2
     prompt: str = "def main("
     sample_length: int = 300
     temperature: float = 0.9
@@ -83,7 +92,7 @@ class TrainConfig:
                 found.append(f"--{name} {getattr(self, name)}: choose from {', '.join(choices)}.")
         found += [
             f"{_flag(name)} {getattr(self, name)}: must be at least 1."
-            for name in ("steps", "batch", "seq", "ranks", "grad_accum")
+            for name in ("steps", "batch", "seq", "ranks", "grad_accum", "keep_checkpoints")
             if getattr(self, name) < 1
         ]
         found += [

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fullshard.tools.checkpoint import Checkpoint, latest_checkpoint
+import fullshard
 from fullshard.tools.config import OptionError, TrainConfig, with_defaults
 from fullshard.tools.corpus import Corpus, open_corpus
 from fullshard.tools.run_folder import RunFolder
@@ -25,7 +25,7 @@ class Job:
     config: TrainConfig
     folder: RunFolder
     corpus: Corpus
-    checkpoint: Checkpoint | None = None
+    checkpoint: "fullshard.Checkpoint | None" = None
 
     @property
     def done(self) -> int:
@@ -67,7 +67,7 @@ def resumed_job(path: Path, changes: dict[str, Any]) -> Job:
             f"--resume {path}: holds no run (no config.json). Name the folder that "
             "`fullshard train` printed as its output."
         )
-    checkpoint = latest_checkpoint(folder.checkpoints)
+    checkpoint = fullshard.latest_checkpoint(folder.checkpoints)
     if checkpoint is None:
         raise OptionError(
             f"--resume {path}: holds no complete checkpoint; the run ended before its first one. "

@@ -2,7 +2,7 @@
 
     config.json      the options (tools/config.py) and the fingerprint of the text
     metrics.jsonl    one line a step
-    checkpoints/     step-00000350/, the last complete one (tools/checkpoint.py)
+    checkpoints/     step-00000350/ and the like, the newest ones (docs/checkpoints.md)
     loss.png         the loss curve
     trace/           what each rank recorded of a few steps (fullshard.trace)
     report.html      the trace report (tools/report.py), and trace.json for trace viewers

@@ -22,7 +22,6 @@ from torch import Tensor
 import fullshard
 from fullshard.errors import FullshardError
 from fullshard.models.generation import generate
-from fullshard.tools.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.corpus import draw_batch
 from fullshard.tools.job import Job
@@ -89,11 +88,19 @@ class Trainer:
             f"{config.tokens_per_step} bytes a step"
         )
         self.optimizer = build_optimizer(self.model, config)
+        self.checkpoints = fullshard.CheckpointManager(
+            self.folder.checkpoints,
+            self.model,
+            self.optimizer,
+            keep_last=config.keep_checkpoints,
+            signals=(),  # `StopRequest` has them
+        )
 
     def train(self, *, done: int) -> int:
         """Take steps until all are done or somebody asks to stop; return how many are done.
 
-        The state is saved every `save_every` steps and at the end, whichever way it comes.
+        The state is saved every `save_every` steps, in the background, and at the end, whichever way
+        it comes.
         """
         config = self.config
         self.report.begin(total=config.steps, done=done)
@@ -114,9 +121,10 @@ class Trainer:
                     )
                 regular = config.save_every and done % config.save_every == 0
                 if regular or result.stop or done == config.steps:
-                    save_checkpoint(self.folder.checkpoints, done, self.model, self.optimizer)
+                    self.checkpoints.save(done)
                 if result.stop:
                     break
+        self.checkpoints.close()  # waits for the last one
         self.report.end()
         return done
 
@@ -227,7 +235,7 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
     trainer = Trainer(job, stop, report)
     if job.checkpoint is not None:
         report.note(f"resuming after step {job.done} from {job.checkpoint.path}")
-        load_checkpoint(job.checkpoint.path, trainer.model, trainer.optimizer)
+        fullshard.load_checkpoint(job.checkpoint.path, trainer.model, trainer.optimizer)
     dist.barrier()  # nobody may still be checking the folder when rank 0 starts to write
     if trainer.rank == 0:
         folder.start(config, fingerprint=job.corpus.survey.fingerprint, done=job.done)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fullshard
 from fullshard.errors import FullshardError
-from fullshard.tools.checkpoint import latest_checkpoint
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
@@ -108,7 +108,7 @@ class _Mourner:
 
 
 def _what_is_saved(folder: RunFolder) -> str:
-    checkpoint = latest_checkpoint(folder.checkpoints)
+    checkpoint = fullshard.latest_checkpoint(folder.checkpoints)
     if checkpoint is None:
         return "There was no complete checkpoint yet; start the run again with another --out."
     return (

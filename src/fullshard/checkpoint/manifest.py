@@ -1,0 +1,331 @@
+"""The manifest: what a checkpoint contains and where. See docs/checkpoints.md for the format.
+
+    Manifest
+      files     FileEntry: name, size, header
+      tensors   TensorEntry by name: shape, dtype, and its pieces, each a box of it in a file
+      values    what is no tensor: step, optimizer options, the user's own, versions
+
+Reading checks everything that can be checked without reading data: nothing of what a manifest says
+is believed before. A manifest that was damaged, or made to do harm, is refused by name.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.checksums import CHECKSUM, checksum
+from fullshard.errors import CheckpointError
+from fullshard.plan.boxes import Box, tiling_fault
+from fullshard.plan.layout import Shape
+
+MANIFEST = "manifest.json"
+FORMAT = "fullshard-checkpoint"
+VERSION = 1
+# Checksums are of blocks, so that a part of a piece can be read and checked without the rest.
+BLOCK_NBYTES = 1 << 20
+
+# As safetensors names them.
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors")
+_LARGEST = 2**62  # of any number in a manifest
+_PLACEHOLDER = "0" * 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of tensors: its name, its size, and the size and checksum of its header, in bytes."""
+
+    name: str
+    nbytes: int
+    header_nbytes: int
+    header_checksum: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor in a file.
+
+    file: index in the manifest's files. start: first byte in the file.
+    checksums: of each block of `block_nbytes`, the last one shorter.
+    """
+
+    box: Box
+    file: int
+    start: int
+    checksums: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor: its whole shape, its dtype, and the pieces that cover it exactly once.
+
+    aliases: other names of the same tensor (tied parameters). placement: how it was divided, for
+    readers.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    aliases: tuple[str, ...] = ()
+    placement: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything about a checkpoint but its data."""
+
+    files: tuple[FileEntry, ...]
+    tensors: Mapping[str, TensorEntry]
+    values: Mapping[str, Any]
+    block_nbytes: int = BLOCK_NBYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def piece_nbytes(self, tensor: TensorEntry, piece: Piece) -> int:
+        return piece.box.numel * tensor.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype, tensor: str) -> str:
+    """Return a dtype's name in files. Raises CheckpointError for one that safetensors lacks."""
+    name = DTYPE_NAMES.get(dtype)
+    if name is None:
+        raise CheckpointError(
+            f"{tensor} is of {dtype}, for which safetensors has no name. Convert it to one of "
+            f"{', '.join(str(each) for each in DTYPE_NAMES)}."
+        )
+    return name
+
+
+def dumps(manifest: Manifest) -> bytes:
+    """Return a manifest's bytes, with the checksum of themselves.
+
+    The checksum is that of the bytes in which the 16 digits of the checksum are zeros.
+    """
+    content = {
+        "checksum": f"{CHECKSUM}:{_PLACEHOLDER}",
+        "format": FORMAT,
+        "version": VERSION,
+        "block_nbytes": manifest.block_nbytes,
+        **manifest.values,
+        "files": [
+            {
+                "name": file.name,
+                "nbytes": file.nbytes,
+                "header_nbytes": file.header_nbytes,
+                "header_checksum": file.header_checksum,
+            }
+            for file in manifest.files
+        ],
+        "tensors": {name: _tensor_fields(name, each) for name, each in manifest.tensors.items()},
+    }
+    text = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+    return text.replace(_PLACEHOLDER.encode(), checksum(text).encode(), 1)
+
+
+def loads(data: bytes, where: str) -> Manifest:
+    """Return the manifest in a file's bytes.
+
+    where: its path, for messages. Raises CheckpointError if it is damaged, of a newer format, or says
+    what cannot be.
+    """
+    head = re.match(rb'\{"checksum":"%s:([0-9a-f]{16})"' % CHECKSUM.encode(), data)
+    if head is None:
+        raise _refused(where, "does not begin with a checksum, so it is damaged or no manifest")
+    zeroed = data[: head.start(1)] + _PLACEHOLDER.encode() + data[head.end(1) :]
+    if checksum(zeroed).encode() != head[1]:
+        raise _refused(where, "is damaged: its content does not match its checksum")
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise _refused(where, f"is no JSON: {error}") from error
+    except RecursionError as error:
+        raise _refused(where, "is nested too deep") from error
+    reader = _Reader(where)
+    try:
+        return reader.manifest(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise _refused(
+            where, f"lacks what every manifest has, or has it otherwise ({error!r})"
+        ) from error
+
+
+def _refused(where: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {what}. Load another checkpoint, or restore this one.")
+
+
+def _tensor_fields(name: str, tensor: TensorEntry) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "shape": list(tensor.shape),
+        "dtype": dtype_name(tensor.dtype, name),
+        "placement": tensor.placement,
+    }
+    if tensor.aliases:
+        fields["aliases"] = list(tensor.aliases)
+    fields["pieces"] = [
+        {
+            "offset": list(piece.box.offset),
+            "shape": list(piece.box.shape),
+            "file": piece.file,
+            "start": piece.start,
+            "checksums": list(piece.checksums),
+        }
+        for piece in tensor.pieces
+    ]
+    return fields
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reader:
+    """Turns what JSON holds into a manifest, and refuses what cannot be."""
+
+    where: str
+
+    def manifest(self, content: dict[str, Any]) -> Manifest:
+        if content["format"] != FORMAT:
+            raise _refused(self.where, f"is of the format {content['format']!r}, not {FORMAT!r}")
+        version = self.number(content["version"], "version")
+        if version != VERSION:
+            raise _refused(
+                self.where, f"is of version {version}, and this fullshard reads version {VERSION}"
+            )
+        block_nbytes = self.number(content["block_nbytes"], "block_nbytes")
+        if block_nbytes < 1:
+            raise _refused(self.where, "has blocks of no bytes")
+        files = tuple(self.file(fields) for fields in content["files"])
+        if len({file.name for file in files}) != len(files):
+            raise _refused(self.where, "names a file twice")
+        tensors = {
+            name: self.tensor(name, fields, files, block_nbytes)
+            for name, fields in content["tensors"].items()
+        }
+        self.check_apart(files, tensors)
+        known = {"checksum", "format", "version", "block_nbytes", "files", "tensors"}
+        values = {key: value for key, value in content.items() if key not in known}
+        return Manifest(files, tensors, values, block_nbytes)
+
+    def file(self, fields: dict[str, Any]) -> FileEntry:
+        name = fields["name"]
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise _refused(self.where, f"names the file {name!r}, which is none of a checkpoint's")
+        nbytes = self.number(fields["nbytes"], name)
+        header = self.number(fields["header_nbytes"], name)
+        if not 8 <= header <= nbytes:
+            raise _refused(self.where, f"says of {name} that its header is larger than the file")
+        return FileEntry(name, nbytes, header, self.digits(fields["header_checksum"], name))
+
+    def tensor(
+        self, name: str, fields: dict[str, Any], files: Sequence[FileEntry], block_nbytes: int
+    ) -> TensorEntry:
+        shape = self.shape(fields["shape"], name)
+        dtype = DTYPES.get(fields["dtype"])
+        if dtype is None:
+            raise _refused(self.where, f"{name} is of the unknown dtype {fields['dtype']!r}")
+        pieces = tuple(
+            self.piece(name, each, shape, dtype, files, block_nbytes) for each in fields["pieces"]
+        )
+        # Before the tiling, whose cost and answer depend on shapes: bytes that are there bound both.
+        if math.prod(shape) != sum(piece.box.numel for piece in pieces):
+            raise _refused(self.where, f"{name}: its pieces have not as many elements as {shape}")
+        if fault := tiling_fault(shape, [piece.box for piece in pieces]):
+            raise _refused(self.where, f"{name}: {fault}")
+        aliases = tuple(str(each) for each in fields.get("aliases", ()))
+        return TensorEntry(shape, dtype, pieces, aliases, str(fields.get("placement", "")))
+
+    def piece(
+        self,
+        name: str,
+        fields: dict[str, Any],
+        shape: Shape,
+        dtype: torch.dtype,
+        files: Sequence[FileEntry],
+        block_nbytes: int,
+    ) -> Piece:
+        box = Box(self.shape(fields["offset"], name), self.shape(fields["shape"], name))
+        inside = len(box.offset) == len(box.shape) == len(shape) and all(
+            start + size <= extent
+            for start, size, extent in zip(box.offset, box.shape, shape, strict=True)
+        )
+        if not inside:
+            raise _refused(self.where, f"{name}: {box} is not inside a tensor of shape {shape}")
+        file, start = self.number(fields["file"], name), self.number(fields["start"], name)
+        nbytes = box.numel * dtype.itemsize
+        if file >= len(files) or not (
+            files[file].header_nbytes <= start <= start + nbytes <= files[file].nbytes
+        ):
+            raise _refused(self.where, f"{name}: {box} is outside of its file")
+        checksums = tuple(self.digits(each, name) for each in fields["checksums"])
+        if len(checksums) != -(-nbytes // block_nbytes):
+            raise _refused(self.where, f"{name}: {box} has not one checksum a block")
+        return Piece(box, file, start, checksums)
+
+    def check_apart(self, files: Sequence[FileEntry], tensors: Mapping[str, TensorEntry]) -> None:
+        """Refuse pieces that share bytes of a file."""
+        ranges: list[list[tuple[int, int, str]]] = [[] for _ in files]
+        for name, tensor in tensors.items():
+            for piece in tensor.pieces:
+                stop = piece.start + piece.box.numel * tensor.dtype.itemsize
+                if stop > piece.start:
+                    ranges[piece.file].append((piece.start, stop, name))
+        for file, found in zip(files, ranges, strict=True):
+            found.sort()
+            for (_, stop, name), (start, _, other) in itertools.pairwise(found):
+                if start < stop:
+                    raise _refused(self.where, f"{name} and {other} share bytes of {file.name}")
+
+    def shape(self, numbers: Any, name: str) -> Shape:
+        if not isinstance(numbers, list) or len(numbers) > 64:
+            raise _refused(self.where, f"{name}: {numbers!r:.80} is no shape")
+        shape = tuple(self.number(each, name) for each in numbers)
+        if math.prod(shape) > _LARGEST:
+            raise _refused(self.where, f"{name}: the shape {shape} is too large for any tensor")
+        return shape
+
+    def number(self, value: Any, name: str) -> int:
+        if type(value) is not int or not 0 <= value <= _LARGEST:
+            raise _refused(self.where, f"{name}: {value!r:.80} is no size")
+        return value
+
+    def digits(self, value: Any, name: str) -> str:
+        if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{16}", value):
+            raise _refused(self.where, f"{name}: {value!r:.80} is no checksum")
+        return value
+
+
+def blocks_of(nbytes: int, block_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the start and the stop of each block of a piece, in bytes."""
+    for start in range(0, nbytes, block_nbytes):
+        yield start, min(start + block_nbytes, nbytes)

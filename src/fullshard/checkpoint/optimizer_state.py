@@ -1,0 +1,356 @@
+"""Optimizer state for checkpoints: what each rank holds of it, by the names of the parameters.
+
+A tensor of the parameter's size is divided as the parameter is. Whatever else an optimizer keeps, such
+as step counters, is a value. Both are read from the optimizer's own memory, and loaded into it: state
+that it has not made yet is made first, in the dtypes of the checkpoint, so moments are never dropped.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
+from fullshard.state.agreement import agree, merged_alone
+from fullshard.state.holdings import (
+    Holding,
+    copies_of,
+    local_boxes,
+    tensor_holding,
+    whole_shape,
+)
+from fullshard.state.optim_keys import Trained, names_of_trained, trained_parameters, units_of
+from fullshard.state.optim_units import UnitState, put_together, report, take_apart
+
+Scalars = dict[str, dict[str, Any]]  # by name of the parameter, by name of the state
+
+
+# Shape and dtype of each tensor state in a checkpoint, by name of the parameter and of the state.
+SavedTensors = Mapping[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclasses.dataclass(slots=True)
+class OptimizerState:
+    """This rank's state of one optimizer.
+
+    tensors: by name of the parameter and of the state. scalars: everything else, alike on all ranks.
+    groups: the options of each parameter group, with the names of its parameters.
+    """
+
+    tensors: dict[tuple[str, str], Holding]
+    scalars: Scalars
+    groups: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(slots=True)
+class LocalState:
+    """What this rank alone knows of an optimizer's state.
+
+    units: by unit, its state and the names of its parameters. tensors, scalars: of what is not sharded.
+    """
+
+    units: Sequence[tuple[Unit, UnitState, Mapping[int, str]]]
+    tensors: dict[tuple[str, str], Holding]
+    scalars: Scalars
+    groups: list[dict[str, Any]]
+
+
+def local_state(
+    optimizer: torch.optim.Optimizer,
+    trained: Mapping[nn.Parameter, Trained],
+    models: Sequence[nn.Module],
+    prefix: str,
+) -> LocalState:
+    """Return what this rank has of an optimizer's state, without communication.
+
+    prefix: of the tensors' names. Raises StateError for state that is neither of its parameter's size
+    nor a value.
+    """
+    check_trained(optimizer, trained)
+    names = names_of_trained(trained)
+    units = [unit for model in models for unit in units_of(model)]
+    states = {id(unit): UnitState() for unit in units}
+    tensors: dict[tuple[str, str], Holding] = {}
+    scalars: Scalars = {}
+    for parameter in _parameters(optimizer):
+        own = optimizer.state.get(parameter)
+        if not own:
+            continue
+        entry = trained[parameter]
+        if entry.unit is not None:
+            # A DTensor of another shape than its parameter's says itself how it is divided.
+            apart = {k: v for k, v in own.items() if _is_apart(v, parameter)}
+            tensors.update(_of_plain(entry.names[0], apart, prefix))
+            rest = {key: value for key, value in own.items() if key not in apart}
+            take_apart(entry, rest, states[id(entry.unit)])
+            continue
+        name = entry.names[0]
+        tensors.update(_of_plain(name, {k: v for k, v in own.items() if _is_tensor(v)}, prefix))
+        scalars[name] = {key: value for key, value in own.items() if not _is_tensor(value)}
+    of_units = [(unit, states[id(unit)], names.get(id(unit), {})) for unit in units]
+    return LocalState(of_units, tensors, scalars, _groups(optimizer, trained))
+
+
+def agreed_state(local: LocalState, prefix: str, group: dist.ProcessGroup | None) -> OptimizerState:
+    """Return a rank's state with what others have of the same parameters. Collective.
+
+    Raises StateError, on all ranks alike, where ranks that have parts of a parameter differ in what
+    state they have.
+    """
+    tensors, scalars = dict(local.tensors), dict(local.scalars)
+    reports = [report(unit, state) for unit, state, _ in local.units]
+    names = [own for _, _, own in local.units]
+    found = merged_alone(reports) if group is None else agree(reports, names, group)
+    for (unit, state, own_names), agreed in zip(local.units, found, strict=True):
+        for index, kinds in agreed.kinds.items():
+            name = own_names[index]
+            scalars[name] = dict(agreed.others.get(index, {}))
+            for key, dtype in kinds.items():
+                if dtype is not None:
+                    own = state.locals.get(index, {}).get(key)
+                    full_name = f"{prefix}{name}/{key}"
+                    tensors[name, key] = _of_local(unit, index, full_name, own, dtype)
+    return OptimizerState(tensors, scalars, local.groups)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def check_trained(
+    optimizer: torch.optim.Optimizer, trained: Mapping[nn.Parameter, Trained]
+) -> None:
+    """Raise StateError if an optimizer trains what is no parameter of the models."""
+    strays = [p for p in _parameters(optimizer) if p not in trained]
+    if strays:
+        raise StateError(
+            f"{type(optimizer).__name__} trains {len(strays)} parameters that the model does not have, "
+            f"the first of shape {tuple(strays[0].shape)}. Make the optimizer after sharding, from "
+            "model.parameters(), or pass the models of all its parameters."
+        )
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer, trained: Mapping[nn.Parameter, Trained]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "params": [name for p in group["params"] for name in trained[p].names],
+            "options": {key: value for key, value in group.items() if key not in _NOT_OPTIONS},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _is_apart(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, DTensor) and value.dim() > 0 and value.shape != parameter.shape
+
+
+def _of_plain(
+    name: str, tensors: Mapping[str, torch.Tensor], prefix: str
+) -> Iterator[tuple[tuple[str, str], Holding]]:
+    for key, value in tensors.items():
+        yield (name, key), tensor_holding(f"{prefix}{name}/{key}", value)
+
+
+def _of_local(
+    unit: Unit, index: int, name: str, local: torch.Tensor | None, dtype: torch.dtype
+) -> Holding:
+    copy, copies = copies_of(unit, index)
+    if local is None:  # this rank owns nothing of it
+        local = torch.empty(unit.params[index].shard_shape, dtype=dtype)
+    if type(local) is not torch.Tensor:
+        raise StateError(
+            f"{name}: the optimizer's state is a {type(local).__name__}, which keeps its values in "
+            "several tensors. Save it through torch.distributed.checkpoint."
+        )
+    param = unit.params[index]
+    return Holding(
+        (name,),
+        whole_shape(param),
+        dtype,
+        local_boxes(unit, index, local),
+        "as its parameter",
+        copy,
+        copies,
+    )
+
+
+# Loading
+
+
+class Destination:
+    """An optimizer whose state is loaded: memory for it, and its assignment once values are there.
+
+    Raises StateError for state of another shape than its parameter's that the optimizer has not made.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trained: Mapping[nn.Parameter, Trained],
+        saved: SavedTensors,
+        prefix: str,
+    ) -> None:
+        self._optimizer = optimizer
+        self._trained = trained
+        self._units: dict[int, UnitState] = {}
+        self._plain: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        self._kept: set[nn.Parameter] = set()
+        self.holdings: dict[tuple[str, str], Holding] = {}
+        keys: dict[str, list[str]] = {}
+        for name, key in saved:
+            keys.setdefault(name, []).append(key)
+        for parameter in _parameters(optimizer):
+            entry = trained[parameter]
+            wanted = {name: keys.get(name, ()) for name in entry.names}
+            if entry.unit is None:
+                self._prepare_plain(parameter, entry, wanted[entry.names[0]], saved, prefix)
+            else:
+                self._prepare(parameter, entry, wanted, saved, prefix)
+
+    def _prepare(
+        self,
+        parameter: nn.Parameter,
+        entry: Trained,
+        wanted: Mapping[str, Sequence[str]],
+        saved: SavedTensors,
+        prefix: str,
+    ) -> None:
+        unit = entry.unit
+        assert unit is not None
+        there = UnitState()
+        own = self._optimizer.state.get(parameter)
+        if own:
+            take_apart(entry, {k: v for k, v in own.items() if not _is_apart(v, parameter)}, there)
+        state = self._units.setdefault(id(unit), UnitState())
+        is_kept = bool(own)
+        for index, name in zip(entry.indices, entry.names, strict=True):
+            param = unit.params[index]
+            state.locals[index], state.others[index] = {}, {}
+            for key in wanted[name]:
+                shape, dtype = saved[name, key]
+                if shape != whole_shape(param):
+                    value = (own or {}).get(key)
+                    self.holdings[name, key] = _apart(value, shape, dtype, f"{prefix}{name}/{key}")
+                    continue
+                local = there.locals.get(index, {}).get(key)
+                if local is None or local.dtype != dtype:
+                    is_kept = False
+                    local = torch.empty(param.shard_shape, dtype=dtype, device=unit.device)
+                elif local.numel() == 0:
+                    local = local.view(param.shard_shape)
+                state.locals[index][key] = local.view(param.shard_shape)
+                self.holdings[name, key] = Holding(
+                    (f"{prefix}{name}/{key}",),
+                    whole_shape(param),
+                    dtype,
+                    local_boxes(unit, index, local),
+                    "",
+                )
+            if set(there.locals.get(index, {})) != set(state.locals[index]):
+                is_kept = False
+        if is_kept:
+            self._kept.add(parameter)
+
+    def _prepare_plain(
+        self,
+        parameter: nn.Parameter,
+        entry: Trained,
+        wanted: Sequence[str],
+        saved: SavedTensors,
+        prefix: str,
+    ) -> None:
+        (name,) = entry.names
+        state = self._plain[parameter] = {}
+        for key in wanted:
+            shape, dtype = saved[name, key]
+            if shape == tuple(parameter.shape):
+                state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
+            self.holdings[name, key] = tensor_holding(f"{prefix}{name}/{key}", state[key])
+
+    @torch.no_grad()
+    def assign(
+        self, scalars: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Give the optimizer the state whose tensors have been read, and the options of its groups."""
+        options = {name: each["options"] for each in groups for name in each["params"]}
+        for group in self._optimizer.param_groups:
+            names = [name for p in group["params"] for name in self._trained[p].names]
+            for key, value in (options.get(names[0], {}) if names else {}).items():
+                _set_option(group, key, value)
+            for parameter in group["params"]:
+                self._assign(parameter, scalars, group)
+
+    def _assign(
+        self, parameter: nn.Parameter, scalars: Mapping[str, Mapping[str, Any]], group: Any
+    ) -> None:
+        entry = self._trained[parameter]
+        on_device = group.get("capturable") or group.get("fused")
+
+        def own(name: str) -> dict[str, Any]:
+            values = {key: _copied(value) for key, value in scalars.get(name, {}).items()}
+            step = values.get("step")
+            if on_device and isinstance(step, torch.Tensor):
+                values["step"] = step.to(parameter.device, torch.float32)
+            return values
+
+        state: dict[str, Any]
+        if entry.unit is None:
+            state = {**own(entry.names[0]), **self._plain[parameter]}
+        elif parameter in self._kept:
+            self._optimizer.state[parameter].update(own(entry.names[0]))
+            return
+        else:
+            unit_state = self._units[id(entry.unit)]
+            for index, name in zip(entry.indices, entry.names, strict=True):
+                unit_state.others[index] = own(name)
+            state = put_together(entry, unit_state)
+        if state:
+            self._optimizer.state[parameter] = state
+        else:
+            self._optimizer.state.pop(parameter, None)
+
+
+def _apart(value: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Holding:
+    if isinstance(value, DTensor) and tuple(value.shape) == shape and value.dtype == dtype:
+        return tensor_holding(name, value)
+    raise StateError(
+        f"{name} has shape {shape} in the checkpoint, not its parameter's, and the optimizer has not made "
+        "it yet. Take a step first, then load."
+    )
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    current = group.get(key)
+    if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+        current.copy_(value)  # a compiled step reads this tensor
+    else:
+        group[key] = value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def trained_by(models: Sequence[nn.Module]) -> dict[nn.Parameter, Trained]:
+    """Return what each parameter stands for that an optimizer of the models may train."""
+    found: dict[nn.Parameter, Trained] = {}
+    for model in models:
+        found.update(trained_parameters(model))
+    return found

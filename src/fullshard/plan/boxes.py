@@ -1,0 +1,158 @@
+"""Boxes: the parts of a tensor that ranks hold and that files contain.
+
+A **box** is a block of a tensor's elements, by its offset and its shape in every dim. This rank's rows
+are one box; so is a tensor-parallel part. A run of a flattened tensor is a few: elements 5 to 13 of
+a tensor of shape (4, 4) are
+
+    offset (1, 1), shape (1, 3)      the rest of row 1
+    offset (2, 0), shape (1, 4)      row 2
+    offset (3, 0), shape (1, 2)      the beginning of row 3
+
+Each box of a run is contiguous where the run is, and the boxes follow one another.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from fullshard.plan.layout import Shape
+from fullshard.plan.sizes import rows_per_rank
+
+
+class Box(NamedTuple):
+    """A block of a tensor's elements, by its offset and its shape in every dim."""
+
+    offset: Shape
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def moved(self, by: Sequence[int]) -> "Box":
+        """Return the box in a tensor of which this one's tensor is the part at ``by``."""
+        return Box(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.shape)
+
+    def within(self, outer: "Box") -> tuple[slice, ...]:
+        """Return the index of this box in a tensor that holds ``outer``, of which it is a part."""
+        return tuple(
+            slice(own - base, own - base + size)
+            for own, base, size in zip(self.offset, outer.offset, self.shape, strict=True)
+        )
+
+
+class Cut(NamedTuple):
+    """One cut of a dim into ``parts`` chunks as ``torch.chunk`` makes them; ``part`` is kept."""
+
+    dim: int
+    part: int
+    parts: int
+
+
+def whole_box(shape: Shape) -> Box:
+    """Return the box of all elements."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def box_after(shape: Shape, cuts: Iterable[Cut]) -> Box:
+    """Return what is left of a tensor after cuts, each of what the one before has left.
+
+    (10, 4), cut into 2 along dim 0 of which part 1 is kept, and that into 2, part 0: rows 5 to 7.
+    """
+    offset, size = [0] * len(shape), list(shape)
+    for dim, part, parts in cuts:
+        chunk = rows_per_rank(size[dim], parts)
+        start, stop = (min(n * chunk, size[dim]) for n in (part, part + 1))
+        offset[dim] += start
+        size[dim] = stop - start
+    return Box(tuple(offset), tuple(size))
+
+
+def boxes_of_run(shape: Shape, start: int, numel: int) -> tuple[Box, ...]:
+    """Return the boxes of consecutive elements of a flattened tensor, in their order."""
+    if numel == 0:
+        return ()
+    if not shape:
+        return (Box((), ()),)
+    row = math.prod(shape[1:])
+    stop = start + numel
+    first, last = (
+        start // row,
+        stop // row,
+    )  # the first row touched, and the first not full to its end
+    boxes: list[Box] = []
+
+    def of_row(index: int, begin: int, count: int) -> Iterator[Box]:
+        for inner in boxes_of_run(shape[1:], begin, count):
+            yield Box((index, *inner.offset), (1, *inner.shape))
+
+    if start % row:
+        end = min(stop, (first + 1) * row)
+        boxes.extend(of_row(first, start % row, end - start))
+        first += 1
+    if first < last:
+        boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    if first <= last and stop % row:
+        boxes.extend(of_row(last, 0, stop % row))
+    return tuple(boxes)
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """Return the elements that are in both boxes, or None if there are none."""
+    offset, shape = [], []
+    for start, size, start2, size2 in zip(*one, *other, strict=True):
+        begin, end = max(start, start2), min(start + size, start2 + size2)
+        if begin >= end:
+            return None
+        offset.append(begin)
+        shape.append(end - begin)
+    return Box(tuple(offset), tuple(shape))
+
+
+def share(box: Box, part: int, parts: int) -> Box | None:
+    """Return the part of a box that one of ``parts`` ranks takes that all hold it; None for nothing.
+
+    Parts are contiguous in the memory of the box: rows of the first dim that has more than one.
+    """
+    dim = next((d for d, size in enumerate(box.shape) if size > 1), None)
+    if dim is None:
+        return box if part == 0 and box.numel else None
+    own = box_after(box.shape, [Cut(dim, part, parts)]).moved(box.offset)
+    return own if own.numel else None
+
+
+def tiling_fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
+    """Say where boxes do not cover a tensor exactly once; None if they do.
+
+    Costs grow with the boxes and with how many of them lie beside each other, not with elements.
+    """
+    if math.prod(shape) == 0:
+        return (
+            None
+            if all(box.numel == 0 for box in boxes)
+            else "there are elements in an empty tensor"
+        )
+    return _tiling_fault(shape, [box for box in boxes if box.numel], 0, ())
+
+
+def _tiling_fault(
+    shape: Shape, boxes: Sequence[Box], dim: int, index: tuple[int, ...]
+) -> str | None:
+    if dim == len(shape):
+        if len(boxes) == 1:
+            return None
+        return f"element {list(index)} is in {len(boxes) or 'no'} pieces"
+    edges = {0, shape[dim]}
+    starts: dict[int, list[Box]] = {}
+    for box in boxes:
+        begin = box.offset[dim]
+        edges.update((begin, begin + box.shape[dim]))
+        starts.setdefault(begin, []).append(box)
+    open_boxes: list[Box] = []
+    ordered = sorted(edges)
+    for begin in ordered[:-1]:
+        open_boxes = [b for b in open_boxes if b.offset[dim] + b.shape[dim] > begin]
+        open_boxes += starts.get(begin, ())
+        if fault := _tiling_fault(shape, open_boxes, dim + 1, (*index, begin)):
+            return fault
+    return None

@@ -1,0 +1,420 @@
+"""What each rank holds of a model: tensors by name, and which box of each lies in which memory.
+
+This is the form in which checkpoints, exports and imports see any model: `fully_shard`, the wrapper
+with either form of flat parameters, `replicate`, tensor parallel and plain modules, in any mix. The
+memory is the model's own, so what is read into it is loaded, and nothing is gathered.
+
+    rank 1 of 2, w (5, 4) sharded by rows       box (3, 0) (2, 4)
+    the same, flat                              boxes (2, 2) (1, 2) and (3, 0) (2, 4)
+
+Several ranks may hold the same box: replicas, and every rank of what is not sharded. They are
+numbered, so that each can write its share of it.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard.engine.module_state import state_of
+from fullshard.engine.params.managed import ManagedParameter
+from fullshard.engine.unit import Unit
+from fullshard.errors import StateError, UnsupportedError
+from fullshard.plan.boxes import Box, Cut, box_after, boxes_of_run, whole_box
+from fullshard.plan.layout import Shape
+from fullshard.plan.units import clean_name
+from fullshard.state.optim_keys import all_names, units_of
+from fullshard.torch_private import DTensorSpec, StridedShard
+
+# Placements of what every rank has: kept alike by the optimizer, and not kept alike by anything.
+REPLICATED = "replicated"
+BUFFER = "buffer"
+
+
+class HeldBox(NamedTuple):
+    """A box of a tensor, and this rank's memory of it: a view of the box's shape."""
+
+    box: Box
+    view: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Holding:
+    """What this rank holds of one tensor.
+
+    names: the first is its own; the others are those of parameters that are tied to it.
+    shape, dtype: of the whole tensor. boxes: none where this rank has no elements.
+    placement: how the ranks divide it, for readers.
+    copy, copies: this rank is number ``copy`` of the ``copies`` ranks that hold these boxes. 0 copies:
+        not known yet (see `numbered`).
+    after_loading: is called once new values are in the views; None if that is all.
+    """
+
+    names: tuple[str, ...]
+    shape: Shape
+    dtype: torch.dtype
+    boxes: tuple[HeldBox, ...]
+    placement: str
+    copy: int = 0
+    copies: int = 0
+    after_loading: Callable[[], object] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+class Place(NamedTuple):
+    """This rank's box of a tensor on a mesh.
+
+    copy, copies: its number among the ranks of the mesh that hold the same box. num_ranks: of the mesh.
+    """
+
+    box: Box
+    copy: int
+    copies: int
+    num_ranks: int
+
+
+@torch.no_grad()
+def holdings_of(model: nn.Module) -> list[Holding]:
+    """List what this rank holds of a model's parameters and persistent buffers.
+
+    Every rank has to call it: gathers under way are ended, and sharded parameters shown. Names are
+    those before sharding, wrapping, checkpointing and compiling. Raises StateError on the meta device
+    or where whole parameters are shown, UnsupportedError for a tensor subclass that is kept in parts.
+    """
+    for unit in units_of(model):
+        if unit.is_whole:
+            raise StateError(
+                f"{unit.label}: its parameters are shown whole now (summon_full_params, "
+                "full_parameters). Leave that context first."
+            )
+        unit.settle()
+        unit.follow_changes()
+    found = [holding for unit, names in all_names(model) for holding in _of_unit(unit, names)]
+    managed = {id(param) for unit in units_of(model) for param in _shown(unit)}
+    found += _plain_parameters(model, managed)
+    found += _buffers(model)
+    for holding in found:
+        if any(held.view.is_meta for held in holding.boxes):
+            raise StateError(
+                f"{holding.name} is on the meta device and has no memory. Call "
+                "model.to_empty(device=...) first."
+            )
+    order = {name: position for position, name in enumerate(_names_in_order(model))}
+    return sorted(found, key=lambda holding: order.get(holding.name, len(order)))
+
+
+def local_boxes(unit: Unit, index: int, local: torch.Tensor) -> tuple[HeldBox, ...]:
+    """Return the boxes of a tensor of a parameter's size of which ``local`` is this rank's part.
+
+    local: contiguous; of the parameter's `shard_shape`, or flattened. For the parameter itself, and for
+    its optimizer state.
+    """
+    param = unit.params[index]
+    if not unit.params.is_flat:
+        place = _place_of(param)
+        if place.box.numel != local.numel():
+            raise StateError(
+                f"{param.name}: this rank's part has shape {tuple(local.shape)}, but its mesh and "
+                f"placements give it {place.box.shape}."
+            )
+        return (HeldBox(place.box, local.view(place.box.shape)),) if local.numel() else ()
+    inner = param.form.unsharded
+    base = None if inner is None else place_on(inner).box
+    flat = local.reshape(-1)
+    held: list[HeldBox] = []
+    for start, own_start, numel in _pieces(unit, index):
+        position = own_start
+        for box in boxes_of_run(tuple(param.shape), start, numel):
+            view = flat[position : position + box.numel].view(box.shape)
+            held.append(HeldBox(box if base is None else box.moved(base.offset), view))
+            position += box.numel
+    return tuple(held)
+
+
+def whole_shape(param: ManagedParameter) -> Shape:
+    """Return the shape of a managed parameter before any sharding, tensor parallel included."""
+    spec = param.form.spec or param.form.unsharded
+    return tuple(param.shape if spec is None else spec.shape)
+
+
+def copies_of(unit: Unit, index: int) -> tuple[int, int]:
+    """Return this rank's number among the ranks that hold the same part, and how many there are.
+
+    (0, 0) if the unit's mesh is not all of the job, as other ranks may hold it too.
+    """
+    param = unit.params[index]
+    plan = unit.mesh.plan
+    if param.form.spec is not None:
+        place = place_on(param.form.spec)
+        copy, copies, num_ranks = place.copy, place.copies, place.num_ranks
+    else:
+        inner = param.form.unsharded
+        place = Place(whole_box(()), 0, 1, 1) if inner is None else place_on(inner)
+        copy = plan.replicate_rank * place.copies + place.copy
+        copies = plan.replicate_size * place.copies
+        num_ranks = plan.replicate_size * plan.shard_size * place.num_ranks
+    return (copy, copies) if num_ranks == _world_size() else (0, 0)
+
+
+def place_on(spec: DTensorSpec) -> Place:
+    """Return this rank's box of a DTensor.
+
+    Raises UnsupportedError for a partial sum, of which no rank has the values.
+    """
+    coordinate = spec.mesh.get_coordinate()
+    assert coordinate is not None  # DTensors are made on the ranks of their mesh
+    cuts: list[Cut] = []
+    later: list[Cut] = []  # a strided axis cuts what the axes behind it have left
+    copy, copies = 0, 1
+    for axis, placement in enumerate(spec.placements):
+        size, number = spec.mesh.size(axis), coordinate[axis]
+        if placement.is_replicate():
+            copy, copies = copy * size + number, copies * size
+        elif isinstance(placement, StridedShard):
+            later.append(Cut(placement.dim, number, size))
+        elif isinstance(placement, Shard):
+            cuts.append(Cut(placement.dim, number, size))
+        else:
+            raise UnsupportedError(
+                f"A DTensor of shape {tuple(spec.shape)} is {placement} on {spec.mesh}: each rank has "
+                "a term of a sum, which cannot be saved. Reduce it first."
+            )
+    return Place(box_after(tuple(spec.shape), [*cuts, *later]), copy, copies, spec.mesh.size())
+
+
+def dtensor_boxes(value: DTensor) -> tuple[HeldBox, ...]:
+    """Return this rank's box of a DTensor, over its memory."""
+    place, local = place_on(value._spec), value._local_tensor
+    if tuple(local.shape) != place.box.shape:
+        raise StateError(
+            f"This rank's part of a DTensor has shape {tuple(local.shape)}, but its mesh and "
+            f"placements give it {place.box.shape}. Make it with distribute_tensor, which divides "
+            "evenly, or say its shape to DTensor.from_local."
+        )
+    return (HeldBox(place.box, local.detach()),) if local.numel() else ()
+
+
+def tensor_holding(name: str, tensor: torch.Tensor) -> Holding:
+    """Return the holding of a tensor of which nothing but itself is known: a DTensor or a plain one."""
+    tensor = plain_memory(tensor.detach(), name)
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        boxes = dtensor_boxes(tensor)
+        return Holding((name,), shape, tensor.dtype, boxes, _text(tensor._spec))
+    boxes = (HeldBox(whole_box(shape), tensor),) if tensor.numel() else ()
+    return Holding((name,), shape, tensor.dtype, boxes, REPLICATED)
+
+
+def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a tensor's memory as a plain tensor or a DTensor of plain ones.
+
+    A subclass that only wraps one tensor of its own shape and dtype, as those for float8 training do,
+    is that tensor. Raises UnsupportedError for others, such as quantised weights.
+    """
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) in (torch.Tensor, nn.Parameter):
+        return tensor
+    inner = _wrapped(local)
+    if inner is None:
+        raise UnsupportedError(
+            f"{name} is a {type(local).__name__}, which keeps its values in several tensors or in "
+            "another dtype. Convert it to a plain tensor before saving or loading."
+        )
+    if not isinstance(tensor, DTensor):
+        return inner
+    return DTensor(inner, tensor._spec, requires_grad=False)
+
+
+def numbered(holdings: Sequence[Holding], group: dist.ProcessGroup | None) -> list[Holding]:
+    """Give every holding its number among the ranks that hold the same boxes. Collective.
+
+    Nothing but digests is sent if every rank holds the same unnumbered boxes, as with plain modules.
+    """
+    unknown = {
+        h.name: (h.shape, tuple(held.box for held in h.boxes)) for h in holdings if not h.copies
+    }
+    size, rank = _group_size(group), _group_rank(group)
+    if size == 1:
+        return [h if h.copies else dataclasses.replace(h, copies=1) for h in holdings]
+    digest = hashlib.sha256(repr(sorted(unknown.items())).encode()).digest()
+    digests: list[Any] = [None] * size
+    dist.all_gather_object(digests, digest, group=group)
+    holders: dict[Any, list[int]] = {}
+    if len(set(digests)) > 1:
+        everyones: list[Any] = [None] * size
+        dist.all_gather_object(everyones, unknown, group=group)
+        for number, own in enumerate(everyones):
+            for key in own.items():
+                holders.setdefault(key, []).append(number)
+
+    def with_number(holding: Holding) -> Holding:
+        if holding.copies:
+            return holding
+        same = holders.get((holding.name, unknown[holding.name]))
+        if same is None:  # every rank has it
+            return dataclasses.replace(holding, copy=rank, copies=size)
+        return dataclasses.replace(holding, copy=same.index(rank), copies=len(same))
+
+    return [with_number(holding) for holding in holdings]
+
+
+# One kind of tensor each
+
+
+def _of_unit(unit: Unit, names: Sequence[Sequence[str]]) -> Iterator[Holding]:
+    for index, (param, own_names) in enumerate(zip(unit.params, names, strict=True)):
+        local = plain_memory(param.local.detach(), own_names[0])
+        copy, copies = copies_of(unit, index)
+        yield Holding(
+            tuple(own_names),
+            whole_shape(param),
+            local.dtype,
+            local_boxes(unit, index, local),
+            _placement(unit, param),
+            copy,
+            copies,
+        )
+
+
+def _plain_parameters(model: nn.Module, managed: set[int]) -> Iterator[Holding]:
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in managed:
+            names.setdefault(id(parameter), []).append(clean_name(name))
+            parameters[id(parameter)] = parameter
+    for key, parameter in parameters.items():
+        own = tuple(dict.fromkeys(names[key]))
+        yield dataclasses.replace(tensor_holding(own[0], parameter), names=own)
+
+
+def _buffers(model: nn.Module) -> Iterator[Holding]:
+    """Yield persistent buffers, in the dtype that they had before mixed precision cast them."""
+    before = _dtypes_before_casts(model)
+    seen: dict[int, list[str]] = {}
+    buffers: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set:
+                continue
+            seen.setdefault(id(buffer), []).append(clean_name(f"{path}.{name}" if path else name))
+            buffers[id(buffer)] = buffer, before.get((id(module), name), buffer.dtype)
+    for key, (buffer, dtype) in buffers.items():
+        names = tuple(dict.fromkeys(seen[key]))
+        if dtype == buffer.dtype:
+            holding = tensor_holding(names[0], buffer)
+            placement = BUFFER if holding.placement == REPLICATED else holding.placement
+            yield dataclasses.replace(holding, names=names, placement=placement)
+            continue
+        widened = buffer.detach().to(dtype)
+        holding = tensor_holding(names[0], widened)
+        yield dataclasses.replace(
+            holding,
+            names=names,
+            placement=BUFFER,
+            after_loading=_copier(buffer.detach(), widened),
+        )
+
+
+def _copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(source)
+
+
+def _dtypes_before_casts(model: nn.Module) -> dict[tuple[int, str], torch.dtype]:
+    """Return the dtypes of buffers before mixed precision cast them, by id of the module and name."""
+    states = dict.fromkeys(state for m in model.modules() if (state := state_of(m)) is not None)
+    return {
+        (id(module), name): dtype
+        for state in states
+        for module, dtypes in state.buffer_dtypes.items()
+        for name, dtype in dtypes.items()
+    }
+
+
+def _shown(unit: Unit) -> Iterator[nn.Parameter]:
+    """Yield every form in which a unit's parameters may be registered while it is sharded."""
+    if unit.params.flat is not None:
+        yield unit.params.flat.sharded
+    for param in unit.params:
+        yield param.sharded
+
+
+def _names_in_order(model: nn.Module) -> Iterator[str]:
+    """Yield the names of parameters and buffers in the order of modules, wherever they are kept."""
+    names: dict[int, list[str]] = {}
+    for unit, own in all_names(model):
+        for param, each in zip(unit.params, own, strict=True):
+            for slot in param.slots:
+                names.setdefault(id(slot.module()), []).extend(each)
+    for path, module in model.named_modules():
+        yield from names.get(id(module), ())
+        prefix = f"{clean}." if (clean := clean_name(path)) else ""
+        for name in (*module._parameters, *module._buffers):
+            yield f"{prefix}{name}"
+
+
+def _place_of(param: ManagedParameter) -> Place:
+    assert param.form.spec is not None
+    return place_on(param.form.spec)
+
+
+def _pieces(unit: Unit, index: int) -> Sequence[tuple[int, int, int]]:
+    """Return (start in the parameter, start in its own local tensor, length) of each run."""
+    for bucket in unit.plan_layout().buckets:
+        for place in bucket.params:
+            if place.index == index:
+                pieces = bucket.pieces(place, unit.mesh.plan.shard_rank)
+                first = pieces[0].shard_start if pieces else 0
+                return [(p.param_start, p.shard_start - first, p.numel) for p in pieces]
+    raise AssertionError(unit.params[index].name)
+
+
+def _wrapped(local: torch.Tensor) -> torch.Tensor | None:
+    flatten = getattr(local, "__tensor_flatten__", None)
+    if flatten is None:
+        return None
+    inner = [getattr(local, name) for name in flatten()[0]]
+    if len(inner) == 1 and inner[0].shape == local.shape and inner[0].dtype == local.dtype:
+        tensor: torch.Tensor = inner[0]
+        return tensor if type(tensor) is torch.Tensor else _wrapped(tensor)
+    return None
+
+
+def _placement(unit: Unit, param: ManagedParameter) -> str:
+    if param.form.spec is not None:
+        return _text(param.form.spec)
+    inner = param.form.unsharded
+    outer = f"flat over {unit.mesh.plan.shard_size}"
+    if unit.mesh.plan.replicate_size > 1:
+        outer = f"replicated over {unit.mesh.plan.replicate_size}, {outer}"
+    return outer if inner is None else f"{outer}; {_text(inner)}"
+
+
+def _text(spec: DTensorSpec) -> str:
+    parts = []
+    for axis, placement in enumerate(spec.placements):
+        names = spec.mesh.mesh_dim_names
+        axis_name = f" {names[axis]}" if names else ""
+        kind = f"dim {placement.dim}" if hasattr(placement, "dim") else "replicated"
+        parts.append(f"{kind} over{axis_name} {spec.mesh.size(axis)}")
+    return ", ".join(parts)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _group_size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def _group_rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0

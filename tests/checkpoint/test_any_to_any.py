@@ -1,0 +1,265 @@
+"""A checkpoint loads into whatever model of the same parameters, on any number of ranks, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fullshard
+from tests.api import Api
+from tests.fsdp1.models import batch, net, quiet
+from tests.harness import Pools, Task, mesh_of, world_size
+from tests.models import mlp
+from tests.selection import Settings, repeats
+from tests.test_transfer import HYBRID, MORE_OPTIMIZERS, WAYS, _whole
+from tests.training import assert_equal, full, mean_square
+
+pytestmark = pytest.mark.apis("peer_memory")
+
+ANY = [*WAYS, "plain", "replicate"]
+# Each number of ranks with each other, each way of sharding with three others.
+SIZES = list(itertools.product(range(1, 6), repeat=2))
+PAIRS = [
+    (ANY[number % len(ANY)], ANY[(number // 5 + 2 * number) % len(ANY)], sizes)
+    for number, sizes in enumerate(SIZES)
+]
+HYBRID_PAIRS = [
+    ("hybrid_fully_shard", "flat", (4, 3)),
+    ("orig", "hybrid_flat", (3, 4)),
+    ("hybrid_orig", "hybrid_fully_shard", (4, 4)),
+    ("fully_shard", "hybrid_orig", (5, 4)),
+]
+
+
+def _model(api: Api, way: str, *, seed: int, steps: int, optimizer: str = "adamw") -> Any:
+    model, made = _sharded(api, way, seed=seed, optimizer=optimizer)
+    _train(model, made, steps)
+    return model, made
+
+
+def _train(model: Any, optimizer: Any, steps: int) -> list[float]:
+    """Take steps, each on a batch of its own that all ranks have: 5 ranks cannot share 12 rows."""
+    losses = []
+    for step in range(steps):
+        loss = mean_square(model(batch(seed=step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _sharded(api: Api, way: str, *, seed: int, optimizer: str) -> Any:
+    shard: Any = {
+        **WAYS,
+        **HYBRID,
+        "plain": lambda _, model: model,
+        "replicate": lambda api, model: api.replicate(model, mesh=mesh_of(world_size())),
+    }[way]
+    with quiet():
+        model = shard(api, net(seed))
+    return model, MORE_OPTIMIZERS[optimizer](model.parameters())
+
+
+def _state(api: Api, model: Any, optimizer: Any) -> dict[str, Tensor]:
+    with quiet():
+        return _whole(api.sharded_state(model, optimizer))
+
+
+def _write(
+    api: Api, way: str, folder: Path, optimizer: str = "adamw"
+) -> tuple[dict[str, Tensor], list[float]]:
+    model, made = _model(api, way, seed=1, steps=2, optimizer=optimizer)
+    before = _state(api, model, made)
+    fullshard.save_checkpoint(folder, model, made, step=2)
+    assert_equal(_state(api, model, made), before)  # saving changes nothing
+    return before, _train(model, made, steps=3)
+
+
+def _read(
+    api: Api, way: str, folder: Path, steps: int = 0, optimizer: str = "adamw"
+) -> tuple[dict[str, Tensor], list[float]]:
+    model, made = _model(api, way, seed=5, steps=steps, optimizer=optimizer)
+    made.param_groups[0]["lr"] = 9.0
+    assert fullshard.load_checkpoint(folder, model, made).step == 2
+    return _state(api, model, made), _train(model, made, steps=3)
+
+
+def _check(
+    pools: Pools,
+    folder: Path,
+    api: str,
+    first: str,
+    second: str,
+    ranks: tuple[int, int],
+    *,
+    optimizer: str = "adamw",
+    steps: int = 0,
+) -> None:
+    common: dict[str, Any] = {"api": api, "folder": folder / "a", "optimizer": optimizer}
+    written = pools.run(ranks[0], Task(__name__, "_write", {"way": first, **common}))
+    common["steps"] = steps
+    read = pools.run(ranks[1], Task(__name__, "_read", {"way": second, **common}))
+    for state, _ in read:
+        assert_equal(state, written[0][0])
+    if ranks[0] == ranks[1]:
+        assert [losses[0] for _, losses in read] == [losses[0] for _, losses in written]
+    if first == second and ranks[0] == ranks[1]:
+        assert [losses for _, losses in read] == [losses for _, losses in written]
+
+
+@pytest.mark.parametrize(("first", "second", "ranks"), PAIRS)
+def test_any_number_of_ranks_loads_what_any_number_saved(
+    api: str, first: str, second: str, ranks: tuple[int, int], pools: Pools, tmp_path: Path
+) -> None:
+    _check(pools, tmp_path, api, first, second, ranks)
+
+
+@pytest.mark.parametrize(("first", "second", "ranks"), HYBRID_PAIRS)
+def test_replicas_load_and_save(
+    api: str, first: str, second: str, ranks: tuple[int, int], pools: Pools, tmp_path: Path
+) -> None:
+    _check(pools, tmp_path, api, first, second, ranks)
+
+
+@pytest.mark.parametrize("way", [*ANY, "hybrid_flat", "hybrid_fully_shard"])
+def test_training_goes_on_as_if_it_had_not_stopped(
+    api: str, way: str, pools: Pools, tmp_path: Path
+) -> None:
+    num = 4 if way in HYBRID else 2
+    _check(pools, tmp_path, api, way, way, (num, num))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(ANY, repeat=2)))
+def test_all_pairs(
+    api: str, first: str, second: str, ranks: tuple[int, int], pools: Pools, tmp_path: Path
+) -> None:
+    _check(pools, tmp_path, api, first, second, ranks)
+
+
+def _is_for_others(settings: Settings) -> bool:
+    number = list(MORE_OPTIMIZERS).index(settings["optimizer"])
+    return (number + settings["steps"] // 2 + (settings["way"] == "flat")) % 4 != 0
+
+
+@repeats(_is_for_others)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("optimizer", MORE_OPTIMIZERS)
+@pytest.mark.parametrize("way", ["flat", "fully_shard"])
+def test_no_state_of_any_optimizer_is_lost(
+    api: str, way: str, optimizer: str, steps: int, pools: Pools, tmp_path: Path
+) -> None:
+    _check(pools, tmp_path, api, way, way, (2, 2), optimizer=optimizer, steps=steps)
+
+
+# With tensor parallel
+
+
+def _tensor_parallel(api: Api, way: str, *, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = mlp(num_layers=2, dim=12)
+    if world_size() % 2 == 0 and way != "one":
+        mesh = mesh_of(world_size() // 2, 2)
+        linears = [n for n, m in model.named_children() if isinstance(m, nn.Linear)]
+        plan = {n: (ColwiseParallel(), RowwiseParallel())[i % 2] for i, n in enumerate(linears)}
+        parallelize_module(model, mesh["shard"], plan)
+        data = mesh["replicate"]
+    else:
+        data = mesh_of(world_size())
+    if way == "flat":
+        with quiet():
+            model = api.FullyShardedDataParallel(
+                model, device_mesh=data, device_id=torch.device("cpu"), use_orig_params=True
+            )
+    elif world_size() > 1:
+        api.fully_shard(model, mesh=data)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _values(model: Any) -> dict[str, Tensor]:
+    with quiet():
+        if isinstance(model, fullshard.FullyShardedDataParallel):
+            state = fullshard.sharded_state(model)["model"]
+        else:
+            state = model.state_dict()
+        return {name: full(value).clone() for name, value in state.items()}
+
+
+def _steps(model: Any, optimizer: Any) -> None:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model(torch.randn(4, 12)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _write_parallel(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
+    model, optimizer = _tensor_parallel(api, way, seed=1)
+    _steps(model, optimizer)
+    fullshard.save_checkpoint(folder, model, optimizer)
+    return _values(model)
+
+
+def _read_parallel(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
+    model, optimizer = _tensor_parallel(api, way, seed=5)
+    fullshard.load_checkpoint(folder, model, optimizer)
+    values = _values(model)
+    fullshard.save_checkpoint(folder.with_name("again"), model, optimizer, overwrite=True)
+    _steps(model, optimizer)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ranks"),
+    [
+        ("rows", "rows", (4, 1)),
+        ("rows", "one", (4, 3)),
+        ("one", "rows", (3, 4)),
+        ("flat", "rows", (4, 4)),
+        ("rows", "flat", (4, 4)),
+        ("flat", "one", (4, 2)),
+        ("rows", "rows", (2, 4)),
+    ],
+)
+def test_tensor_parallel_parts_are_parts_like_others(
+    api: str, first: str, second: str, ranks: tuple[int, int], pools: Pools, tmp_path: Path
+) -> None:
+    common = {"api": api, "folder": tmp_path / "a"}
+    written = pools.run(ranks[0], Task(__name__, "_write_parallel", {"way": first, **common}))
+    for values in pools.run(ranks[1], Task(__name__, "_read_parallel", {"way": second, **common})):
+        assert_equal(values, written[0])
+    # The same tensors again from other ranks: optimizer state as well, by the files' own values.
+    assert_equal(_contents(tmp_path / "again"), _contents(tmp_path / "a"))
+
+
+def _contents(folder: Path) -> dict[str, Tensor]:
+    """Read a checkpoint as docs/checkpoints.md describes it, with safetensors and JSON alone."""
+    import json
+
+    from safetensors import safe_open
+
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    found = {}
+    for name, fields in manifest["tensors"].items():
+        whole = None
+        for piece in fields["pieces"]:
+            with safe_open(folder / manifest["files"][piece["file"]]["name"], "pt") as file:
+                offset = ",".join(map(str, piece["offset"]))
+                key = name if piece["shape"] == fields["shape"] else f"{name}@{offset}"
+                part = file.get_tensor(key)
+            whole = part.new_empty(fields["shape"]) if whole is None else whole
+            index = tuple(
+                slice(o, o + n) for o, n in zip(piece["offset"], piece["shape"], strict=True)
+            )
+            whole[index] = part
+        if whole is not None and not name.startswith("extra/"):
+            found[name] = whole
+    return found

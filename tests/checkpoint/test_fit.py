@@ -1,0 +1,234 @@
+"""What does not fit is refused before anything changes, and listed; extra state comes along."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+from fullshard.errors import CheckpointError, StateError
+from tests.api import Api
+from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
+from tests.models import mlp
+
+alone = pytest.mark.apis("peer_memory")
+
+
+def _net(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None:
+    fullshard.save_checkpoint(tmp_path / "a", nn.ModuleDict({"encoder": _net(3, 4, 5)}))
+    other = nn.ModuleDict({"encoder_new": _net(3, 4, 5)})
+    before = _values(other)
+    with pytest.raises(CheckpointError) as caught:
+        fullshard.load_checkpoint(tmp_path / "a", other)
+    said = str(caught.value)
+    assert "the checkpoint lacks" in said
+    assert "nothing takes" in said
+    assert "model/encoder.0.weight -> model/encoder_new.0.weight" in said
+    assert all(value.equal(before[name]) for name, value in other.state_dict().items())
+    loaded = fullshard.load_checkpoint(tmp_path / "a", other, allow=["missing", "unexpected"])
+    assert len(loaded.left_out) == 8
+
+
+def test_other_shapes_and_dtypes_are_refused(tmp_path: Path) -> None:
+    fullshard.save_checkpoint(tmp_path / "a", _net(3, 4))
+    with pytest.raises(
+        CheckpointError, match=r"model/0.weight: \(4, 3\) in the checkpoint, \(5, 3\)"
+    ):
+        fullshard.load_checkpoint(tmp_path / "a", _net(3, 5), allow=["missing", "dtype"])
+    model = _net(3, 4).bfloat16()
+    with pytest.raises(CheckpointError, match=r"float32 in the checkpoint, torch\.bfloat16 here"):
+        fullshard.load_checkpoint(tmp_path / "a", model)
+    fullshard.load_checkpoint(tmp_path / "a", model, allow=["dtype"])
+    with pytest.raises(CheckpointError, match="is not known"):
+        fullshard.load_checkpoint(tmp_path / "a", model, allow=["everything"])
+
+
+def test_moments_are_never_dropped(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    # One that does not train all: its state is left over, which is said.
+    fewer = torch.optim.Adam([model[0].weight])
+    with pytest.raises(CheckpointError, match=r"optimizer/0\.bias/exp_avg"):
+        fullshard.load_checkpoint(tmp_path / "a", model, fewer)
+    fullshard.save_checkpoint(tmp_path / "b", model)
+    with pytest.raises(CheckpointError, match=r"Not in the checkpoint at all: 1\n    optimizer"):
+        fullshard.load_checkpoint(tmp_path / "b", model, optimizer)
+    with pytest.raises(StateError, match="parameters that the model does not have"):
+        fullshard.save_checkpoint(tmp_path / "c", _net(3, 4), optimizer)
+
+
+def test_tied_and_untied(tmp_path: Path) -> None:
+    tied = _net(3, 3, 3)
+    tied[1].weight = tied[0].weight
+    fullshard.save_checkpoint(tmp_path / "a", tied)
+    untied = _net(3, 3, 3)
+    fullshard.load_checkpoint(tmp_path / "a", untied)
+    assert untied[1].weight.equal(tied[0].weight)
+    fullshard.save_checkpoint(tmp_path / "b", untied)
+    with pytest.raises(CheckpointError, match="One tensor in the model, and several"):
+        fullshard.load_checkpoint(tmp_path / "b", tied)
+
+
+def test_state_of_everything_comes_along(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    values = {
+        "position": (3, [1, 2.5, float("inf")]),
+        "by_number": {1: "a", 2: b"bytes"},
+        "weights": torch.randn(3, 2).bfloat16(),
+        "array": np.arange(3, dtype=np.uint16),
+        "none": None,
+    }
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    fullshard.save_checkpoint(
+        tmp_path / "a",
+        model,
+        optimizer,
+        extra={"scheduler": scheduler, "scaler": scaler, "values": values},
+        metadata={"data": "books"},
+    )
+    drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+    other = torch.optim.SGD(model.parameters(), lr=9.0, momentum=0.1)
+    scheduler2 = torch.optim.lr_scheduler.OneCycleLR(other, 0.5, total_steps=10)
+    loaded = fullshard.load_checkpoint(
+        tmp_path / "a", model, other, extra={"scheduler": scheduler2, "scaler": scaler}
+    )
+    assert scheduler2.state_dict() == scheduler.state_dict()
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert [random.random(), np.random.rand(), torch.rand(()).item()] == drawn
+    assert loaded.metadata == {"data": "books"}
+    found = loaded.extra["values"]
+    assert found["position"] == values["position"]
+    assert found["by_number"] == values["by_number"]
+    assert found["weights"].equal(values["weights"])
+    assert found["array"].dtype == np.uint16
+    assert found["array"].tolist() == [0, 1, 2]
+
+
+def test_values_without_a_form_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"extra/a/f/0 is a builtins.function"):
+        fullshard.save_checkpoint(tmp_path / "a", _net(2, 2), extra={"a": {"f": [lambda: 0]}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
+    first, second = _net(3, 4), _net(3, 4)
+    fullshard.save_checkpoint(tmp_path / "a", first)
+    with pytest.raises(CheckpointError, match="already holds a checkpoint"):
+        fullshard.save_checkpoint(tmp_path / "a", second)
+    fullshard.save_checkpoint(tmp_path / "a", second, overwrite=True)
+    fullshard.load_checkpoint(tmp_path / "a", first)
+    assert first[0].weight.equal(second[0].weight)
+    assert len(list((tmp_path / "a").iterdir())) == 2
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "notes.txt").touch()
+    with pytest.raises(CheckpointError, match="other files"):
+        fullshard.save_checkpoint(tmp_path / "b", first, overwrite=True)
+    with pytest.raises(CheckpointError, match="has no manifest"):
+        fullshard.load_checkpoint(tmp_path / "b", first)
+    with pytest.raises(CheckpointError, match="is no folder"):
+        fullshard.load_checkpoint(tmp_path / "c", first)
+
+
+def test_several_models_and_optimizers(tmp_path: Path) -> None:
+    models = {"actor": _net(3, 4), "critic": _net(3, 4)}
+    optimizers = {k: torch.optim.Adam(m.parameters()) for k, m in models.items()}
+    for key, model in models.items():
+        model(torch.randn(2, 3)).sum().backward()
+        optimizers[key].step()
+    fullshard.save_checkpoint(tmp_path / "a", models, optimizers)
+    others = {"actor": _net(3, 4), "critic": _net(3, 4)}
+    fullshard.load_checkpoint(
+        tmp_path / "a", others, {k: torch.optim.Adam(m.parameters()) for k, m in others.items()}
+    )
+    for key, model in models.items():
+        assert all(v.equal(others[key].state_dict()[n]) for n, v in model.state_dict().items())
+
+
+@alone
+@on_ranks(2)
+def test_ranks_keep_their_own_random_states_and_values(api: Api, tmp_path: Path) -> None:
+    model = mlp()
+    api.fully_shard(model, mesh=mesh_of(2))
+    torch.manual_seed(rank())
+    fullshard.save_checkpoint(tmp_path / "a", model, extra={"position": 10 * rank(), "same": 1})
+    drawn = torch.rand(3)
+    torch.manual_seed(77)
+    loaded = fullshard.load_checkpoint(tmp_path / "a", model)
+    assert torch.rand(3).equal(drawn)
+    assert loaded.extra["same"] == 1
+    assert loaded.extra["position"] == 10 * rank()
+
+
+def _save_own(api: Api, folder: Path) -> None:
+    torch.manual_seed(rank())
+    fullshard.save_checkpoint(folder, mlp(), extra={"position": rank()})
+
+
+def _load_own(api: Api, folder: Path) -> tuple[Any, float]:
+    loaded = fullshard.load_checkpoint(folder, mlp())
+    return loaded.extra["position"], torch.rand(()).item()
+
+
+@alone
+def test_other_numbers_of_ranks_get_all_values_and_different_randomness(
+    api: str, pools: Pools, tmp_path: Path
+) -> None:
+    how = {"api": api, "folder": tmp_path / "a"}
+    pools.run(2, Task(__name__, "_save_own", how))
+    found = pools.run(3, Task(__name__, "_load_own", how))
+    assert [position for position, _ in found] == [[0, 1]] * 3
+    assert len({drawn for _, drawn in found}) == 3
+
+
+@alone
+@on_ranks(2)
+def test_an_error_on_one_rank_is_an_error_on_all(api: Api, tmp_path: Path) -> None:
+    model = mlp()
+    api.fully_shard(model, mesh=mesh_of(world_size()))
+    extra = {"bad": object()} if rank() == 1 else {"bad": 1}
+    with pytest.raises(CheckpointError, match=r"extra/bad is a builtins.object"):
+        fullshard.save_checkpoint(tmp_path / "a", model, extra=extra)
+    with pytest.raises(CheckpointError, match="is no folder"):
+        fullshard.load_checkpoint(tmp_path / "a", model)
+    # A rank that sees another folder.
+    fullshard.save_checkpoint(tmp_path / "b", model)
+    with pytest.raises(CheckpointError, match=r"rank 1: .*is no folder"):
+        fullshard.load_checkpoint(tmp_path / ("b" if rank() == 0 else "c"), model)
+
+
+@alone
+@on_ranks(2)
+def test_saving_needs_no_meta_and_no_whole_parameters(api: Api, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = mlp()
+    api.fully_shard(model, mesh=mesh_of(2))
+    with pytest.raises(StateError, match="meta device"):
+        fullshard.save_checkpoint(tmp_path / "a", model)
+    model.to_empty(device="cpu")
+    fullshard.save_checkpoint(tmp_path / "a", model)

@@ -1,0 +1,182 @@
+"""The files: others can read them, and whatever is changed in them is found and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import fullshard
+from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.reading import Reader
+from fullshard.errors import CheckpointError
+
+
+def _trained(seed: int = 0, width: int = 40) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of one process."""
+    model, optimizer = _trained()
+    return fullshard.save_checkpoint(tmp_path / "saved", model, optimizer, step=7).path
+
+
+def test_files_are_safetensors_and_json(saved: Path) -> None:
+    model, optimizer = _trained()
+    manifest = json.loads((saved / MANIFEST).read_bytes())
+    tensors = {k: v for f in manifest["files"] for k, v in load_file(saved / f["name"]).items()}
+    assert manifest["tensors"].keys() == tensors.keys()
+    for name, value in model.state_dict().items():
+        assert tensors[f"model/{name}"].equal(value) or value.dim() == 0
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        assert tensors[f"optimizer/{name}/exp_avg_sq"].equal(state["exp_avg_sq"])
+    assert manifest["step"] == 7
+    assert sorted(p.name for p in saved.iterdir()) == [
+        MANIFEST,
+        *(f["name"] for f in manifest["files"]),
+    ]
+
+
+def _load(folder: Path) -> None:
+    fullshard.load_checkpoint(folder, *_trained(seed=1))
+
+
+def _faults(folder: Path) -> list[str]:
+    try:
+        with Reader(folder) as reader:
+            return [str(fault) for _, fault in reader.verify() if fault is not None]
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _damage(folder: Path, rng: random.Random) -> Path:
+    """Flip a bit of a file, or cut it short; return the file."""
+    path = rng.choice(sorted(folder.iterdir()))
+    data = bytearray(path.read_bytes())
+    if rng.random() < 0.2:
+        path.write_bytes(data[: rng.randrange(len(data))])
+        return path
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return path
+
+
+def _check_damage(saved: Path, seeds: range) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        copy = saved.with_name(f"copy{seed}")
+        shutil.copytree(saved, copy)
+        damaged = _damage(copy, rng)
+        assert any(damaged.name in fault for fault in _faults(copy)), seed
+        with pytest.raises(CheckpointError, match=re.escape(damaged.name)):
+            _load(copy)
+        shutil.rmtree(copy)
+
+
+def test_damage_is_found_and_named(saved: Path) -> None:
+    assert _faults(saved) == []
+    _check_damage(saved, range(60))
+
+
+@pytest.mark.long
+def test_a_thousand_damages_are_found_and_named(saved: Path) -> None:
+    _check_damage(saved, range(1000))
+
+
+def _with_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a manifest says, with a checksum that is right."""
+    content = json.loads((folder / MANIFEST).read_bytes())
+    change(content)
+    content["checksum"] = f"xxh3-64:{'0' * 16}"
+    text = json.dumps(content, separators=(",", ":")).encode()
+    (folder / MANIFEST).write_bytes(text.replace(b"0" * 16, checksum(text).encode(), 1))
+
+
+def _weight(content: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = content["tensors"]["model/0.weight"]
+    return fields
+
+
+HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "outside": (lambda c: c["files"][0].update(name="../../etc/passwd"), "names the file"),
+    "absolute": (lambda c: c["files"][0].update(name="/etc/passwd"), "names the file"),
+    "huge": (lambda c: _weight(c).update(shape=[2**40, 2**40]), "too large"),
+    "larger": (lambda c: _weight(c).update(shape=[4000, 8]), "not as many elements"),
+    "negative": (lambda c: _weight(c).update(shape=[-40, -8]), "is no size"),
+    "float": (lambda c: _weight(c)["pieces"][0].update(start=1e3), "is no size"),
+    "overlap": (lambda c: _weight(c)["pieces"].append(_weight(c)["pieces"][0]), "elements"),
+    "shared": (
+        lambda c: _weight(c)["pieces"][0].update(
+            start=c["tensors"]["model/2.weight"]["pieces"][0]["start"]
+        ),
+        "share bytes",
+    ),
+    "beyond": (lambda c: _weight(c)["pieces"][0].update(start=2**50), "outside of its file"),
+    "in_header": (lambda c: _weight(c)["pieces"][0].update(start=0), "outside of its file"),
+    "other_file": (lambda c: _weight(c)["pieces"][0].update(file=99), "outside of its file"),
+    "moved": (lambda c: _weight(c)["pieces"][0].update(offset=[1, 0]), "not inside"),
+    "dims": (lambda c: _weight(c)["pieces"][0].update(offset=[0]), "not inside"),
+    "dtype": (lambda c: _weight(c).update(dtype="PICKLE"), "unknown dtype"),
+    "checksums": (lambda c: _weight(c)["pieces"][0].update(checksums=[]), "one checksum a block"),
+    "no_blocks": (lambda c: c.update(block_nbytes=0), "no bytes"),
+    "version": (lambda c: c.update(version=99), "version 99"),
+    "format": (lambda c: c.update(format="zip"), "of the format"),
+    "lacking": (lambda c: c.pop("files"), "lacks"),
+    "kinds": (lambda c: c.update(tensors=[1, 2]), "lacks"),
+    "nested": (lambda c: c["files"].append(c["files"][0]), "twice"),
+    "value": (lambda c: c.update(metadata={"$tensor": "model/nothing"}), "no tensor"),
+    "code": (lambda c: c.update(metadata={"$pickle": "x"}), "unknown kind"),
+    "malformed": (lambda c: c.update(metadata={"$bytes": 3}), "no known form"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_manifests_are_refused(saved: Path, name: str) -> None:
+    change, said = HOSTILE[name]
+    _with_manifest(saved, change)
+    with pytest.raises(CheckpointError, match=said):
+        _load(saved)
+
+
+def test_links_are_not_followed(saved: Path) -> None:
+    (file,) = saved.glob("*.safetensors")
+    elsewhere = saved.parent / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match=file.name):
+        _load(saved)
+
+
+def test_pipes_do_not_block(saved: Path) -> None:
+    (file,) = saved.glob("*.safetensors")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match="no regular file"):
+        _load(saved)
+
+
+def test_a_missing_file_is_named(saved: Path) -> None:
+    (file,) = saved.glob("*.safetensors")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"{file.name}: is missing"):
+        _load(saved)

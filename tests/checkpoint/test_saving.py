@@ -1,0 +1,316 @@
+"""Saving through crashes, full disks and other jobs; in the background; and from a training loop."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+from fullshard.checkpoint.folder import PartialFolder
+from fullshard.checkpoint.manager import checkpoints_in, prune
+from fullshard.checkpoint.reading import Reader
+from fullshard.errors import CheckpointError
+from tests.api import Api
+from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
+from tests.models import mlp
+
+alone = pytest.mark.apis("peer_memory")
+
+
+def _sharded(api: Api) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = mlp()
+    api.fully_shard(model, mesh=mesh_of(world_size()))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    generator = torch.Generator().manual_seed(100 * step + rank())
+    loss = model(torch.randn(4, 16, generator=generator)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# In the background
+
+
+@alone
+@on_ranks(2)
+def test_background_saves_what_was_there_at_the_call(api: Api, tmp_path: Path) -> None:
+    model, optimizer = _sharded(api)
+    _step(model, optimizer, 0)
+    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
+    pending = fullshard.async_save_checkpoint(tmp_path / "a", model, optimizer, step=1)
+    for step in range(1, 5):
+        _step(model, optimizer, step)
+    saved = pending.wait()
+    assert saved.step == 1
+    assert saved.stall_seconds <= saved.seconds
+    assert fullshard.load_checkpoint(saved.path, model, optimizer).step == 1
+    assert all(p.full_tensor().equal(before[n]) for n, p in model.named_parameters())
+
+
+@alone
+@on_ranks(2)
+def test_one_save_at_a_time_and_errors_come_at_the_next_call(api: Api, tmp_path: Path) -> None:
+    model, _ = _sharded(api)
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    fullshard.async_save_checkpoint(tmp_path / "a", model)
+    with pytest.raises(CheckpointError, match="already holds"):
+        fullshard.async_save_checkpoint(tmp_path / "b", model)
+    first = fullshard.async_save_checkpoint(tmp_path / "c", model)
+    fullshard.async_save_checkpoint(tmp_path / "d", model)
+    assert first.done()
+    assert fullshard.load_checkpoint(tmp_path / "d", model).step is None
+    assert not (tmp_path / "b").exists()
+
+
+# From a loop
+
+
+@alone
+@on_ranks(2)
+def test_manager_saves_when_due_and_keeps_what_was_asked(api: Api, tmp_path: Path) -> None:
+    model, optimizer = _sharded(api)
+    manager = fullshard.CheckpointManager(
+        tmp_path, model, optimizer, every_steps=2, keep_last=2, keep_every=6
+    )
+    assert manager.resume() == 0
+    losses = []
+    for step in range(14):
+        losses.append(_step(model, optimizer, step))
+        assert manager.step(step + 1) == (step % 2 == 1)
+    manager.close()
+    assert [each.step for each in checkpoints_in(tmp_path)] == [6, 12, 14]
+    assert (tmp_path / "latest").read_text() == "step-00000014\n"
+    # From an older one, as if it had not stopped.
+    other, other_optimizer = _sharded(api)
+    loaded = fullshard.load_checkpoint(tmp_path / "step-00000006", other, other_optimizer)
+    assert loaded.step == 6
+    assert [_step(other, other_optimizer, step) for step in range(6, 14)] == losses[6:]
+
+
+@alone
+@on_ranks(2)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(api: Api, tmp_path: Path) -> None:
+    model, optimizer = _sharded(api)
+    before = signal.getsignal(signal.SIGTERM)
+    manager = fullshard.CheckpointManager(tmp_path, model, optimizer)
+    step = 0
+    for step in range(1, 20):
+        _step(model, optimizer, step)
+        if step == 5 and rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        manager.step(step)
+        if manager.stopping:
+            break
+    manager.close()
+    assert step == 6
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert [each.step for each in checkpoints_in(tmp_path)] == [6]
+
+
+@alone
+@on_ranks(2)
+def test_time_is_that_of_the_first_rank(api: Api, tmp_path: Path) -> None:
+    model, optimizer = _sharded(api)
+    manager = fullshard.CheckpointManager(
+        tmp_path, model, optimizer, every_minutes=0, in_background=False, signals=()
+    )
+    saved = [manager.step(step) for step in range(1, 5)]
+    manager.close()
+    assert saved == [False, True, True, True]
+
+
+def test_manager_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    manager = fullshard.CheckpointManager(tmp_path, model, signals=())
+    for step in (1, 2, 3):
+        manager.save(step)
+    manager.close()
+    manifest = tmp_path / "step-00000003" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    assert manager.resume() == 2
+    with pytest.raises(CheckpointError, match="keep_last is 0"):
+        fullshard.CheckpointManager(tmp_path, model, keep_last=0)
+    assert prune(tmp_path, keep_last=1, dry_run=True)
+    assert len(checkpoints_in(tmp_path)) == 3
+
+
+# What goes wrong
+
+
+@alone
+@on_ranks(2)
+def test_a_full_disk_leaves_the_old_checkpoint(api: Api, tmp_path: Path) -> None:
+    model, optimizer = _sharded(api)
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        for overwrite, name in ((True, "a"), (False, "b")):
+            with pytest.raises(CheckpointError, match=r"File too large"):
+                fullshard.save_checkpoint(tmp_path / name, model, optimizer, overwrite=overwrite)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    torch.distributed.barrier()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    fullshard.load_checkpoint(tmp_path / "a", model, optimizer)
+
+
+@alone
+@on_ranks(2)
+def test_a_path_that_cannot_be_written_is_named_on_all_ranks(api: Api, tmp_path: Path) -> None:
+    model, _ = _sharded(api)
+    (tmp_path / "file").touch()
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match=r"file.*(Not a directory|File exists)"):
+        fullshard.save_checkpoint(tmp_path / "file" / "a", model)
+    with pytest.raises(CheckpointError, match="is a file or a link"):
+        fullshard.save_checkpoint(tmp_path / "file", model)
+    with pytest.raises(CheckpointError, match="/proc"):
+        fullshard.save_checkpoint("/proc/nothing/a", model)
+
+
+def test_two_jobs_do_not_write_to_one_path(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    other = PartialFolder(tmp_path / "a", "other", overwrite=False)
+    with pytest.raises(
+        CheckpointError, match=f"another job is writing it .process {os.getpid()} on"
+    ):
+        fullshard.save_checkpoint(tmp_path / "a", model)
+    other.give_up()
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    # Both have begun, and the other one is complete first.
+    late = PartialFolder(tmp_path / "b", "late", overwrite=False)
+    late.path.rename(tmp_path / "hidden")
+    fullshard.save_checkpoint(tmp_path / "b", model)
+    (tmp_path / "hidden").rename(late.path)
+    with pytest.raises(CheckpointError, match="already holds"):
+        late.complete(b"", [])
+
+
+def test_what_a_dead_save_left_is_removed(tmp_path: Path) -> None:
+    code = (
+        "import os\nfrom pathlib import Path\n"
+        "from fullshard.checkpoint.folder import PartialFolder\n"
+        f"PartialFolder(Path({str(tmp_path / 'a')!r}), 'dead', overwrite=False)\nos._exit(1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert (tmp_path / "a.partial-dead").is_dir()
+    fullshard.save_checkpoint(tmp_path / "a", nn.Linear(2, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+# Killed at any moment
+
+
+def _train_and_save(folder: Path, seed: int, *, kill: bool) -> list[float]:
+    """Go on from the newest checkpoint to step 12, and save after every step; or die on the way."""
+    model, optimizer = _sharded(fullshard)
+    manager = fullshard.CheckpointManager(
+        folder,
+        model,
+        optimizer,
+        every_steps=1,
+        keep_last=2,
+        in_background=seed % 2 == 0,
+        signals=(),
+    )
+    first = manager.resume()
+    if kill:
+        rng = random.Random(seed)
+        victim, delay = rng.randrange(world_size()), rng.uniform(0.0, 0.12)
+        if victim == rank():
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, 0.001 + delay)
+    losses = []
+    for step in range(first, 12):
+        losses.append(_step(model, optimizer, step))
+        manager.step(step + 1)
+    manager.close()
+    return [first, *losses]
+
+
+def _check_kills(folder: Path, seeds: range) -> None:
+    (straight, _) = run_fresh(2, _train_and_save, folder=folder / "whole", seed=1, kill=False)
+    whole = tuple(straight.value)
+    for seed in seeds:
+        killed = folder / f"killed{seed}"
+        outcomes = run_fresh(2, _train_and_save, folder=killed, seed=seed, kill=True)
+        if all(o.fate is Fate.RETURNED for o in outcomes):
+            continue  # it was done sooner
+        newest = fullshard.latest_checkpoint(killed)
+        for each in checkpoints_in(killed):
+            with Reader(each.path) as reader:
+                assert not [fault for _, fault in reader.verify() if fault], (seed, each)
+        (again, *_) = run_fresh(2, _train_and_save, folder=killed, seed=seed, kill=False)
+        assert again.fate is Fate.RETURNED, again.text
+        first = 0 if newest is None else newest.step
+        assert again.value[0] >= first
+        assert tuple(again.value[1:]) == whole[1 + int(again.value[0]) :], seed
+
+
+def test_the_newest_checkpoint_survives_kills(tmp_path: Path) -> None:
+    _check_kills(tmp_path, range(3))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_newest_checkpoint_survives_a_hundred_kills(tmp_path: Path) -> None:
+    _check_kills(tmp_path, range(100))
+
+
+def test_no_moment_is_without_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop a save that replaces a checkpoint at each call to the system that changes names."""
+    calls: list[str] = []
+    limit = 0
+
+    def stopping(name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) > limit:
+                raise KeyboardInterrupt
+            return real(*args, **kwargs)
+
+        return call
+
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    for name in ("rename", "unlink", "rmdir"):
+        monkeypatch.setattr(Path, name, stopping(name, getattr(Path, name)))
+    done = False
+    while not done:
+        limit = 10**9
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}" / "a"
+        fullshard.save_checkpoint(folder, first)
+        calls.clear()
+        limit = done_at = stopping.__dict__.setdefault("next", 0)
+        stopping.__dict__["next"] = done_at + 1
+        try:
+            fullshard.save_checkpoint(folder, second, overwrite=True)
+            done = True
+        except KeyboardInterrupt:
+            pass
+        limit = 10**9
+        found = nn.Linear(2, 2)
+        fullshard.load_checkpoint(folder, found)
+        assert found.weight.equal(first.weight) or found.weight.equal(second.weight)
+    assert done_at >= 4

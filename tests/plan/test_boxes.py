@@ -1,0 +1,86 @@
+"""Boxes: cuts, runs of flattened tensors, shares and tilings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.plan.boxes import (
+    Box,
+    Cut,
+    box_after,
+    boxes_of_run,
+    common,
+    share,
+    tiling_fault,
+    whole_box,
+)
+
+shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+def _elements(shape: tuple[int, ...], box: Box) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).view(shape)[box.within(whole_box(shape))]
+
+
+@given(shapes, st.data())
+def test_boxes_of_a_run_are_the_run_in_its_order(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    total = math.prod(shape)
+    start = data.draw(st.integers(0, total))
+    numel = data.draw(st.integers(0, total - start))
+    boxes = boxes_of_run(shape, start, numel)
+    found = [e for box in boxes for e in _elements(shape, box).flatten().tolist()]
+    assert found == list(range(start, start + numel))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@given(shapes, st.integers(1, 6), st.data())
+def test_cuts_are_those_of_chunk(shape: tuple[int, ...], parts: int, data: st.DataObject) -> None:
+    if not shape:
+        return
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    boxes = [box_after(shape, [Cut(dim, part, parts)]) for part in range(parts)]
+    chunks = torch.arange(math.prod(shape)).view(shape).chunk(parts, dim)
+    found = [_elements(shape, box) for box in boxes if box.numel]
+    assert all(a.equal(b) for a, b in zip(found, chunks, strict=True))
+    assert tiling_fault(shape, boxes) is None
+
+
+@given(shapes, st.integers(1, 4))
+def test_shares_of_a_box_are_all_of_it_and_contiguous(shape: tuple[int, ...], parts: int) -> None:
+    box = Box((2,) * len(shape), shape)
+    memory = torch.arange(math.prod(shape)).view(shape)
+    shares = [share(box, part, parts) for part in range(parts)]
+    views = [memory[part.within(box)] for part in shares if part is not None]
+    assert all(view.is_contiguous() for view in views)
+    assert sorted(e for view in views for e in view.flatten().tolist()) == list(range(box.numel))
+
+
+@given(shapes, st.data())
+def test_any_change_of_a_tiling_is_a_fault(shape: tuple[int, ...], data: st.DataObject) -> None:
+    total = math.prod(shape)
+    cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=3)))
+    edges = [0, *cuts, total]
+    boxes = [box for a, b in itertools.pairwise(edges) for box in boxes_of_run(shape, a, b - a)]
+    assert tiling_fault(shape, boxes) is None
+    assert tiling_fault(shape, boxes[1:]) is not None
+    assert tiling_fault(shape, [*boxes, boxes[0]]) is not None
+
+
+def test_common_part_of_boxes() -> None:
+    assert common(Box((0, 0), (2, 4)), Box((1, 2), (5, 5))) == Box((1, 2), (1, 2))
+    assert common(Box((0,), (2,)), Box((2,), (2,))) is None
+    assert common(Box((), ()), Box((), ())) == Box((), ())
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2)])
+def test_empty_tensors_have_no_pieces(shape: tuple[int, ...]) -> None:
+    assert boxes_of_run(shape, 0, 0) == ()
+    assert tiling_fault(shape, []) is None
