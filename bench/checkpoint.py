@@ -144,7 +144,7 @@ def run_rank(rank: int, size: int, options: argparse.Namespace, folder: Path, st
         measure("plain", lambda: plain_write(here / f"plain{rank}", local))
         copies = [torch.empty_like(tensor).fill_(0) for tensor in local]
         measure("copy", lambda: torch._foreach_copy_(copies, local))
-        del copies
+        copies.clear()
         measure("save", lambda: fullshard.save_checkpoint(here / "ours", *ours, rng=False))
         measure("dcp save", lambda: dcp_save(here / "dcp"))
         stalls: list[Any] = []
