@@ -19,8 +19,7 @@ from fullshard.errors import StateError
 from fullshard.state.agreement import agree, merged_alone
 from fullshard.state.holdings import (
     Holding,
-    copies_of,
-    local_boxes,
+    UnitParts,
     tensor_holding,
     whole_shape,
 )
@@ -107,6 +106,7 @@ def agreed_state(local: LocalState, prefix: str, group: dist.ProcessGroup | None
     names = [own for _, _, own in local.units]
     found = merged_alone(reports) if group is None else agree(reports, names, group)
     for (unit, state, own_names), agreed in zip(local.units, found, strict=True):
+        parts = UnitParts(unit)
         for index, kinds in agreed.kinds.items():
             name = own_names[index]
             scalars[name] = dict(agreed.others.get(index, {}))
@@ -114,7 +114,7 @@ def agreed_state(local: LocalState, prefix: str, group: dist.ProcessGroup | None
                 if dtype is not None:
                     own = state.locals.get(index, {}).get(key)
                     full_name = f"{prefix}{name}/{key}"
-                    tensors[name, key] = _of_local(unit, index, full_name, own, dtype)
+                    tensors[name, key] = _of_local(unit, parts, index, full_name, own, dtype)
     return OptimizerState(tensors, scalars, local.groups)
 
 
@@ -167,9 +167,14 @@ def _of_plain(
 
 
 def _of_local(
-    unit: Unit, index: int, name: str, local: torch.Tensor | None, dtype: torch.dtype
+    unit: Unit,
+    parts: UnitParts,
+    index: int,
+    name: str,
+    local: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> Holding:
-    copy, copies = copies_of(unit, index)
+    copy, copies = parts.copies(index)
     if local is None:  # this rank owns nothing of it
         local = torch.empty(unit.params[index].shard_shape, dtype=dtype)
     if type(local) is not torch.Tensor:
@@ -182,7 +187,7 @@ def _of_local(
         (name,),
         whole_shape(param),
         dtype,
-        local_boxes(unit, index, local),
+        parts.boxes(index, local),
         "as its parameter",
         copy,
         copies,
@@ -208,6 +213,7 @@ class Destination:
         self._optimizer = optimizer
         self._trained = trained
         self._units: dict[int, UnitState] = {}
+        self._parts: dict[int, UnitParts] = {}
         self._plain: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         self._kept: set[nn.Parameter] = set()
         self.holdings: dict[tuple[str, str], Holding] = {}
@@ -236,7 +242,9 @@ class Destination:
         own = self._optimizer.state.get(parameter)
         if own:
             take_apart(entry, {k: v for k, v in own.items() if not _is_apart(v, parameter)}, there)
-        state = self._units.setdefault(id(unit), UnitState())
+        if id(unit) not in self._units:
+            self._units[id(unit)], self._parts[id(unit)] = UnitState(), UnitParts(unit)
+        state = self._units[id(unit)]
         is_kept = bool(own)
         for index, name in zip(entry.indices, entry.names, strict=True):
             param = unit.params[index]
@@ -250,7 +258,7 @@ class Destination:
                 local = there.locals.get(index, {}).get(key)
                 if local is None or local.dtype != dtype:
                     is_kept = False
-                    local = torch.empty(param.shard_shape, dtype=dtype, device=unit.device)
+                    local = torch.empty(param.shard_shape, dtype=dtype, device=param.local.device)
                 elif local.numel() == 0:
                     local = local.view(param.shard_shape)
                 state.locals[index][key] = local.view(param.shard_shape)
@@ -258,7 +266,7 @@ class Destination:
                     (f"{prefix}{name}/{key}",),
                     whole_shape(param),
                     dtype,
-                    local_boxes(unit, index, local),
+                    self._parts[id(unit)].boxes(index, local),
                     "",
                 )
             if set(there.locals.get(index, {})) != set(state.locals[index]):

@@ -39,6 +39,15 @@ class Wanted(NamedTuple):
     view: torch.Tensor
 
 
+class _Shared(NamedTuple):
+    """The elements that a wanted box and a piece have in common."""
+
+    tensor: TensorEntry
+    wanted: Wanted
+    piece: Piece
+    box: Box
+
+
 class Reader:
     """The files of one checkpoint, opened when they are first read. Use it in a `with` statement.
 
@@ -69,15 +78,8 @@ class Reader:
         Raises CheckpointError for a file that is missing, cut short or changed, with the name of the
         tensor and of the file.
         """
-        tasks = [
-            (tensor, each, piece, shared)
-            for each in wanted
-            for tensor in (self.manifest.tensors[each.name],)
-            for piece in tensor.pieces
-            if (shared := common(each.box, piece.box)) is not None
-        ]
         with concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE, "fullshard-read") as pool:
-            jobs = [pool.submit(self._read_shared, *task) for task in tasks]
+            jobs = [pool.submit(self._read_all, tasks) for tasks in self._divided(wanted)]
             try:
                 for job in concurrent.futures.as_completed(jobs):
                     nbytes = job.result()
@@ -86,6 +88,26 @@ class Reader:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+    def _divided(self, wanted: Sequence[Wanted]) -> Iterator[list[_Shared]]:
+        """Yield what is to be read in parts of a few MB, as small tensors may be many."""
+        tasks: list[_Shared] = []
+        nbytes = 0
+        for each in wanted:
+            tensor = self.manifest.tensors[each.name]
+            for piece in tensor.pieces:
+                shared = common(each.box, piece.box)
+                if shared is not None:
+                    tasks.append(_Shared(tensor, each, piece, shared))
+                    nbytes += shared.numel * tensor.dtype.itemsize
+                if nbytes >= 4 * self.manifest.block_nbytes:
+                    yield tasks
+                    tasks, nbytes = [], 0
+        if tasks:
+            yield tasks
+
+    def _read_all(self, tasks: Sequence[_Shared]) -> int:
+        return sum(self._read_shared(*task) for task in tasks)
 
     def verify(self) -> Iterator[tuple[str, CheckpointError | None]]:
         """Read everything and yield, for each file's header and each piece, its name and its fault."""

@@ -111,57 +111,71 @@ def holdings_of(model: nn.Module) -> list[Holding]:
     return sorted(found, key=lambda holding: order.get(holding.name, len(order)))
 
 
-def local_boxes(unit: Unit, index: int, local: torch.Tensor) -> tuple[HeldBox, ...]:
-    """Return the boxes of a tensor of a parameter's size of which ``local`` is this rank's part.
+class UnitParts:
+    """Which parts of a unit's parameters this rank holds. Planned once for all of them."""
 
-    local: contiguous; of the parameter's `shard_shape`, or flattened. For the parameter itself, and for
-    its optimizer state.
-    """
-    param = unit.params[index]
-    if not unit.params.is_flat:
-        place = _place_of(param)
-        if place.box.numel != local.numel():
-            raise StateError(
-                f"{param.name}: this rank's part has shape {tuple(local.shape)}, but its mesh and "
-                f"placements give it {place.box.shape}."
-            )
-        return (HeldBox(place.box, local.view(place.box.shape)),) if local.numel() else ()
-    inner = param.form.unsharded
-    base = None if inner is None else place_on(inner).box
-    flat = local.reshape(-1)
-    held: list[HeldBox] = []
-    for start, own_start, numel in _pieces(unit, index):
-        position = own_start
-        for box in boxes_of_run(tuple(param.shape), start, numel):
-            view = flat[position : position + box.numel].view(box.shape)
-            held.append(HeldBox(box if base is None else box.moved(base.offset), view))
-            position += box.numel
-    return tuple(held)
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._pieces: dict[int, Sequence[tuple[int, int, int]]] = {}
+        if unit.params.is_flat:
+            rank = unit.mesh.plan.shard_rank
+            for bucket in unit.plan_layout().buckets:
+                for place in bucket.params:
+                    pieces = bucket.pieces(place, rank)
+                    first = pieces[0].shard_start if pieces else 0
+                    self._pieces[place.index] = [
+                        (p.param_start, p.shard_start - first, p.numel) for p in pieces
+                    ]
+
+    def boxes(self, index: int, local: torch.Tensor) -> tuple[HeldBox, ...]:
+        """Return the boxes of a tensor of a parameter's size of which ``local`` is this rank's part.
+
+        local: contiguous; of the parameter's `shard_shape`, or flattened. For the parameter itself, and
+        for its optimizer state.
+        """
+        param = self._unit.params[index]
+        if param.form.spec is not None:
+            box = place_on(param.form.spec).box
+            if box.numel != local.numel():
+                raise StateError(
+                    f"{param.name}: this rank's part has shape {tuple(local.shape)}, but its mesh and "
+                    f"placements give it {box.shape}."
+                )
+            return (HeldBox(box, local.view(box.shape)),) if local.numel() else ()
+        inner = param.form.unsharded
+        base = None if inner is None else place_on(inner).box.offset
+        flat = local.reshape(-1)
+        held: list[HeldBox] = []
+        for start, own_start, numel in self._pieces[index]:
+            position = own_start
+            for box in boxes_of_run(tuple(param.shape), start, numel):
+                view = flat[position : position + box.numel].view(box.shape)
+                held.append(HeldBox(box if base is None else box.moved(base), view))
+                position += box.numel
+        return tuple(held)
+
+    def copies(self, index: int) -> tuple[int, int]:
+        """Return this rank's number among those that hold the same part, and how many there are.
+
+        (0, 0) if the unit's mesh is not all of the job, as other ranks may hold it too.
+        """
+        form, plan = self._unit.params[index].form, self._unit.mesh.plan
+        if form.spec is not None:
+            place = place_on(form.spec)
+            copy, copies, num_ranks = place.copy, place.copies, place.num_ranks
+        else:
+            inner = form.unsharded
+            place = Place(whole_box(()), 0, 1, 1) if inner is None else place_on(inner)
+            copy = plan.replicate_rank * place.copies + place.copy
+            copies = plan.replicate_size * place.copies
+            num_ranks = plan.replicate_size * plan.shard_size * place.num_ranks
+        return (copy, copies) if num_ranks == _world_size() else (0, 0)
 
 
 def whole_shape(param: ManagedParameter) -> Shape:
     """Return the shape of a managed parameter before any sharding, tensor parallel included."""
     spec = param.form.spec or param.form.unsharded
     return tuple(param.shape if spec is None else spec.shape)
-
-
-def copies_of(unit: Unit, index: int) -> tuple[int, int]:
-    """Return this rank's number among the ranks that hold the same part, and how many there are.
-
-    (0, 0) if the unit's mesh is not all of the job, as other ranks may hold it too.
-    """
-    param = unit.params[index]
-    plan = unit.mesh.plan
-    if param.form.spec is not None:
-        place = place_on(param.form.spec)
-        copy, copies, num_ranks = place.copy, place.copies, place.num_ranks
-    else:
-        inner = param.form.unsharded
-        place = Place(whole_box(()), 0, 1, 1) if inner is None else place_on(inner)
-        copy = plan.replicate_rank * place.copies + place.copy
-        copies = plan.replicate_size * place.copies
-        num_ranks = plan.replicate_size * plan.shard_size * place.num_ranks
-    return (copy, copies) if num_ranks == _world_size() else (0, 0)
 
 
 def place_on(spec: DTensorSpec) -> Place:
@@ -270,14 +284,15 @@ def numbered(holdings: Sequence[Holding], group: dist.ProcessGroup | None) -> li
 
 
 def _of_unit(unit: Unit, names: Sequence[Sequence[str]]) -> Iterator[Holding]:
+    parts = UnitParts(unit)
     for index, (param, own_names) in enumerate(zip(unit.params, names, strict=True)):
         local = plain_memory(param.local.detach(), own_names[0])
-        copy, copies = copies_of(unit, index)
+        copy, copies = parts.copies(index)
         yield Holding(
             tuple(own_names),
             whole_shape(param),
             local.dtype,
-            local_boxes(unit, index, local),
+            parts.boxes(index, local),
             _placement(unit, param),
             copy,
             copies,
@@ -359,22 +374,6 @@ def _names_in_order(model: nn.Module) -> Iterator[str]:
         prefix = f"{clean}." if (clean := clean_name(path)) else ""
         for name in (*module._parameters, *module._buffers):
             yield f"{prefix}{name}"
-
-
-def _place_of(param: ManagedParameter) -> Place:
-    assert param.form.spec is not None
-    return place_on(param.form.spec)
-
-
-def _pieces(unit: Unit, index: int) -> Sequence[tuple[int, int, int]]:
-    """Return (start in the parameter, start in its own local tensor, length) of each run."""
-    for bucket in unit.plan_layout().buckets:
-        for place in bucket.params:
-            if place.index == index:
-                pieces = bucket.pieces(place, unit.mesh.plan.shard_rank)
-                first = pieces[0].shard_start if pieces else 0
-                return [(p.param_start, p.shard_start - first, p.numel) for p in pieces]
-    raise AssertionError(unit.params[index].name)
 
 
 def _wrapped(local: torch.Tensor) -> torch.Tensor | None:
