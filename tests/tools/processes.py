@@ -79,6 +79,12 @@ class Run:
         wait_until(lambda: is_there() or self.process.poll() is not None, limit_s)
         assert self.process.poll() is None, self.finish()
 
+    def wait_for_checkpoint(self, step: int, *, limit_s: float = 60) -> None:
+        """Wait until the checkpoint of a step, which is written in the background, is complete."""
+        folder = self.folder / "checkpoints" / f"step-{step:08d}"
+        wait_until(lambda: folder.is_dir() or self.process.poll() is not None, limit_s)
+        assert self.process.poll() is None, self.finish()
+
     def kill_rank(self, rank: int) -> Result:
         """Kill a rank, and check that it takes everything with it."""
         pid = self.ranks()[rank]

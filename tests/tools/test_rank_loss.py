@@ -13,7 +13,7 @@ from tests.tools.processes import FOREVER, running
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path, rank: int) -> None:
     with running(tmp_path / "run", *FOREVER, "--save-every", "2") as run:
-        run.wait_for_step(3)
+        run.wait_for_step(5)  # the save of step 4 waits for that of step 2
         result = run.kill_rank(rank)
     assert result.code == 3, result.err
     assert f"rank {rank} died" in result.err, "said by the rank that is left"

@@ -104,6 +104,7 @@ def test_a_run_goes_on_exactly_however_it_ended(straight: Straight, tmp_path: Pa
 
     with running(folder, "--save-every", "30", resumes=True) as run:
         run.wait_for_step(34)  # four steps past the checkpoint, which are lost
+        run.wait_for_checkpoint(30)
         run.kill_launcher()
         assert f"resuming after step {done}" in run.finish().err
     assert len(run.losses()) < 60
