@@ -134,7 +134,8 @@ class UnitParts:
         for its optimizer state.
         """
         param = self._unit.params[index]
-        if param.form.spec is not None:
+        if not self._unit.params.is_flat:
+            assert param.form.spec is not None
             box = place_on(param.form.spec).box
             if box.numel != local.numel():
                 raise StateError(
