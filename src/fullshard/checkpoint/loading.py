@@ -86,10 +86,9 @@ def load_checkpoint(
         raise CheckpointError(f"allow: {sorted(unknown)} is not known. Use {', '.join(ALLOWED)}.")
     finish_background()
     peers = Peers()
-    folder = Path(path)
-    reader = peers.together(lambda: _opened(folder))
+    reader = peers.together(lambda: _opened(Path(path)))
     with reader:
-        _check_same_file(reader, folder, peers)
+        _check_same_file(reader, reader.folder, peers)
         load = _Load(reader, frozenset(allow), peers)
         return load.run(model, optimizer, extra or {}, rng=rng)
 
@@ -230,7 +229,9 @@ class _Load:
 
     def _refuse(self, problems: Sequence[str]) -> None:
         """Raise CheckpointError, on all ranks alike, for what does not fit and is not allowed."""
-        everyones = self._peers.gathered(list(problems))
+        told = self._peers.gathered((list(problems), self._allow))
+        everyones = [own for own, _ in told]
+        allow = frozenset.intersection(*(own for _, own in told))  # all ranks decide alike
         groups: dict[str, list[str]] = {}
         for problem in dict.fromkeys(p for own in everyones for p in own):
             kind, _, text = problem.partition(" ")
@@ -242,7 +243,7 @@ class _Load:
                 text for text in groups["unexpected"] if f"unexpected {text}" in by_none
             ]
         self._left_out.update(groups.get("missing", ()), groups.get("unexpected", ()))
-        refused = {k: v for k, v in groups.items() if v and k not in self._allow}
+        refused = {k: v for k, v in groups.items() if v and k not in allow}
         if refused:
             raise CheckpointError(_described(self._reader.folder, refused))
 
