@@ -69,7 +69,7 @@ def test_moments_are_never_dropped(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"optimizer/0\.bias/exp_avg"):
         fullshard.load_checkpoint(tmp_path / "a", model, fewer)
     fullshard.save_checkpoint(tmp_path / "b", model)
-    with pytest.raises(CheckpointError, match=r"Not in the checkpoint at all: 1\n    optimizer"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint lacks[^\n]*: 1\n    optimizer"):
         fullshard.load_checkpoint(tmp_path / "b", model, optimizer)
     with pytest.raises(StateError, match="parameters that the model does not have"):
         fullshard.save_checkpoint(tmp_path / "c", _net(3, 4), optimizer)
@@ -232,3 +232,141 @@ def test_saving_needs_no_meta_and_no_whole_parameters(api: Api, tmp_path: Path) 
         fullshard.save_checkpoint(tmp_path / "a", model)
     model.to_empty(device="cpu")
     fullshard.save_checkpoint(tmp_path / "a", model)
+
+
+def test_extra_state_that_is_lacking_is_found_before_anything_changes(tmp_path: Path) -> None:
+    fullshard.save_checkpoint(tmp_path / "a", _net(3, 4))
+    model = _net(3, 4)
+    before = _values(model)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(CheckpointError, match="extra/scaler"):
+        fullshard.load_checkpoint(tmp_path / "a", model, extra={"scaler": scaler})
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    fullshard.load_checkpoint(tmp_path / "a", model, extra={"scaler": scaler}, allow="missing")
+
+
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_state_of_another_optimizer_is_refused(tmp_path: Path, other: Any) -> None:
+    model = _net(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    with pytest.raises(CheckpointError, match=f"AdamW in the checkpoint, {other.__name__} here"):
+        fullshard.load_checkpoint(tmp_path / "a", model, other(model.parameters(), lr=0.1))
+
+
+def test_a_new_head_is_let_through_with_its_optimizer(tmp_path: Path) -> None:
+    old = _net(3, 4)
+    optimizer = torch.optim.Adam(old.parameters(), lr=0.5)
+    old(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", old, optimizer)
+    model = _net(3, 4, 2)
+    both = torch.optim.Adam(model.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match=r"optimizer/1\.weight"):
+        fullshard.load_checkpoint(tmp_path / "a", model, both)
+    fullshard.load_checkpoint(tmp_path / "a", model, both, allow=["missing"])
+    assert model[0].weight.equal(old[0].weight)
+    assert both.state[model[0].weight]["exp_avg"].equal(optimizer.state[old[0].weight]["exp_avg"])
+    assert both.param_groups[0]["lr"] == 0.5
+    model(torch.randn(2, 3)).sum().backward()
+    both.step()
+
+
+def test_other_shapes_are_listed_with_a_new_optimizer_too(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    other = _net(3, 5)
+    with pytest.raises(CheckpointError, match=r"model/0\.weight: \(4, 3\) in the checkpoint"):
+        fullshard.load_checkpoint(tmp_path / "a", other, torch.optim.Adam(other.parameters()))
+
+
+def test_compiled_models_have_their_own_names(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    compiled: Any = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), momentum=0.5)
+    fullshard.save_checkpoint(tmp_path / "a", compiled, optimizer)
+    other = _net(3, 4)
+    fullshard.load_checkpoint(
+        tmp_path / "a", other, torch.optim.SGD(other.parameters(), momentum=0.1)
+    )
+    assert other[0].weight.equal(model[0].weight)
+    fullshard.load_checkpoint(tmp_path / "a", compiled, optimizer)
+
+
+def test_calls_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="step is 'three'"):
+        fullshard.save_checkpoint(tmp_path / "a", _net(2, 2), step="three")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="name a folder"):
+        fullshard.save_checkpoint("", _net(2, 2))
+
+
+def test_state_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "step-1", model, optimizer)
+    fresh = torch.optim.Adam(model.parameters())
+    newest = fullshard.latest_checkpoint(tmp_path)
+    assert newest is not None
+    with torch.inference_mode():
+        fullshard.load_checkpoint(newest, model, fresh)
+    fresh.step()
+
+
+@alone
+@on_ranks(2)
+def test_ranks_with_different_arguments_are_told_and_stay_in_step(api: Api, tmp_path: Path) -> None:
+    model = mlp()
+    api.fully_shard(model, mesh=mesh_of(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    first = rank() == 0
+    for arguments, said in (
+        ({"path": tmp_path / ("a" if first else "b")}, "path is"),
+        ({"path": tmp_path / "a", "step": rank()}, "step is 0 on rank 0 and 1 on rank 1"),
+        ({"path": tmp_path / "a", "optimizer": optimizer if first else None}, "optimizer is"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            fullshard.save_checkpoint(model=model, **arguments)
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    with pytest.raises(CheckpointError, match="allow is"):
+        fullshard.load_checkpoint(tmp_path / "a", model, allow=["missing"] if first else [])
+    with pytest.raises((CheckpointError, TypeError), match=r"PathLike|argument should be"):
+        fullshard.load_checkpoint(tmp_path / "a" if first else None, model)  # type: ignore[arg-type]
+    fullshard.load_checkpoint(tmp_path / "a", model)
+
+
+@alone
+@on_ranks(2)
+def test_plain_models_that_differ_are_never_mixed(api: Api, tmp_path: Path) -> None:
+    model = _net(3, 4, 5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(rank())
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    fullshard.load_checkpoint(tmp_path / "a", model)
+    assert all(parameter.eq(0).all() for parameter in model.parameters())
+
+
+@alone
+@on_ranks(2)
+def test_flat_parameters_need_the_state_of_all_inside(api: Api, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    trained = [p for name, p in model.named_parameters() if "bias" not in name]
+    optimizer = torch.optim.Adam(trained)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    flat = api.FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"), use_orig_params=False)
+    other = torch.optim.Adam(flat.parameters())
+    before = [p.detach().clone() for p in flat.parameters()]
+    with pytest.raises(CheckpointError, match="of the same flat parameter"):
+        fullshard.load_checkpoint(tmp_path / "a", flat, other, allow=["missing"])
+    assert all(p.equal(b) for p, b in zip(flat.parameters(), before, strict=True))

@@ -149,6 +149,33 @@ def test_manager_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
     assert len(checkpoints_in(tmp_path)) == 3
 
 
+def test_managers_give_signals_back_in_any_order(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, torch, fullshard\n"
+        f"make = lambda n: fullshard.CheckpointManager({str(tmp_path)!r} + n, torch.nn.Linear(1, 1))\n"
+        "a, b = make('a'), make('b')\na.close(); b.close()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint('alive')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert "alive" not in done.stdout
+
+
+def test_a_program_that_ends_waits_for_its_save_or_says_what_is_lost(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, fullshard\n"
+        "model = torch.nn.Linear(500, 500)\n"
+        f"fullshard.async_save_checkpoint({str(tmp_path / 'a')!r}, model)"
+    )
+    for lost in (False, True):  # the second time it is there already
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True, text=True
+        )
+        assert ("already holds a checkpoint" in done.stderr) == lost
+        assert fullshard.latest_checkpoint(tmp_path) is None
+        fullshard.load_checkpoint(tmp_path / "a", nn.Linear(500, 500))
+
+
 # What goes wrong
 
 

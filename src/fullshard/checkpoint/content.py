@@ -23,6 +23,7 @@ from fullshard.checkpoint.optimizer_state import (
     agreed_state,
     local_state,
     trained_by,
+    without_compile,
 )
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import decoded, encoded
@@ -146,9 +147,15 @@ def held_by(models: Mapping[str, nn.Module]) -> list[Holding]:
     ]
 
 
+def section_names(objects: Any, section: str) -> list[str]:
+    """Return the sections of objects as far as they are known; see `named`."""
+    return sorted(objects) if isinstance(objects, Mapping) else [section][: objects is not None]
+
+
 def prefixed(holding: Holding, prefix: str) -> Holding:
     """Return a holding with a prefix before its names."""
-    return dataclasses.replace(holding, names=tuple(prefix + name for name in holding.names))
+    names = tuple(dict.fromkeys(prefix + without_compile(name) for name in holding.names))
+    return dataclasses.replace(holding, names=names)
 
 
 def to_write(holdings: list[Holding]) -> Iterator[ToWrite]:
@@ -156,9 +163,9 @@ def to_write(holdings: list[Holding]) -> Iterator[ToWrite]:
     for number, holding in enumerate(holdings):
         for box, view in holding.boxes:
             if view.numel() * view.itemsize < _WORTH_SHARING_NBYTES or _is_whole_copy(holding):
-                # Dealt out whole: of values that should be equal on all ranks, but are not kept so by
-                # anything, no tensor is to be a mixture.
-                if holding.copy == (0 if holding.placement == BUFFER else number % holding.copies):
+                # What the engine keeps equal is dealt out. What it does not know of is the first
+                # holder's: were ranks to differ, a mixture would be a model that no rank had.
+                if holding.copy == (0 if _is_whole_copy(holding) else number % holding.copies):
                     yield ToWrite(holding.name, holding.shape, box, view)
                 continue
             part = share(box, holding.copy, holding.copies)
@@ -216,6 +223,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 def _values(section: str, state: OptimizerState) -> dict[str, Any]:
     return {
+        "class": state.kind,
         "groups": encoded(state.groups, f"{section}/groups", _no_tensor),
         "scalars": encoded(state.scalars, section, _no_tensor),
     }

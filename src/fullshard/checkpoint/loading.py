@@ -20,10 +20,11 @@ from fullshard.checkpoint.content import (
     Optimizers,
     held_by,
     named,
+    section_names,
     set_random_states,
 )
 from fullshard.checkpoint.folder import has_manifest
-from fullshard.checkpoint.optimizer_state import Destination, check_trained, trained_by
+from fullshard.checkpoint.optimizer_state import Destination, check_trained, kind_of, trained_by
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.reading import Reader, Wanted
 from fullshard.checkpoint.saving import finish_background
@@ -63,7 +64,7 @@ def load_checkpoint(
     *,
     extra: Mapping[str, Any] | None = None,
     rng: bool = True,
-    allow: Collection[str] = (),
+    allow: Collection[str] | str = (),
 ) -> LoadedCheckpoint:
     """Load what `save_checkpoint` has saved, on any number of ranks and sharded in any way. Collective.
 
@@ -81,16 +82,24 @@ def load_checkpoint(
     fit. What does not fit is found before anything is changed. If reading fails later, the values of the
     model and the optimizer are no longer those of before.
     """
+    allow = (allow,) if isinstance(allow, str) else tuple(allow)
     unknown = set(allow) - set(ALLOWED)
     if unknown:
         raise CheckpointError(f"allow: {sorted(unknown)} is not known. Use {', '.join(ALLOWED)}.")
     finish_background()
     peers = Peers()
+    peers.check_alike(
+        rng=rng,
+        allow=sorted(allow),
+        model=section_names(model, "model"),
+        optimizer=section_names(optimizer, "optimizer"),
+    )
     reader = peers.together(lambda: _opened(Path(path)))
     with reader:
         _check_same_file(reader, reader.folder, peers)
         load = _Load(reader, frozenset(allow), peers)
-        return load.run(model, optimizer, extra or {}, rng=rng)
+        with torch.inference_mode(False):  # else optimizer state would be of no use for training
+            return load.run(model, optimizer, extra or {}, rng=rng)
 
 
 def _opened(folder: Path) -> Reader:
@@ -138,7 +147,7 @@ class _Load:
         opts = named(optimizers, "optimizer")
 
         def plan() -> tuple[list[Holding], dict[str, Destination], list[str]]:
-            return self._plan(by_section, opts)
+            return self._plan(by_section, opts, extra)
 
         holdings, destinations, problems = self._peers.together(plan)
         self._refuse(problems)
@@ -158,11 +167,12 @@ class _Load:
     # What fits
 
     def _plan(
-        self, models: Mapping[str, Any], optimizers: Mapping[str, Any]
+        self, models: Mapping[str, Any], optimizers: Mapping[str, Any], extra: Mapping[str, Any]
     ) -> tuple[list[Holding], dict[str, Destination], list[str]]:
         holdings = held_by(models)
         found: list[Holding] = []
-        problems: list[str] = []
+        shared, by_rank = self._values.get("extra", {}), self._values.get("extra_by_rank", {})
+        problems = [f"missing extra/{key}" for key in extra if key not in {**shared, **by_rank}]
         taken: set[str] = set()
         for holding in holdings:
             names = [self._by_name[n] for n in holding.names if n in self._by_name]
@@ -201,7 +211,7 @@ class _Load:
                 problems.append(f"unexpected {name}")
         for section in sections:
             if section not in present and section not in self._values.get("optimizers", {}):
-                problems.append(f"section {section}")
+                problems.append(f"missing {section}")
         for section in sorted(present - {*sections, "extra"}):
             self._notes.append(f"{section} is in the checkpoint and was not asked for")
         fitting = {p.partition(" ")[2].partition(":")[0] for p in problems if p.startswith("mis")}
@@ -218,20 +228,22 @@ class _Load:
                 saved[parameter, key] = (tensor.shape, tensor.dtype)
         values = self._values.get("optimizers", {}).get(section)
         problems = []
+        if values is not None and values.get("class") != kind_of(optimizer):
+            kinds = f"{values.get('class')} in the checkpoint, {kind_of(optimizer)} here"
+            return Destination(optimizer, trained, {}, prefix), [f"class {section}: {kinds}"]
         if values is not None:
             options = {n: g["options"] for g in values["groups"] for n in g["params"]}
             for group in optimizer.param_groups:
                 names = [name for p in group["params"] for name in trained[p].names]
-                problems += [f"untrained {name}" for name in names if name not in options]
+                problems += [f"missing {prefix}{name}" for name in names if name not in options]
                 if len({repr(options[name]) for name in names if name in options}) > 1:
                     problems.append(f"groups {section}: {names[0]} and others of its group")
-        return Destination(optimizer, trained, saved, prefix), problems
+        destination = Destination(optimizer, trained, saved, prefix)
+        return destination, [*problems, *destination.problems]
 
     def _refuse(self, problems: Sequence[str]) -> None:
         """Raise CheckpointError, on all ranks alike, for what does not fit and is not allowed."""
-        told = self._peers.gathered((list(problems), self._allow))
-        everyones = [own for own, _ in told]
-        allow = frozenset.intersection(*(own for _, own in told))  # all ranks decide alike
+        everyones = self._peers.gathered(list(problems))
         groups: dict[str, list[str]] = {}
         for problem in dict.fromkeys(p for own in everyones for p in own):
             kind, _, text = problem.partition(" ")
@@ -243,7 +255,7 @@ class _Load:
                 text for text in groups["unexpected"] if f"unexpected {text}" in by_none
             ]
         self._left_out.update(groups.get("missing", ()), groups.get("unexpected", ()))
-        refused = {k: v for k, v in groups.items() if v and k not in allow}
+        refused = {k: v for k, v in groups.items() if v and k not in self._allow}
         if refused:
             raise CheckpointError(_described(self._reader.folder, refused))
 
@@ -307,12 +319,6 @@ class _Load:
                 target.load_state_dict(self._extra(key, target))
             else:
                 found[key] = self._extra(key, None)
-        lacking = [key for key in extra if key not in shared and key not in by_rank]
-        if lacking and "missing" not in self._allow:
-            raise CheckpointError(
-                f"{self._reader.folder}: has no extra state {', '.join(lacking)}. Pass "
-                'allow=["missing"] to go on without.'
-            )
         if rng:
             self._restore_random_states()
         return found
@@ -378,9 +384,10 @@ def _described(folder: Path, groups: Mapping[str, Sequence[str]]) -> str:
         "mismatched": "Of another shape",
         "dtype": 'Of another dtype (allow=["dtype"] converts)',
         "untied": "One tensor in the model, and several in the checkpoint",
-        "untrained": "Trained here, and not by the optimizer that was saved",
         "groups": "Parameters with different options in the checkpoint, and in one group here",
-        "section": "Not in the checkpoint at all",
+        "flat": "Without the state that others of the same flat parameter have (wrap with "
+        "use_orig_params=True, which keeps them apart)",
+        "class": "State of another optimizer",
     }
     lines = [f"{folder}: does not fit."]
     for kind, texts in groups.items():

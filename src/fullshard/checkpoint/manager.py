@@ -48,6 +48,9 @@ class Checkpoint(NamedTuple):
     step: int
     path: Path
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the complete checkpoints of a folder, by their steps; others' folders are left out."""
@@ -122,7 +125,7 @@ class CheckpointManager:
         self._peers = Peers()
         self._pending: PendingSave | None = None
         self._last_saved_at = time.monotonic()
-        self._asked = False
+        self._asked = self._closed = False
         self._vote: tuple[torch.Tensor, Any] | None = None
         self._previous = {number: signal.signal(number, self._ask) for number in signals}
         self._votes = every_minutes is not None or bool(signals)
@@ -153,6 +156,8 @@ class CheckpointManager:
         A rank's clock and signals are told to the others while they compute: the ranks act on them
         together, one step later.
         """
+        if self._closed:
+            raise CheckpointError(f"{self.folder}: this manager is closed. Make another one.")
         is_due = self._every_steps is not None and step % self._every_steps == 0
         stop, late = self._votes_of_all()
         self.stopping = self.stopping or stop
@@ -195,13 +200,20 @@ class CheckpointManager:
                 self._vote = None
             self.wait()
         finally:
+            self._closed = True
             for number, handler in self._previous.items():
-                signal.signal(number, handler)
-            self._previous = {}
+                if (
+                    signal.getsignal(number) == self._ask
+                ):  # else another one came since, and calls this
+                    signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous[signal.Signals(number)]
+        if self._closed:  # a later manager gave the signal back to this one: it goes further back
+            signal.signal(number, previous)
+            os.kill(os.getpid(), number)
+            return
         self._asked = True
-        previous = self._previous.get(signal.Signals(number))
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 

@@ -39,11 +39,13 @@ class OptimizerState:
 
     tensors: by name of the parameter and of the state. scalars: everything else, alike on all ranks.
     groups: the options of each parameter group, with the names of its parameters.
+    kind: the optimizer's class, see `kind_of`.
     """
 
     tensors: dict[tuple[str, str], Holding]
     scalars: Scalars
     groups: list[dict[str, Any]]
+    kind: str
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,6 +59,16 @@ class LocalState:
     tensors: dict[tuple[str, str], Holding]
     scalars: Scalars
     groups: list[dict[str, Any]]
+    kind: str
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of an optimizer's class, which decides what its state means.
+
+    A class that something has put over another one under the same name, as `step_on_shards` and
+    schedulers of libraries do, counts as that one.
+    """
+    return type(optimizer).__name__
 
 
 def local_state(
@@ -92,7 +104,7 @@ def local_state(
         tensors.update(_of_plain(name, {k: v for k, v in own.items() if _is_tensor(v)}, prefix))
         scalars[name] = {key: value for key, value in own.items() if not _is_tensor(value)}
     of_units = [(unit, states[id(unit)], names.get(id(unit), {})) for unit in units]
-    return LocalState(of_units, tensors, scalars, _groups(optimizer, trained))
+    return LocalState(of_units, tensors, scalars, _groups(optimizer, trained), kind_of(optimizer))
 
 
 def agreed_state(local: LocalState, prefix: str, group: dist.ProcessGroup | None) -> OptimizerState:
@@ -115,7 +127,7 @@ def agreed_state(local: LocalState, prefix: str, group: dist.ProcessGroup | None
                     own = state.locals.get(index, {}).get(key)
                     full_name = f"{prefix}{name}/{key}"
                     tensors[name, key] = _of_local(unit, parts, index, full_name, own, dtype)
-    return OptimizerState(tensors, scalars, local.groups)
+    return OptimizerState(tensors, scalars, local.groups, local.kind)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -200,7 +212,7 @@ def _of_local(
 class Destination:
     """An optimizer whose state is loaded: memory for it, and its assignment once values are there.
 
-    Raises StateError for state of another shape than its parameter's that the optimizer has not made.
+    problems: what of the state does not fit, in the words of `loading`.
     """
 
     def __init__(
@@ -217,6 +229,7 @@ class Destination:
         self._plain: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         self._kept: set[nn.Parameter] = set()
         self.holdings: dict[tuple[str, str], Holding] = {}
+        self.problems: list[str] = []
         keys: dict[str, list[str]] = {}
         for name, key in saved:
             keys.setdefault(name, []).append(key)
@@ -245,6 +258,10 @@ class Destination:
         if id(unit) not in self._units:
             self._units[id(unit)], self._parts[id(unit)] = UnitState(), UnitParts(unit)
         state = self._units[id(unit)]
+        if unit.params.flat is not None and len({frozenset(keys) for keys in wanted.values()}) > 1:
+            lacking = [name for name, keys in wanted.items() if not keys] or list(wanted)
+            self.problems += [f"flat {prefix}{name}" for name in lacking]
+            return
         is_kept = bool(own)
         for index, name in zip(entry.indices, entry.names, strict=True):
             param = unit.params[index]
@@ -252,8 +269,12 @@ class Destination:
             for key in wanted[name]:
                 shape, dtype = saved[name, key]
                 if shape != whole_shape(param):
-                    value = (own or {}).get(key)
-                    self.holdings[name, key] = _apart(value, shape, dtype, f"{prefix}{name}/{key}")
+                    value: Any = (own or {}).get(key)
+                    full_name = f"{prefix}{name}/{key}"
+                    if _is_like(value, shape, dtype):
+                        self.holdings[name, key] = tensor_holding(full_name, value)
+                    else:
+                        self.problems.append(f"mismatched {full_name}: {shape} in the checkpoint")
                     continue
                 local = there.locals.get(index, {}).get(key)
                 if local is None or local.dtype != dtype:
@@ -300,7 +321,8 @@ class Destination:
         options = {name: each["options"] for each in groups for name in each["params"]}
         for group in self._optimizer.param_groups:
             names = [name for p in group["params"] for name in self._trained[p].names]
-            for key, value in (options.get(names[0], {}) if names else {}).items():
+            known = next((name for name in names if name in options), None)
+            for key, value in options.get(known, {}).items():
                 _set_option(group, key, value)
             for parameter in group["params"]:
                 self._assign(parameter, scalars, group)
@@ -335,13 +357,8 @@ class Destination:
             self._optimizer.state.pop(parameter, None)
 
 
-def _apart(value: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Holding:
-    if isinstance(value, DTensor) and tuple(value.shape) == shape and value.dtype == dtype:
-        return tensor_holding(name, value)
-    raise StateError(
-        f"{name} has shape {shape} in the checkpoint, not its parameter's, and the optimizer has not made "
-        "it yet. Take a step first, then load."
-    )
+def _is_like(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return isinstance(value, DTensor) and tuple(value.shape) == shape and value.dtype == dtype
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
@@ -360,5 +377,12 @@ def trained_by(models: Sequence[nn.Module]) -> dict[nn.Parameter, Trained]:
     """Return what each parameter stands for that an optimizer of the models may train."""
     found: dict[nn.Parameter, Trained] = {}
     for model in models:
-        found.update(trained_parameters(model))
+        for parameter, entry in trained_parameters(model).items():
+            names = tuple(without_compile(name) for name in entry.names)
+            found[parameter] = dataclasses.replace(entry, names=names)
     return found
+
+
+def without_compile(name: str) -> str:
+    """Return a name without what ``torch.compile`` puts in front of a module's own names."""
+    return name.replace("_orig_mod.", "")

@@ -34,6 +34,18 @@ class Peers:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def check_alike(self, **arguments: object) -> None:
+        """Raise CheckpointError, on all ranks, if they gave different arguments. Collective."""
+        everyones = self.gathered({name: repr(value) for name, value in arguments.items()})
+        for name in arguments:
+            values = [own.get(name) for own in everyones]
+            if len(set(values)) > 1:
+                other = next(rank for rank, value in enumerate(values) if value != values[0])
+                raise CheckpointError(
+                    f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}. Call this on "
+                    "all ranks with the same arguments."
+                )
+
     def at_first(self, value: T) -> list[T] | None:
         """Return every rank's value on rank 0, and None on the others. Collective."""
         if self.group is None:

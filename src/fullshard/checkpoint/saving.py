@@ -8,10 +8,12 @@
 Each stage ends on all ranks together, so an error on one is an error on all, and nothing is left behind.
 """
 
+import atexit
 import dataclasses
 import os
 import platform
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,13 +22,20 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.content import Content, Models, Optimizers, content_of, to_write
+from fullshard.checkpoint.content import (
+    Content,
+    Models,
+    Optimizers,
+    content_of,
+    section_names,
+    to_write,
+)
 from fullshard.checkpoint.folder import PartialFolder
 from fullshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, dumps
-from fullshard.checkpoint.peers import Peers
+from fullshard.checkpoint.peers import Peers, said
 from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.boxes import tiling_fault
 
 
@@ -139,6 +148,11 @@ class PendingSave:
     def path(self) -> Path:
         return self._job.target
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong and has not been raised yet."""
+        return self._error
+
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return not self._thread.is_alive()
@@ -162,11 +176,25 @@ class PendingSave:
             self._saved = SavedCheckpoint(
                 self._job.target, self._job.step, nbytes, seconds, self.stall_seconds
             )
-        except BaseException as error:
+        except FullshardError as error:
             self._error = error
+        except BaseException as error:  # raised where somebody waits
+            self._error = CheckpointError(
+                f"{self.path}: the save in the background did not complete: {said(error)} Either a rank "
+                "died, or destroy_process_group() came before wait(). Older checkpoints are as they were."
+            )
+            self._error.__cause__ = error
 
 
 _in_flight: list[PendingSave] = []
+
+
+@atexit.register
+def _say_what_was_lost() -> None:
+    """Name the save that failed while the program ended. Its thread has ended by now."""
+    for pending in _in_flight:
+        if pending.failure is not None:
+            print(f"fullshard: {pending.failure}", file=sys.stderr)
 
 
 def finish_background() -> None:
@@ -217,6 +245,18 @@ def _prepared(
     overwrite: bool,
     peers: Peers,
 ) -> _Job:
+    peers.check_alike(
+        path=str(path),
+        step=step,
+        overwrite=overwrite,
+        rng=rng,
+        model=section_names(model, "model"),
+        optimizer=section_names(optimizer, "optimizer"),
+    )
+    if not isinstance(step, int | None):
+        raise CheckpointError(f"step is {step!r}: give an int, or None.")
+    if not Path(path).name:
+        raise CheckpointError(f"path is {str(path)!r}: name a folder.")
     content = content_of(model, optimizer, extra or {}, rng=rng, peers=peers)
 
     def local_part() -> _Job:

@@ -5,20 +5,23 @@ written block by block, each hashed when it is handed to the system, so memory b
 block for each thread (for tensors on a device: one box).
 """
 
-import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.manifest import BLOCK_NBYTES, FileEntry, blocks_of, dtype_name
 from fullshard.plan.boxes import Box
+
+T = TypeVar("T")
 
 FILES_AT_ONCE = 4
 _SMALLEST_FILE = 16 << 20
@@ -71,15 +74,43 @@ def write_files(folder: Path, rank: int, tag: str, items: Sequence[ToWrite]) -> 
     names = [f"shard-{rank:05d}-{number}{suffix}.safetensors" for number in range(len(parts))]
     if not parts:
         return WrittenFiles((), ())
-    with concurrent.futures.ThreadPoolExecutor(len(parts), "fullshard-write") as pool:
-        jobs = [
-            pool.submit(_write_file, folder / name, number, part)
+    done = _at_once(
+        [
+            functools.partial(_write_file, folder / name, number, part)
             for number, (name, part) in enumerate(zip(names, parts, strict=True))
         ]
-        done = [job.result() for job in jobs]
+    )
     return WrittenFiles(
         tuple(file for file, _ in done), tuple(piece for _, pieces in done for piece in pieces)
     )
+
+
+def _at_once(jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """Run each job in a thread of its own; return their results, or raise the first error.
+
+    No `ThreadPoolExecutor`: it refuses work once the interpreter begins to end, and a save in the
+    background has to come to its own end then.
+    """
+    results: list[Any] = [None] * len(jobs)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = jobs[number]()
+        except BaseException as error:  # raised below, in the thread that waits
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(number,), name="fullshard-write")
+        for number in range(len(jobs))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
 def divided(items: Sequence[ToWrite]) -> list[list[ToWrite]]:
