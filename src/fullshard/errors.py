@@ -9,6 +9,7 @@
     ├── StateError    (RuntimeError)  a call at a moment where it cannot work
     │   ├── DivergenceError           ranks took different paths through the model
     │   └── CheckpointError           a checkpoint that cannot be written, read, or does not fit
+    │       └── DamagedCheckpointError    its files are not as they were written
     ├── AllocationError (RuntimeError, also MemoryError)  too little memory, or too few files
     └── CommError     (RuntimeError)  communication failed
         ├── PeerLostError             a rank died or left while others waited for it
@@ -54,6 +55,10 @@ class DivergenceError(StateError):
 
 class CheckpointError(StateError):
     """A checkpoint cannot be written or read, is damaged, or does not fit the model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, cut short, or holds other bytes than were written."""
 
 
 class AllocationError(FullshardError, RuntimeError, MemoryError):

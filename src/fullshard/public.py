@@ -1,13 +1,15 @@
 """The public names and where they come from; `fullshard` shows them once one of them is used."""
 
+from fullshard.checkpoint.background import PendingSave
 from fullshard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
-from fullshard.checkpoint.manager import Checkpoint, CheckpointManager, latest_checkpoint
-from fullshard.checkpoint.saving import (
-    PendingSave,
-    SavedCheckpoint,
-    async_save_checkpoint,
-    save_checkpoint,
+from fullshard.checkpoint.manager import (
+    Checkpoint,
+    CheckpointManager,
+    latest_checkpoint,
+    prune_checkpoints,
 )
+from fullshard.checkpoint.saving import async_save_checkpoint, save_checkpoint
+from fullshard.checkpoint.stages import SavedCheckpoint
 from fullshard.comm.collectives import (
     AllGather,
     DefaultAllGather,
@@ -25,6 +27,7 @@ from fullshard.errors import (
     AllocationError,
     CheckpointError,
     CommError,
+    DamagedCheckpointError,
     FullshardError,
     LayoutError,
     MeshError,
@@ -63,6 +66,10 @@ from fullshard.fsdp2.module import (
     share_comm_ctx,
 )
 from fullshard.fsdp2.replicate import replicate
+from fullshard.live.ema import EMA
+from fullshard.live.gathered import gathered
+from fullshard.live.streaming import iter_full_state, stream_weights
+from fullshard.live.whole import full_parameters
 from fullshard.migrate.report import MigrationReport, migrate_report
 from fullshard.migrate.transfer import load_sharded_state, sharded_state
 from fullshard.optim.grad_norm import clip_grad_norm_
@@ -91,7 +98,7 @@ from fullshard.watch.describe import describe
 from fullshard.watch.memory import MemoryCategory, MemoryReport, memory_report
 from fullshard.watch.trace import Tracing, trace
 
-__all__ = [
+__all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "AllGather",
     "AllocationError",
     "BackwardPrefetch",
@@ -103,9 +110,11 @@ __all__ = [
     "CommError",
     "CustomPolicy",
     "DDPMeshInfo",
+    "DamagedCheckpointError",
     "DataParallelMeshDims",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "EMA",
     "FSDPMeshInfo",
     "FSDPModule",
     "FlatParameter",
@@ -158,14 +167,18 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "enable_wrap",
+    "full_parameters",
     "fully_shard",
+    "gathered",
     "install",
+    "iter_full_state",
     "lambda_auto_wrap_policy",
     "latest_checkpoint",
     "load_checkpoint",
     "load_sharded_state",
     "memory_report",
     "migrate_report",
+    "prune_checkpoints",
     "register_fsdp_forward_method",
     "replicate",
     "save_checkpoint",
@@ -174,6 +187,7 @@ __all__ = [
     "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "step_on_shards",
+    "stream_weights",
     "trace",
     "transformer_auto_wrap_policy",
     "uninstall",

@@ -190,6 +190,7 @@ ATTRIBUTES = (
     Attribute(torch, "_chunk_cat", "pack gradients for a reduce-scatter in one kernel"),
     Attribute(torch, "_foreach_copy_", "copy many tensors in one call"),
     Attribute(torch, "_foreach_div_", "divide many gradients in one call"),
+    Attribute(torch, "_foreach_lerp_", "move many averages towards values in one call"),
     Attribute(torch, "_foreach_mul_", "scale many gradients in one call"),
     Attribute(torch, "_foreach_norm", "take the norms of many gradients in one call"),
     Attribute(torch, "_foreach_zero_", "fill padding of many tensors in one call"),

@@ -23,11 +23,13 @@ from tests.training import assert_equal, full, mean_square
 pytestmark = pytest.mark.apis("peer_memory")
 
 ANY = [*WAYS, "plain", "replicate"]
-# Each number of ranks with each other, each way of sharding with three others.
+# Each number of ranks with others, each way of sharding with others.
 SIZES = list(itertools.product(range(1, 6), repeat=2))
+# One in two always; together with `test_all_pairs`, all.
 PAIRS = [
     (ANY[number % len(ANY)], ANY[(number // 5 + 2 * number) % len(ANY)], sizes)
     for number, sizes in enumerate(SIZES)
+    if number % 2 == 0
 ]
 HYBRID_PAIRS = [
     ("hybrid_fully_shard", "flat", (4, 3)),

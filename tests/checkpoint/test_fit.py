@@ -83,8 +83,45 @@ def test_tied_and_untied(tmp_path: Path) -> None:
     fullshard.load_checkpoint(tmp_path / "a", untied)
     assert untied[1].weight.equal(tied[0].weight)
     fullshard.save_checkpoint(tmp_path / "b", untied)
+    fullshard.load_checkpoint(tmp_path / "b", tied)  # its two tensors are equal
+    with torch.no_grad():
+        untied[1].weight[2, 1] += 1
+    fullshard.save_checkpoint(tmp_path / "c", untied)
     with pytest.raises(CheckpointError, match="One tensor in the model, and several"):
-        fullshard.load_checkpoint(tmp_path / "b", tied)
+        fullshard.load_checkpoint(tmp_path / "c", tied)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array(["a"]), np.ma.array([1, 2], mask=[True, False]), torch.eye(2).to_sparse(), {3, 4}],
+)
+def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"extra.*mine"):
+        fullshard.save_checkpoint(tmp_path / "a", _net(3, 4), extra={"mine": value})
+    assert not (tmp_path / "a").exists()
+
+
+def test_optimizer_state_under_other_keys_is_refused(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[next(model.parameters())] = {3: torch.ones(1)}
+    with pytest.raises(StateError, match="keeps state under 3"):
+        fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+
+
+def test_groups_that_are_divided_otherwise_are_refused(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    weight, bias = model.parameters()
+    groups = [{"params": [weight], "weight_decay": 0.1}, {"params": [bias]}]
+    divided = torch.optim.SGD(groups, lr=0.1)
+    with pytest.raises(CheckpointError, match=r"divided in another way.*: 1\n.*weight and .*bias"):
+        fullshard.load_checkpoint(tmp_path / "a", model, divided)
+    assert divided.param_groups[0]["weight_decay"] == 0.1
+    fullshard.save_checkpoint(tmp_path / "b", model, divided)
+    with pytest.raises(CheckpointError, match=r"divided in another way"):
+        fullshard.load_checkpoint(tmp_path / "b", model, optimizer)
 
 
 def test_state_of_everything_comes_along(tmp_path: Path) -> None:

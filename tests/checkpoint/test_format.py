@@ -18,6 +18,7 @@ from torch import nn
 
 import fullshard
 from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.reading import Reader
 from fullshard.errors import CheckpointError
@@ -63,8 +64,8 @@ def _load(folder: Path) -> None:
 
 def _faults(folder: Path) -> list[str]:
     try:
-        with Reader(folder) as reader:
-            return [str(fault) for _, fault in reader.verify() if fault is not None]
+        with Reader(folder_at(folder)) as reader:
+            return [str(fault) for _, _, fault in reader.verify() if fault is not None]
     except CheckpointError as error:
         return [str(error)]
 

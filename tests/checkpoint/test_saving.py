@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ import torch
 from torch import nn
 
 import fullshard
-from fullshard.checkpoint.folder import PartialFolder
-from fullshard.checkpoint.manager import checkpoints_in, prune
+from fullshard.checkpoint import folder as folder_module
+from fullshard.checkpoint.local_folder import LocalDraft
+from fullshard.checkpoint.locations import folder_at
+from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
 from fullshard.checkpoint.reading import Reader
 from fullshard.errors import CheckpointError
 from tests.api import Api
@@ -104,6 +107,42 @@ def test_manager_saves_when_due_and_keeps_what_was_asked(api: Api, tmp_path: Pat
 
 @alone
 @on_ranks(2)
+def test_extra_state_of_one_rank_alone_is_refused(api: Api, tmp_path: Path) -> None:
+    model, _ = _sharded(api)
+    extra = {"log": 1} if rank() == 0 else {}
+    with pytest.raises(CheckpointError, match=r"extra is \['log'\] on rank 0 and \[\] on rank 1"):
+        fullshard.save_checkpoint(tmp_path / "a", model, extra=extra)
+
+
+@alone
+@on_ranks(2)
+def test_a_damaged_newest_checkpoint_does_not_stop_a_job(api: Api, tmp_path: Path) -> None:
+    model, optimizer = _sharded(api)
+    manager = fullshard.CheckpointManager(tmp_path, model, optimizer, every_steps=1, signals=())
+    for step in range(3):
+        _step(model, optimizer, step)
+        manager.step(step + 1)
+    manager.wait()
+    wanted = [_step(model, optimizer, step) for step in range(3, 5)]
+    if rank() == 0:
+        (path,) = (tmp_path / "step-00000003").glob("shard-00001-0*")
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 8
+        path.write_bytes(content)
+        next((tmp_path / "step-00000002").glob("shard-00000-0*")).unlink()
+    torch.distributed.barrier()
+    with pytest.warns(UserWarning, match=r"step-0000000\d is damaged.*(changed|missing)"):
+        assert manager.resume() == 1
+    for step in range(1, 3):
+        _step(model, optimizer, step)
+    assert [_step(model, optimizer, step) for step in range(3, 5)] == wanted
+    with pytest.raises(CheckpointError, match="does not fit"):
+        fullshard.CheckpointManager(tmp_path, nn.Linear(2, 2), signals=()).resume()
+    manager.close()
+
+
+@alone
+@on_ranks(2)
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(api: Api, tmp_path: Path) -> None:
     model, optimizer = _sharded(api)
     before = signal.getsignal(signal.SIGTERM)
@@ -142,10 +181,11 @@ def test_manager_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
     manager.close()
     manifest = tmp_path / "step-00000003" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
-    assert manager.resume() == 2
+    with pytest.warns(UserWarning, match="step-00000003 is damaged, so the checkpoint before it"):
+        assert manager.resume() == 2
     with pytest.raises(CheckpointError, match="keep_last is 0"):
         fullshard.CheckpointManager(tmp_path, model, keep_last=0)
-    assert prune(tmp_path, keep_last=1, dry_run=True)
+    assert prune_checkpoints(tmp_path, keep_last=1, dry_run=True)
     assert len(checkpoints_in(tmp_path)) == 3
 
 
@@ -201,6 +241,62 @@ def test_a_full_disk_leaves_the_old_checkpoint(api: Api, tmp_path: Path) -> None
     fullshard.load_checkpoint(tmp_path / "a", model, optimizer)
 
 
+_ON_SMALL_DISK = """
+import os, sys, torch, fullshard
+from pathlib import Path
+torch.distributed.init_process_group("gloo")
+disk, read_only = map(Path, sys.argv[1:])
+model = torch.nn.Linear(200, 200)
+fullshard.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+fullshard.save_checkpoint(disk / "a", model, rng=False)
+before = sorted(path.name for path in disk.rglob("*"))
+many = {str(n): torch.full((200, 200), n) for n in range(10)}
+for background in (False, True):
+    try:
+        if background:
+            fullshard.async_save_checkpoint(disk / "b", model, extra=many).wait()
+        else:
+            fullshard.save_checkpoint(disk / "a", model, extra=many, overwrite=True)
+    except fullshard.CheckpointError as error:
+        assert "No space left on device. Check space" in str(error), error
+    else:
+        raise AssertionError("there was room")
+try:
+    fullshard.save_checkpoint(read_only / "a", model)
+except fullshard.CheckpointError as error:
+    assert "Read-only file system" in str(error), error
+else:
+    raise AssertionError("it was written")
+torch.distributed.barrier()
+assert sorted(path.name for path in disk.rglob("*")) == before
+fullshard.load_checkpoint(disk / "a", model)
+print(f"rank {torch.distributed.get_rank()} is whole")
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_small_disk_and_a_read_only_one_lose_nothing(tmp_path: Path) -> None:
+    full, read_only = tmp_path / "full", tmp_path / "read_only"
+    for path in (full, read_only):
+        path.mkdir()
+    (tmp_path / "program.py").write_text(_ON_SMALL_DISK)
+    # Mounts of a namespace of its own: gone with it, and no rights are needed for them.
+    mounts = f"mount -t tmpfs -o size=800k none {full} && mount -t tmpfs -o ro none {read_only}"
+    able = subprocess.run(["unshare", "-rm", "sh", "-c", mounts], capture_output=True, check=False)
+    if able.returncode != 0:
+        pytest.skip("this host does not let processes mount anything in their own namespace")
+    ranks = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    command = f"{mounts} && exec {ranks} {tmp_path}/program.py {full} {read_only}"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout.count("is whole") == 2, done.stderr
+
+
 @alone
 @on_ranks(2)
 def test_a_path_that_cannot_be_written_is_named_on_all_ranks(api: Api, tmp_path: Path) -> None:
@@ -217,7 +313,7 @@ def test_a_path_that_cannot_be_written_is_named_on_all_ranks(api: Api, tmp_path:
 
 def test_two_jobs_do_not_write_to_one_path(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    other = PartialFolder(tmp_path / "a", "other", overwrite=False)
+    other = LocalDraft(tmp_path / "a", "other", overwrite=False)
     with pytest.raises(
         CheckpointError, match=f"another job is writing it .process {os.getpid()} on"
     ):
@@ -225,7 +321,7 @@ def test_two_jobs_do_not_write_to_one_path(tmp_path: Path) -> None:
     other.give_up()
     fullshard.save_checkpoint(tmp_path / "a", model)
     # Both have begun, and the other one is complete first.
-    late = PartialFolder(tmp_path / "b", "late", overwrite=False)
+    late = LocalDraft(tmp_path / "b", "late", overwrite=False)
     late.path.rename(tmp_path / "hidden")
     fullshard.save_checkpoint(tmp_path / "b", model)
     (tmp_path / "hidden").rename(late.path)
@@ -236,11 +332,29 @@ def test_two_jobs_do_not_write_to_one_path(tmp_path: Path) -> None:
 def test_what_a_dead_save_left_is_removed(tmp_path: Path) -> None:
     code = (
         "import os\nfrom pathlib import Path\n"
-        "from fullshard.checkpoint.folder import PartialFolder\n"
-        f"PartialFolder(Path({str(tmp_path / 'a')!r}), 'dead', overwrite=False)\nos._exit(1)"
+        "from fullshard.checkpoint.local_folder import LocalDraft\n"
+        f"LocalDraft(Path({str(tmp_path / 'a')!r}), 'dead', overwrite=False)\nos._exit(1)"
     )
     subprocess.run([sys.executable, "-c", code], check=False)
     assert (tmp_path / "a.partial-dead").is_dir()
+    fullshard.save_checkpoint(tmp_path / "a", nn.Linear(2, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_writer_on_another_host_is_known_by_its_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    monkeypatch.setattr(folder_module, "BEAT_S", 0.1)
+    monkeypatch.setattr(socket, "gethostname", lambda: "other")
+    draft = LocalDraft(tmp_path / "a", "there", overwrite=False)
+    if not is_alive:
+        draft._heart.stop()
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    if is_alive:
+        with pytest.raises(CheckpointError, match=r"another job is writing it .*on other"):
+            fullshard.save_checkpoint(tmp_path / "a", nn.Linear(2, 2))
+        draft.give_up()
     fullshard.save_checkpoint(tmp_path / "a", nn.Linear(2, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -285,8 +399,8 @@ def _check_kills(folder: Path, seeds: range) -> None:
             continue  # it was done sooner
         newest = fullshard.latest_checkpoint(killed)
         for each in checkpoints_in(killed):
-            with Reader(each.path) as reader:
-                assert not [fault for _, fault in reader.verify() if fault], (seed, each)
+            with Reader(folder_at(each.path)) as reader:
+                assert not [fault for _, _, fault in reader.verify() if fault], (seed, each)
         (again, *_) = run_fresh(2, _train_and_save, folder=killed, seed=seed, kill=False)
         assert again.fate is Fate.RETURNED, again.text
         first = 0 if newest is None else newest.step

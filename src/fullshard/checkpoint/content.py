@@ -9,8 +9,8 @@ extra/<key>/<path>                 tensors inside the extra state; @<rank> after
 import dataclasses
 import random
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -23,27 +23,20 @@ from fullshard.checkpoint.optimizer_state import (
     agreed_state,
     local_state,
     trained_by,
-    without_compile,
 )
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import decoded, encoded
 from fullshard.checkpoint.writing import ToWrite, host_bytes
-from fullshard.errors import CheckpointError
-from fullshard.plan.boxes import share
-from fullshard.state.holdings import (
-    BUFFER,
-    REPLICATED,
-    Holding,
-    holdings_of,
-    numbered,
-    tensor_holding,
-)
+from fullshard.errors import CheckpointError, FullshardError
+from fullshard.plan.units import without_compile
+from fullshard.state.copies import digest_of_unnumbered, numbered, own_shares
+from fullshard.state.holdings import HeldTensor, Holding, holdings_of, tensor_holding, without_ddp
+
+T = TypeVar("T")
 
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 
-# Boxes smaller than this are not divided among the ranks that all hold them.
-_WORTH_SHARING_NBYTES = 1 << 20
 RNG = "rng"  # the key of the random generators among the extra state
 
 
@@ -69,11 +62,11 @@ def named(objects: Any, section: str) -> dict[str, Any]:
     if objects is None:
         return {}
     if not isinstance(objects, Mapping):
-        return {section: objects}
+        return {section: without_ddp(objects)}
     for key in objects:
         if not isinstance(key, str) or not key or "/" in key:
             raise CheckpointError(f"{section}: {key!r} is no key. Use strings without slashes.")
-    return {f"{section}.{key}": each for key, each in objects.items()}
+    return {f"{section}.{key}": without_ddp(each) for key, each in objects.items()}
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,19 +74,29 @@ class _Extra:
     """An entry of the extra state: its encoded value, and the tensors inside it by name."""
 
     tree: Any
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor | HeldTensor]
 
 
 def content_of(
-    models: Models, optimizers: Optimizers, extra: Mapping[str, Any], *, rng: bool, peers: Peers
-) -> Content:
+    models: Models,
+    optimizers: Optimizers,
+    extra: Mapping[str, Any],
+    beside: Callable[[], T],
+    *,
+    rng: bool,
+    peers: Peers,
+    alike: Mapping[str, object],
+) -> tuple[Content, T]:
     """Return what this rank has of models, optimizers and extra state. Collective.
 
-    What can fail on one rank alone is done by all, and its errors exchanged, before each collective.
+    beside: what else this rank alone has to do first; its result is returned too. alike: arguments that
+    all ranks have to give alike. What can fail on one rank is done by all before errors are exchanged.
+    There are two rounds of small messages where ranks have states of the same kinds.
     """
     by_section = named(models, "model")
 
-    def local_part() -> tuple[list[Holding], dict[str, LocalState], dict[str, _Extra]]:
+    def local_part() -> tuple[_Local[T], tuple[dict[str, str], dict[str, Any]]]:
+        done = beside()
         trained = trained_by([*by_section.values()])
         states = {
             section: local_state(optimizer, trained, [*by_section.values()], f"{section}/")
@@ -101,41 +104,89 @@ def content_of(
         }
         extras = {}
         for key, state in extra_states(extra, rng=rng).items():
-            extras[key] = _Extra(None, {})
-            extras[key].tree = encoded(state, f"extra/{key}", extras[key].tensors.__setitem__)
-        return held_by(by_section), states, extras
+            extras[key] = _extra_of(key, state)
+        told = (
+            {} if peers.size == 1 else {key: _digest(each) for key, each in extras.items()},
+            {section: local.digest() for section, local in states.items()},
+        )
+        return _Local(held_by(by_section), states, extras, done), told
 
-    holdings, local_states, extras = peers.together(local_part)
+    local, told = peers.together_telling(local_part, alike=alike)
     agreed = {
-        section: agreed_state(local, f"{section}/", peers.group)
-        for section, local in local_states.items()
+        section: agreed_state(
+            state, f"{section}/", peers.group, [each[1][section] for each in told]
+        )
+        for section, state in local.states.items()
     }
+    differing = _differing([digests for digests, _ in told])
+
+    def joined() -> tuple[Content, bytes]:
+        content = _joined(local, agreed, differing, peers.rank)
+        content.values["models"] = sorted(by_section)
+        return content, digest_of_unnumbered(content.holdings)
+
+    content, digests = peers.together_telling(joined)
+    content.holdings = numbered(content.holdings, peers.group, digests)
+    return content, local.beside
+
+
+def _extra_of(key: str, state: Any) -> _Extra:
+    """Return an entry of the extra state. Raises CheckpointError, with the key, if it cannot be saved."""
+    extra = _Extra(None, {})
+    try:
+        extra.tree = encoded(state, f"extra/{key}", extra.tensors.__setitem__)
+        for name, tensor in extra.tensors.items():
+            if isinstance(tensor, torch.Tensor):
+                tensor_holding(name, tensor)
+    except FullshardError:
+        raise
+    except Exception as error:  # whatever arrays and tensors without plain memory raise
+        raise CheckpointError(
+            f"extra {key!r}: cannot be saved: {type(error).__name__}: {error}. Convert it to plain tensors, "
+            "numbers, strings, or lists and dicts of them."
+        ) from error
+    return extra
+
+
+@dataclasses.dataclass(slots=True)
+class _Local(Generic[T]):
+    """What this rank knows before it has heard of others."""
+
+    holdings: list[Holding]
+    states: dict[str, LocalState]
+    extras: dict[str, _Extra]
+    beside: T
+
+
+def _joined(
+    local: _Local[Any], agreed: Mapping[str, OptimizerState], differing: Collection[str], rank: int
+) -> Content:
+    """Put models, optimizers and extra state together, once it is known where ranks differ."""
+    holdings = list(local.holdings)
     values: dict[str, Any] = {
-        "models": sorted(by_section),
-        "optimizers": peers.together(lambda: {s: _values(s, each) for s, each in agreed.items()}),
+        "optimizers": {section: _values(section, state) for section, state in agreed.items()},
         "extra": {},
     }
     for state in agreed.values():
         holdings += state.tensors.values()
     own_values: dict[str, Any] = {}
-    differing = _differing(extras, peers)
-    for key, each in extras.items():
+    for key, each in local.extras.items():
         if key not in differing:
             values["extra"][key] = each.tree
             holdings += [tensor_holding(name, tensor) for name, tensor in each.tensors.items()]
             continue
-        if any(isinstance(tensor, DTensor) for tensor in each.tensors.values()):
+        if any(isinstance(tensor, DTensor | HeldTensor) for tensor in each.tensors.values()):
             raise CheckpointError(
-                f"extra {key!r} holds DTensors, and other values beside them that differ between ranks. "
-                "Give them as two entries."
+                f"extra {key!r} holds sharded tensors, and other values beside them that differ between "
+                "ranks. Give them as two entries."
             )
         own: dict[str, torch.Tensor] = {}
-        state = decoded(each.tree, each.tensors.__getitem__)
-        own_values[key] = encoded(state, f"extra/{key}@{peers.rank}", own.__setitem__)
+        decoded_state = decoded(each.tree, each.tensors.__getitem__)
+        own_values[key] = encoded(decoded_state, f"extra/{key}@{rank}", own.__setitem__)
         holdings += [
             dataclasses.replace(tensor_holding(name, t), copies=1) for name, t in own.items()
         ]
-    return Content(numbered(holdings, peers.group), values, own_values)
+    return Content(holdings, values, own_values)
 
 
 def held_by(models: Mapping[str, nn.Module]) -> list[Holding]:
@@ -160,21 +211,8 @@ def prefixed(holding: Holding, prefix: str) -> Holding:
 
 def to_write(holdings: list[Holding]) -> Iterator[ToWrite]:
     """Yield this rank's share of the boxes that it holds: every element is one rank's to write."""
-    for number, holding in enumerate(holdings):
-        for box, view in holding.boxes:
-            if view.numel() * view.itemsize < _WORTH_SHARING_NBYTES or _is_whole_copy(holding):
-                # What the engine keeps equal is dealt out. What it does not know of is the first
-                # holder's: were ranks to differ, a mixture would be a model that no rank had.
-                if holding.copy == (0 if _is_whole_copy(holding) else number % holding.copies):
-                    yield ToWrite(holding.name, holding.shape, box, view)
-                continue
-            part = share(box, holding.copy, holding.copies)
-            if part is not None:
-                yield ToWrite(holding.name, holding.shape, part, view[part.within(box)])
-
-
-def _is_whole_copy(holding: Holding) -> bool:
-    return holding.placement in (REPLICATED, BUFFER)
+    for holding, held in own_shares(holdings):
+        yield ToWrite(holding.name, holding.shape, held.box, held.view)
 
 
 def extra_states(extra: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
@@ -229,20 +267,18 @@ def _values(section: str, state: OptimizerState) -> dict[str, Any]:
     }
 
 
-def _differing(extras: Mapping[str, _Extra], peers: Peers) -> set[str]:
-    """Return the keys whose values differ between ranks, but for local parts of DTensors. Collective."""
+def _digest(extra: _Extra) -> str:
+    """Return what is alike on ranks that have the same value, but for local parts of sharded tensors."""
+    parts = [repr(extra.tree)]
+    for name, tensor in extra.tensors.items():
+        if not isinstance(tensor, DTensor | HeldTensor):
+            data = checksum(host_bytes(tensor))
+            parts += [name, str(tensor.dtype), str(tuple(tensor.shape)), data]
+    return checksum("\n".join(parts).encode())
 
-    def digest(extra: _Extra) -> str:
-        parts = [repr(extra.tree)]
-        for name, tensor in extra.tensors.items():
-            if not isinstance(tensor, DTensor):
-                data = checksum(host_bytes(tensor))
-                parts += [name, str(tensor.dtype), str(tuple(tensor.shape)), data]
-        return checksum("\n".join(parts).encode())
 
-    if peers.size == 1:
-        return set()
-    everyones = peers.gathered({key: digest(each) for key, each in extras.items()})
+def _differing(everyones: Sequence[Mapping[str, str]]) -> set[str]:
+    """Return the keys of extra state of which not all ranks have the same digest."""
     keys = {key for own in everyones for key in own}
     return {key for key in keys if len({own.get(key) for own in everyones}) > 1}
 

@@ -6,14 +6,15 @@ into the model's memory.
 """
 
 import dataclasses
-import difflib
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.background import finish_background
 from fullshard.checkpoint.content import (
     RNG,
     Models,
@@ -23,18 +24,32 @@ from fullshard.checkpoint.content import (
     section_names,
     set_random_states,
 )
-from fullshard.checkpoint.folder import has_manifest
-from fullshard.checkpoint.optimizer_state import Destination, check_trained, kind_of, trained_by
+from fullshard.checkpoint.dcp_files import METADATA, DcpFiles
+from fullshard.checkpoint.fitting import Source, check_allowed, check_fits
+from fullshard.checkpoint.folder import SHARD_SUFFIX
+from fullshard.checkpoint.foreign import ForeignState
+from fullshard.checkpoint.locations import Location, folder_at
+from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.optimizer_state import (
+    Destination,
+    check_trained,
+    kind_of,
+    state_keys,
+    trained_by,
+)
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.reading import Reader, Wanted
-from fullshard.checkpoint.saving import finish_background
+from fullshard.checkpoint.reading import Reader
+from fullshard.checkpoint.saved_state import Names, SavedState
+from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.torch_files import TorchFile
 from fullshard.checkpoint.values import decoded, encoded, tensor_names
+from fullshard.checkpoint.writing import bytes_of
 from fullshard.errors import CheckpointError
 from fullshard.plan.boxes import whole_box
-from fullshard.state.holdings import Holding, tensor_holding
+from fullshard.state.holdings import HeldTensor, Holding, tell_loaded, tensor_holding
+from fullshard.state.optim_keys import Trained
 
 ALLOWED = ("missing", "unexpected", "dtype")
-_MOST_LISTED = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +62,7 @@ class LoadedCheckpoint:
     where that was allowed. notes: what else a reader of a log should know.
     """
 
-    path: Path
+    path: Path | str
     step: int | None
     metadata: dict[str, Any]
     extra: dict[str, Any]
@@ -58,7 +73,7 @@ class LoadedCheckpoint:
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
+    path: Location,
     model: Models,
     optimizer: Optimizers = None,
     *,
@@ -82,10 +97,7 @@ def load_checkpoint(
     fit. What does not fit is found before anything is changed. If reading fails later, the values of the
     model and the optimizer are no longer those of before.
     """
-    allow = (allow,) if isinstance(allow, str) else tuple(allow)
-    unknown = set(allow) - set(ALLOWED)
-    if unknown:
-        raise CheckpointError(f"allow: {sorted(unknown)} is not known. Use {', '.join(ALLOWED)}.")
+    allow = check_allowed(allow, ALLOWED)
     finish_background()
     peers = Peers()
     peers.check_alike(
@@ -94,31 +106,41 @@ def load_checkpoint(
         model=section_names(model, "model"),
         optimizer=section_names(optimizer, "optimizer"),
     )
-    reader = peers.together(lambda: _opened(Path(path)))
-    with reader:
-        _check_same_file(reader, reader.folder, peers)
-        load = _Load(reader, frozenset(allow), peers)
+    state = peers.together(lambda: opened(path))
+    with state:
+        _check_same_file(state, peers)
+        load = _Load(state, frozenset(allow), peers)
         with torch.inference_mode(False):  # else optimizer state would be of no use for training
             return load.run(model, optimizer, extra or {}, rng=rng)
 
 
-def _opened(folder: Path) -> Reader:
-    if not has_manifest(folder):
-        why = (
-            "has no manifest, so no save was completed there" if folder.is_dir() else "is no folder"
-        )
-        raise CheckpointError(
-            f"{folder}: {why}. Name a complete checkpoint, on a filesystem that all hosts share."
-        )
-    return Reader(folder)
+def opened(path: Location) -> SavedState:
+    """Open what was saved at a path, in whichever form.
+
+    Raises CheckpointError if there is nothing that can be loaded.
+    """
+    folder = folder_at(path)
+    if folder.size_of(MANIFEST) is not None:
+        return Reader(folder)
+    if folder.size_of(METADATA) is not None:
+        return ForeignState(DcpFiles(folder))
+    location = folder.location
+    if isinstance(location, Path) and location.is_file():
+        if location.suffix == SHARD_SUFFIX:
+            raise CheckpointError(f"{location}: holds weights alone. Load it with load_hf.")
+        return ForeignState(TorchFile(location))
+    why = "has no manifest, so no save was completed there" if folder.exists() else "is no folder"
+    raise CheckpointError(
+        f"{folder}: {why}. Name a complete checkpoint, on a filesystem that all hosts share."
+    )
 
 
-def _check_same_file(reader: Reader, folder: Path, peers: Peers) -> None:
-    digests = peers.gathered(reader.digest)
+def _check_same_file(state: SavedState, peers: Peers) -> None:
+    digests = peers.gathered(state.digest)
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise CheckpointError(
-            f"{folder}: ranks {others} see another checkpoint there than rank 0. Load from a filesystem "
+            f"{state.location}: ranks {others} see another checkpoint there than rank 0. Load from a filesystem "
             "that all hosts share."
         )
 
@@ -126,17 +148,10 @@ def _check_same_file(reader: Reader, folder: Path, peers: Peers) -> None:
 class _Load:
     """One load: plans what is read where, reads it, and hands on what is no tensor."""
 
-    def __init__(self, reader: Reader, allow: frozenset[str], peers: Peers) -> None:
-        self._reader = reader
-        self._tensors = reader.manifest.tensors
-        self._values = reader.manifest.values
+    def __init__(self, state: SavedState, allow: frozenset[str], peers: Peers) -> None:
+        self._state = state
         self._allow = allow
         self._peers = peers
-        self._by_name = {
-            name: first
-            for first, tensor in self._tensors.items()
-            for name in (first, *tensor.aliases)
-        }
         self._notes: list[str] = []
         self._left_out: set[str] = set()
 
@@ -150,13 +165,14 @@ class _Load:
             return self._plan(by_section, opts, extra)
 
         holdings, destinations, problems = self._peers.together(plan)
-        self._refuse(problems)
+        differing = check_fits(_source(self._state.location), problems, self._allow, self._peers)
+        self._left_out.update(differing.get("missing", ()), differing.get("unexpected", ()))
         nbytes = self._peers.together(lambda: self._read(holdings))
         values = self._peers.together(lambda: self._hand_on(destinations, extra, rng=rng))
         return LoadedCheckpoint(
-            self._reader.folder,
-            self._values.get("step"),
-            self._decoded(self._values.get("metadata", {})),
+            self._state.location,
+            self._state.values.get("step"),
+            self._decoded(self._state.values.get("metadata", {})),
             values,
             len(holdings),
             nbytes,
@@ -170,21 +186,30 @@ class _Load:
         self, models: Mapping[str, Any], optimizers: Mapping[str, Any], extra: Mapping[str, Any]
     ) -> tuple[list[Holding], dict[str, Destination], list[str]]:
         holdings = held_by(models)
+        trained = trained_by([*models.values()])
+        self._state.find(_names_of(models, holdings, optimizers, trained, extra))
+        by_name = {
+            name: first
+            for first, tensor in self._state.tensors.items()
+            for name in (first, *tensor.aliases)
+        }
         found: list[Holding] = []
-        shared, by_rank = self._values.get("extra", {}), self._values.get("extra_by_rank", {})
+        shared, by_rank = (
+            self._state.values.get("extra", {}),
+            self._state.values.get("extra_by_rank", {}),
+        )
         problems = [f"missing extra/{key}" for key in extra if key not in {**shared, **by_rank}]
         taken: set[str] = set()
         for holding in holdings:
-            names = [self._by_name[n] for n in holding.names if n in self._by_name]
+            names = [by_name[name] for name in holding.names if name in by_name]
             taken.update(names)
             if not names:
                 problems.append(f"missing {holding.name}")
                 continue
-            if len(set(names)) > 1:
+            if not self._are_equal([*dict.fromkeys(names)], holding):
                 problems.append(f"untied {' and '.join(dict.fromkeys(names))}")
                 continue
             found.append(dataclasses.replace(holding, names=(names[0],)))
-        trained = trained_by([*models.values()])
         destinations = {}
         for section, optimizer in optimizers.items():
             check_trained(optimizer, trained)
@@ -194,7 +219,7 @@ class _Load:
             found += destination.holdings.values()
             taken.update(h.name for h in destination.holdings.values())
         for holding in found:
-            saved = self._tensors[holding.name]
+            saved = self._state.tensors[holding.name]
             if saved.shape != holding.shape:
                 problems.append(
                     f"mismatched {holding.name}: {saved.shape} in the checkpoint, {holding.shape} here"
@@ -204,60 +229,74 @@ class _Load:
                     f"dtype {holding.name}: {saved.dtype} in the checkpoint, {holding.dtype} here"
                 )
         sections = (*models, *optimizers)
-        present = {name.partition("/")[0] for name in self._tensors}
-        for name in self._tensors:
+        present = {name.partition("/")[0] for name in self._state.tensors}
+        for name in self._state.tensors:
             section = name.partition("/")[0]
             if section in sections and name not in taken:
                 problems.append(f"unexpected {name}")
         for section in sections:
-            if section not in present and section not in self._values.get("optimizers", {}):
+            if section not in present and section not in self._state.values.get("optimizers", {}):
                 problems.append(f"missing {section}")
-        for section in sorted(present - {*sections, "extra"}):
+        for key in self._state.values.get("left_out", ()):
+            self._notes.append(
+                f"{key} is in the files and was left out; name it in extra= to load it"
+            )
+        for section in sorted(present - {*sections, "extra", "values"}):
             self._notes.append(f"{section} is in the checkpoint and was not asked for")
         fitting = {p.partition(" ")[2].partition(":")[0] for p in problems if p.startswith("mis")}
         return [h for h in found if h.name not in fitting], destinations, problems
+
+    def _are_equal(self, names: Sequence[str], holding: Holding) -> bool:
+        """Whether several tensors of the files have the same values, as far as this rank holds them.
+
+        As they may be one parameter's, saved under each of its names.
+        """
+        first = self._state.tensors[names[0]]
+        for name in names[1:]:
+            other = self._state.tensors[name]
+            if (other.shape, other.dtype) != (first.shape, first.dtype):
+                return False
+            for box, _ in holding.boxes:
+                one, two = (torch.empty(box.shape, dtype=first.dtype) for _ in range(2))
+                self._state.read([Wanted(names[0], box, one), Wanted(name, box, two)])
+                if bytes_of(one) != bytes_of(two):
+                    return False
+        return True
 
     def _destination(
         self, section: str, optimizer: Any, trained: Mapping[Any, Any]
     ) -> tuple[Destination, list[str]]:
         prefix = f"{section}/"
         saved = {}
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._state.tensors.items():
             if name.startswith(prefix):
                 parameter, _, key = name[len(prefix) :].rpartition("/")
                 saved[parameter, key] = (tensor.shape, tensor.dtype)
-        values = self._values.get("optimizers", {}).get(section)
+        values = self._state.values.get("optimizers", {}).get(section)
         problems = []
-        if values is not None and values.get("class") != kind_of(optimizer):
+        if values is not None and values.get("class") not in (None, kind_of(optimizer)):
             kinds = f"{values.get('class')} in the checkpoint, {kind_of(optimizer)} here"
             return Destination(optimizer, trained, {}, prefix), [f"class {section}: {kinds}"]
+        if values is not None and values.get("class") is None:
+            keys = {key for _, key in saved}.union(*map(set, values["scalars"].values()))
+            own_keys = state_keys(optimizer)
+            if keys and own_keys and keys != own_keys:
+                kinds = f"{sorted(keys)} in the checkpoint, {sorted(own_keys)} here"
+                return Destination(optimizer, trained, {}, prefix), [f"class {section}: {kinds}"]
         if values is not None:
-            options = {n: g["options"] for g in values["groups"] for n in g["params"]}
+            options = {
+                name: sorted(group["options"].items())
+                for group in values["groups"]
+                for name in group["params"]
+            }
             for group in optimizer.param_groups:
                 names = [name for p in group["params"] for name in trained[p].names]
                 problems += [f"missing {prefix}{name}" for name in names if name not in options]
                 if len({repr(options[name]) for name in names if name in options}) > 1:
                     problems.append(f"groups {section}: {names[0]} and others of its group")
+            problems += _divided_groups(section, values["groups"], optimizer, trained)
         destination = Destination(optimizer, trained, saved, prefix)
         return destination, [*problems, *destination.problems]
-
-    def _refuse(self, problems: Sequence[str]) -> None:
-        """Raise CheckpointError, on all ranks alike, for what does not fit and is not allowed."""
-        everyones = self._peers.gathered(list(problems))
-        groups: dict[str, list[str]] = {}
-        for problem in dict.fromkeys(p for own in everyones for p in own):
-            kind, _, text = problem.partition(" ")
-            groups.setdefault(kind, []).append(text)
-        # What one rank does not take, another may: pipeline stages.
-        by_none = set.intersection(*(set(own) for own in everyones))
-        if "unexpected" in groups:
-            groups["unexpected"] = [
-                text for text in groups["unexpected"] if f"unexpected {text}" in by_none
-            ]
-        self._left_out.update(groups.get("missing", ()), groups.get("unexpected", ()))
-        refused = {k: v for k, v in groups.items() if v and k not in self._allow}
-        if refused:
-            raise CheckpointError(_described(self._reader.folder, refused))
 
     # Reading
 
@@ -265,26 +304,20 @@ class _Load:
     def _read(self, holdings: Sequence[Holding]) -> int:
         """Read what this rank holds into its memory; return the number of bytes."""
         wanted = [Wanted(h.name, box, view) for h in holdings for box, view in h.boxes]
-        self._reader.read(wanted)
-        for holding in holdings:
-            if holding.after_loading is not None:
-                holding.after_loading()
-            for _, view in holding.boxes:
-                # Bytes were written past autograd, whose counters tell others that values are new.
-                first = view.reshape(-1)[:1]
-                first.copy_(first.clone())
+        self._state.read(wanted)
+        tell_loaded(holdings)
         return sum(each.view.numel() * each.view.itemsize for each in wanted)
 
     def _tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor of the checkpoint, in host memory."""
-        saved = self._tensors.get(name)
+        saved = self._state.tensors.get(name)
         if saved is None:
             raise CheckpointError(
-                f"{self._reader.folder}: has no tensor {name}, which a value names."
+                f"{self._state.location}: has no tensor {name}, which a value names."
             )
         result = torch.empty(saved.shape, dtype=saved.dtype)
         if result.numel():
-            self._reader.read([Wanted(name, whole_box(saved.shape), result)])
+            self._state.read([Wanted(name, whole_box(saved.shape), result)])
         return result
 
     # Values
@@ -292,24 +325,27 @@ class _Load:
     def _decoded(self, tree: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
         try:
             return decoded(tree, tensor or self._tensor)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
-                f"{self._reader.folder}: a value in the manifest is of no known form ({error!r})."
+                f"{self._state.location}: a value in the manifest is of no known form ({error!r})."
             ) from error
 
     def _hand_on(
         self, destinations: Mapping[str, Destination], extra: Mapping[str, Any], *, rng: bool
     ) -> dict[str, Any]:
         for section, destination in destinations.items():
-            values = self._values.get("optimizers", {}).get(section)
+            values = self._state.values.get("optimizers", {}).get(section)
             if values is not None:
                 destination.assign(
-                    decoded(values["scalars"], self._tensor),
-                    decoded(values["groups"], self._tensor),
+                    self._decoded(values["scalars"]),
+                    self._decoded(values["groups"]),
                 )
-        shared, by_rank = self._values.get("extra", {}), self._values.get("extra_by_rank", {})
+        shared, by_rank = (
+            self._state.values.get("extra", {}),
+            self._state.values.get("extra_by_rank", {}),
+        )
         found: dict[str, Any] = {}
         for key in (*shared, *by_rank):
             if key == RNG:
@@ -324,9 +360,9 @@ class _Load:
         return found
 
     def _extra(self, key: str, target: Any) -> Any:
-        tree = self._values.get("extra", {}).get(key)
-        if tree is None and key not in self._values.get("extra", {}):
-            own = self._values["extra_by_rank"][key]
+        tree = self._state.values.get("extra", {}).get(key)
+        if tree is None and key not in self._state.values.get("extra", {}):
+            own = self._state.values["extra_by_rank"][key]
             if str(self._peers.rank) not in own or len(own) != self._peers.size:
                 if target is None:
                     return [self._decoded(each) for each in own.values()]
@@ -336,24 +372,26 @@ class _Load:
                     "state a rank, for you to divide."
                 )
             tree = own[str(self._peers.rank)]
-        templates: dict[str, torch.Tensor] = {}
-        if target is not None and any(
-            _is_sharded(self._tensors.get(n)) for n in tensor_names(tree)
-        ):
+        templates: dict[str, Any] = {}
+        names = tensor_names(tree)
+        if target is not None and any(_is_sharded(self._state.tensors.get(name)) for name in names):
             encoded(target.state_dict(), f"extra/{key}", templates.__setitem__)
 
-        def tensor(name: str) -> torch.Tensor:
+        def tensor(name: str) -> Any:
             template = templates.get(name)
-            if template is None or not hasattr(template, "device_mesh"):
+            if not isinstance(template, DTensor | HeldTensor):
                 return self._tensor(name)
             holding = tensor_holding(name, template)
-            self._reader.read([Wanted(name, box, view) for box, view in holding.boxes])
+            self._state.read([Wanted(name, box, view) for box, view in holding.boxes])
             return template
 
         return self._decoded(tree, tensor)
 
     def _restore_random_states(self) -> None:
-        shared, by_rank = self._values.get("extra", {}), self._values.get("extra_by_rank", {})
+        shared, by_rank = (
+            self._state.values.get("extra", {}),
+            self._state.values.get("extra_by_rank", {}),
+        )
         if RNG in shared:
             set_random_states(self._decoded(shared[RNG]))
             return
@@ -373,39 +411,54 @@ class _Load:
         self._notes.append(f"rank {rank} has new random generators: fewer ranks saved")
 
 
+def _source(location: Path | str) -> Source:
+    advice = "Load the checkpoint of this model, or say in allow= what may differ."
+    return Source(location, "checkpoint", advice)
+
+
+def _divided_groups(
+    section: str,
+    saved: Sequence[Mapping[str, Any]],
+    optimizer: Any,
+    trained: Mapping[nn.Parameter, Trained],
+) -> Iterator[str]:
+    """Yield a problem for each saved group whose parameters are in several groups here.
+
+    All of them would get the options that were saved, whatever they were divided for.
+    """
+    groups = enumerate(optimizer.param_groups)
+    own = {name: n for n, group in groups for p in group["params"] for name in trained[p].names}
+    for group in saved:
+        first: dict[int, str] = {}
+        for name in group["params"]:
+            if name in own:
+                first.setdefault(own[name], name)
+        if len(first) > 1:
+            yield f"groups {section}: {' and '.join([*first.values()][:2])}"
+
+
+def _names_of(
+    models: Mapping[str, Any],
+    holdings: Sequence[Holding],
+    optimizers: Mapping[str, Any],
+    trained: Mapping[nn.Parameter, Trained],
+    extra: Collection[str],
+) -> Names:
+    own: dict[str, list[str]] = {section: [] for section in models}
+    for holding in holdings:
+        for name in holding.names:
+            section, _, rest = name.partition("/")
+            own[section].append(rest)
+    parameters = {
+        section: [
+            tuple(trained[p].names) if p in trained else ()
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
+        for section, optimizer in optimizers.items()
+    }
+    return Names(own, parameters, list(extra))
+
+
 def _is_sharded(tensor: Any) -> bool:
     return tensor is not None and tensor.placement not in ("", "replicated", "buffer")
-
-
-def _described(folder: Path, groups: Mapping[str, Sequence[str]]) -> str:
-    titles = {
-        "missing": 'The model has, and the checkpoint lacks (allow=["missing"] leaves them as they are)',
-        "unexpected": 'The checkpoint has, and nothing takes (allow=["unexpected"] leaves them out)',
-        "mismatched": "Of another shape",
-        "dtype": 'Of another dtype (allow=["dtype"] converts)',
-        "untied": "One tensor in the model, and several in the checkpoint",
-        "groups": "Parameters with different options in the checkpoint, and in one group here",
-        "flat": "Without the state that others of the same flat parameter have (wrap with "
-        "use_orig_params=True, which keeps them apart)",
-        "class": "State of another optimizer",
-    }
-    lines = [f"{folder}: does not fit."]
-    for kind, texts in groups.items():
-        lines.append(f"  {titles[kind]}: {len(texts)}")
-        lines += [f"    {text}" for text in texts[:_MOST_LISTED]]
-        if len(texts) > _MOST_LISTED:
-            lines.append(f"    ... and {len(texts) - _MOST_LISTED} more")
-    renamed = _renames(groups.get("missing", ()), groups.get("unexpected", ()))
-    if renamed:
-        lines.append("  Perhaps renamed:")
-        lines += [f"    {old} -> {new}" for old, new in renamed[:_MOST_LISTED]]
-    lines.append("Load the checkpoint of this model, or say in allow= what may differ.")
-    return "\n".join(lines)
-
-
-def _renames(missing: Sequence[str], unexpected: Sequence[str]) -> list[tuple[str, str]]:
-    found = []
-    for name in missing[: 5 * _MOST_LISTED]:
-        close = difflib.get_close_matches(name, unexpected, n=1, cutoff=0.7)
-        found += [(old, name) for old in close]
-    return found

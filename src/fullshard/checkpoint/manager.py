@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType
@@ -18,59 +19,56 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fullshard.checkpoint.background import PendingSave, finish_background
 from fullshard.checkpoint.content import Models, Optimizers
-from fullshard.checkpoint.folder import (
-    has_manifest,
-    read_small,
-    remove,
-    remove_left_over,
-    replace_durably,
-)
+from fullshard.checkpoint.folder import Folder
 from fullshard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manifest import MANIFEST, loads
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.saving import (
-    PendingSave,
-    SavedCheckpoint,
-    async_save_checkpoint,
-    finish_background,
-    save_checkpoint,
-)
-from fullshard.errors import CheckpointError
+from fullshard.checkpoint.saving import save_later, save_now
+from fullshard.checkpoint.stages import SavedCheckpoint, SaveRequest
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{1,18})")
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint of a folder, and the number of steps it has behind it."""
+    """A complete checkpoint of a folder, and the number of steps it has behind it.
+
+    path: a string if it is a URL.
+    """
 
     step: int
-    path: Path
+    path: Path | str
 
     def __fspath__(self) -> str:
         return str(self.path)
 
 
-def checkpoints_in(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+def checkpoints_in(folder: Location) -> list[Checkpoint]:
     """Return the complete checkpoints of a folder, by their steps; others' folders are left out."""
+    return [Checkpoint(step, found.location) for step, found in _complete_in(folder_at(folder))]
+
+
+def _complete_in(parent: Folder) -> list[tuple[int, Folder]]:
     found = []
-    parent = Path(folder)
-    for path in parent.iterdir() if parent.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and not path.is_symlink() and has_manifest(path):
-            found.append(Checkpoint(int(match[1]), path))
-    return sorted(found)
+    for folder in parent.children():
+        match = _NAME.fullmatch(folder.name)
+        if match and folder.size_of(MANIFEST) is not None:
+            found.append((int(match[1]), folder))
+    return sorted(found, key=lambda each: each[0])
 
 
-def latest_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint | None:
+def latest_checkpoint(folder: Location) -> Checkpoint | None:
     """Return the complete checkpoint with the most steps whose manifest is undamaged, or None."""
-    for checkpoint in reversed(checkpoints_in(folder)):
+    for step, found in reversed(_complete_in(folder_at(folder))):
         try:
-            loads(read_small(checkpoint.path, MANIFEST), str(checkpoint.path))
+            loads(found.read_small(MANIFEST), str(found))
         except CheckpointError:
             continue
-        return checkpoint
+        return Checkpoint(step, found.location)
     return None
 
 
@@ -96,7 +94,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: Location,
         model: Models,
         optimizer: Optimizers = None,
         *,
@@ -116,14 +114,13 @@ class CheckpointManager:
         ):
             if value is not None and not value >= least:
                 raise CheckpointError(f"{name} is {value}: must be at least {least}.")
-        self.folder = Path(folder)
+        self._folder = folder_at(folder)
         self.stopping = False
         self._model, self._optimizer, self._extra = model, optimizer, dict(extra or {})
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._keep_last, self._keep_every = keep_last, keep_every
         self._in_background = in_background
         self._peers = Peers()
-        self._pending: PendingSave | None = None
         self._last_saved_at = time.monotonic()
         self._asked = self._closed = False
         self._vote: tuple[torch.Tensor, Any] | None = None
@@ -132,23 +129,44 @@ class CheckpointManager:
         # A group of its own: votes are under way while a save in the background talks to its peers.
         self._voters = Peers("votes").group if self._votes else None
 
+    @property
+    def folder(self) -> Path | str:
+        """The folder of the checkpoints; a string if it is a URL."""
+        return self._folder.location
+
     def resume(self, *, allow: Collection[str] = ()) -> int:
         """Load the newest complete checkpoint; return its number of steps, or 0 if there is none."""
         loaded = self.load_latest(allow=allow)
         return 0 if loaded is None else loaded.step or 0
 
     def load_latest(self, *, allow: Collection[str] = ()) -> LoadedCheckpoint | None:
-        """Load the newest complete checkpoint; return what `load_checkpoint` returns, or None."""
+        """Load the newest complete checkpoint; return what `load_checkpoint` returns, or None.
 
-        def newest() -> str | None:
-            remove_left_over(self.folder)
-            found = latest_checkpoint(self.folder)
-            return None if found is None else str(found.path)
+        Where its files are damaged, an older one is loaded, with a warning.
+        """
 
-        path = self._peers.of_first(newest)
-        if path is None:
-            return None
-        return load_checkpoint(path, self._model, self._optimizer, extra=self._extra, allow=allow)
+        def complete() -> list[str]:
+            self._folder.remove_left_over()
+            return [str(found) for _, found in reversed(_complete_in(self._folder))]
+
+        paths = self._peers.of_first(complete)
+        for number, path in enumerate(paths):
+            try:
+                return load_checkpoint(
+                    path, self._model, self._optimizer, extra=self._extra, allow=allow
+                )
+            except CheckpointError as error:
+                # Every rank is here, as a load fails on all; what is damaged, not every rank has seen.
+                own = isinstance(error, DamagedCheckpointError) or isinstance(
+                    error.__cause__, DamagedCheckpointError
+                )
+                if not any(self._peers.gathered(own)) or number + 1 == len(paths):
+                    raise
+                warnings.warn(
+                    f"{path} is damaged, so the checkpoint before it is loaded: {error}",
+                    stacklevel=2,
+                )
+        return None
 
     def step(self, step: int) -> bool:
         """Say that ``step`` steps are done; save if it is due, and return whether it was. Collective.
@@ -164,33 +182,31 @@ class CheckpointManager:
         if is_due or stop or late:
             self.save(step)
             return True
-        self._prune_after_background()
         return False
 
     def save(self, step: int) -> SavedCheckpoint | PendingSave:
         """Save now. Collective. A checkpoint of this step that is there already stays."""
         self.wait()
         self._last_saved_at = time.monotonic()
-        path = self.folder / f"step-{step:08d}"
-        is_there = self._peers.of_first(lambda: has_manifest(path))
-        if self._in_background and not is_there:
-            self._pending = async_save_checkpoint(
-                path, self._model, self._optimizer, extra=self._extra, step=step
-            )
-            return self._pending
-        # The same step again, as after a resume at the last one: the state is the same.
-        saved = save_checkpoint(
-            path, self._model, self._optimizer, extra=self._extra, step=step, overwrite=is_there
+        target = self._folder.child(f"step-{step:08d}")
+        is_there = self._peers.of_first(lambda: _is_complete(target))
+        request = SaveRequest(
+            target.location,
+            self._model,
+            self._optimizer,
+            self._extra,
+            step,
+            overwrite=is_there,
+            then=lambda: self._point_and_prune(target),
         )
-        self._peers.of_first(lambda: self._point_and_prune(path))
-        return saved
+        # The same step again, as after a resume at the last one: the state is the same.
+        if not self._in_background or is_there:
+            return save_now(request)
+        return save_later(request)
 
     def wait(self) -> None:
         """Wait for the save in the background. Collective. Raises what went wrong in it."""
         finish_background()
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._peers.of_first(lambda: self._point_and_prune(pending.path))
 
     def close(self) -> None:
         """Wait for the last save, and give signals back to who had them. Collective."""
@@ -240,34 +256,34 @@ class CheckpointManager:
         self._vote = mine, work
         return result
 
-    def _prune_after_background(self) -> None:
-        # Rank 0 alone: what is complete is known from the folder, and nobody waits for this.
-        if self._pending is not None and self._peers.rank == 0 and has_manifest(self._pending.path):
-            self._point_and_prune(self._pending.path)
-
-    def _point_and_prune(self, newest: Path) -> None:
+    def _point_and_prune(self, newest: Folder) -> None:
         """Name the newest checkpoint, and only then remove the oldest ones."""
-        replace_durably(self.folder / LATEST, f"{newest.name}\n".encode())
-        prune(self.folder, keep_last=self._keep_last, keep_every=self._keep_every)
+        self._folder.replace_small(LATEST, f"{newest.name}\n".encode())
+        prune_checkpoints(
+            self._folder.location, keep_last=self._keep_last, keep_every=self._keep_every
+        )
 
 
-def prune(
-    folder: str | os.PathLike[str],
+def _is_complete(folder: Folder) -> bool:
+    return folder.size_of(MANIFEST) is not None
+
+
+def prune_checkpoints(
+    folder: Location,
     *,
     keep_last: int,
     keep_every: int | None = None,
     dry_run: bool = False,
-) -> list[Path]:
+) -> list[Checkpoint]:
     """Remove checkpoints of a folder but the newest and those of steps that ``keep_every`` divides.
 
     Returns what was removed. It loses its name first, so that nobody takes half of one for complete.
     """
-    complete = checkpoints_in(folder)
-    kept = {each.path for each in complete[-keep_last:]}
+    complete = _complete_in(folder_at(folder))
+    kept = {step for step, _ in complete[-keep_last:]}
     if keep_every:
-        kept |= {each.path for each in complete if each.step % keep_every == 0}
-    removed = [each.path for each in complete if each.path not in kept]
-    if not dry_run:
-        for path in removed:
-            remove(path)
-    return removed
+        kept |= {step for step, _ in complete if step % keep_every == 0}
+    removed = [(step, found) for step, found in complete if step not in kept]
+    for _, found in () if dry_run else removed:
+        found.remove()
+    return [Checkpoint(step, found.location) for step, found in removed]

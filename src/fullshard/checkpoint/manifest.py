@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.checksums import CHECKSUM, checksum
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, tiling_fault
 from fullshard.plan.layout import Shape
 
@@ -162,10 +162,10 @@ def loads(data: bytes, where: str) -> Manifest:
     """
     head = re.match(rb'\{"checksum":"%s:([0-9a-f]{16})"' % CHECKSUM.encode(), data)
     if head is None:
-        raise _refused(where, "does not begin with a checksum, so it is damaged or no manifest")
+        raise _damaged(where, "does not begin with a checksum, so it is damaged or no manifest")
     zeroed = data[: head.start(1)] + _PLACEHOLDER.encode() + data[head.end(1) :]
     if checksum(zeroed).encode() != head[1]:
-        raise _refused(where, "is damaged: its content does not match its checksum")
+        raise _damaged(where, "is damaged: its content does not match its checksum")
     try:
         content = json.loads(data)
     except ValueError as error:
@@ -181,6 +181,10 @@ def loads(data: bytes, where: str) -> Manifest:
         raise _refused(
             where, f"lacks what every manifest has, or has it otherwise ({error!r})"
         ) from error
+
+
+def _damaged(where: str, what: str) -> CheckpointError:
+    return DamagedCheckpointError(str(_refused(where, what)))
 
 
 def _refused(where: str, what: str) -> CheckpointError:
@@ -233,6 +237,7 @@ class _Reader:
             for name, fields in content["tensors"].items()
         }
         self.check_apart(files, tensors)
+        self.check_values(content, tensors)
         known = {"checksum", "format", "version", "block_nbytes", "files", "tensors"}
         values = {key: value for key, value in content.items() if key not in known}
         return Manifest(files, tensors, values, block_nbytes)
@@ -291,6 +296,29 @@ class _Reader:
         if len(checksums) != -(-nbytes // block_nbytes):
             raise _refused(self.where, f"{name}: {box} has not one checksum a block")
         return Piece(box, file, start, checksums)
+
+    def check_values(self, content: dict[str, Any], tensors: Mapping[str, TensorEntry]) -> None:
+        """Refuse values of another form than loading takes for granted."""
+        step = content.get("step")
+        if step is not None and type(step) is not int:
+            raise _refused(self.where, f"has the step {step!r:.80}, which is no number of steps")
+        for key in ("metadata", "extra", "extra_by_rank", "optimizers"):
+            if not isinstance(content.get(key, {}), dict):
+                raise _refused(self.where, f"its {key} is no object")
+        for section, own in content.get("optimizers", {}).items():
+            scalars, groups = own["scalars"], own["groups"]
+            is_right = (
+                all(isinstance(each, dict) for each in (own, scalars, *scalars.values()))
+                and isinstance(groups, list)
+                and all(
+                    isinstance(g["params"], list) and isinstance(g["options"], dict) for g in groups
+                )
+            )
+            if not is_right:
+                raise _refused(self.where, f"{section}: its groups or scalars are of no known form")
+        names = [*tensors, *(alias for each in tensors.values() for alias in each.aliases)]
+        if len(set(names)) < len(names):
+            raise _refused(self.where, "gives two tensors the same name")
 
     def check_apart(self, files: Sequence[FileEntry], tensors: Mapping[str, TensorEntry]) -> None:
         """Refuse pieces that share bytes of a file."""

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
-from fullshard.state.agreement import agree, merged_alone
+from fullshard.plan.units import without_compile
+from fullshard.state.agreement import Report, agree, digests_of, merged_alone
+from fullshard.state.first_state import first_state
 from fullshard.state.holdings import (
     Holding,
     UnitParts,
@@ -61,6 +63,14 @@ class LocalState:
     groups: list[dict[str, Any]]
     kind: str
 
+    def reports(self) -> list[Report]:
+        """Return the state of each unit, as ranks compare it."""
+        return [report(unit, state) for unit, state, _ in self.units]
+
+    def digest(self) -> tuple[bytes, bytes]:
+        """Return what ranks have alike that have the same kinds of state of the same parameters."""
+        return digests_of(self.reports())
+
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of an optimizer's class, which decides what its state means.
@@ -69,6 +79,23 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     schedulers of libraries do, counts as that one.
     """
     return type(optimizer).__name__
+
+
+def state_keys(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return what an optimizer keeps of a parameter: {"step", "exp_avg", "exp_avg_sq"}.
+
+    Empty if that is nothing, or cannot be known before its first step.
+    """
+    if optimizer.state:
+        return {key for own in optimizer.state.values() for key in own}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter.numel():
+                try:
+                    return set(first_state(optimizer, number, position))
+                except StateError:
+                    return set()
+    return set()
 
 
 def local_state(
@@ -93,6 +120,12 @@ def local_state(
         if not own:
             continue
         entry = trained[parameter]
+        for key in own:
+            if not isinstance(key, str) or not key or "/" in key:
+                raise StateError(
+                    f"{prefix}{entry.names[0]}: {kind_of(optimizer)} keeps state under {key!r}. A checkpoint "
+                    "has names that are strings without slashes: keep it under one."
+                )
         if entry.unit is not None:
             # A DTensor of another shape than its parameter's says itself how it is divided.
             apart = {k: v for k, v in own.items() if _is_apart(v, parameter)}
@@ -107,16 +140,23 @@ def local_state(
     return LocalState(of_units, tensors, scalars, _groups(optimizer, trained), kind_of(optimizer))
 
 
-def agreed_state(local: LocalState, prefix: str, group: dist.ProcessGroup | None) -> OptimizerState:
+def agreed_state(
+    local: LocalState,
+    prefix: str,
+    group: dist.ProcessGroup | None,
+    digests: Sequence[Any],
+) -> OptimizerState:
     """Return a rank's state with what others have of the same parameters. Collective.
+
+    digests: of all ranks' `LocalState`; if they are equal, nothing is sent.
 
     Raises StateError, on all ranks alike, where ranks that have parts of a parameter differ in what
     state they have.
     """
     tensors, scalars = dict(local.tensors), dict(local.scalars)
-    reports = [report(unit, state) for unit, state, _ in local.units]
+    reports = local.reports()
     names = [own for _, _, own in local.units]
-    found = merged_alone(reports) if group is None else agree(reports, names, group)
+    found = merged_alone(reports) if group is None else agree(reports, names, group, digests)
     for (unit, state, own_names), agreed in zip(local.units, found, strict=True):
         parts = UnitParts(unit)
         for index, kinds in agreed.kinds.items():
@@ -309,9 +349,32 @@ class Destination:
             shape, dtype = saved[name, key]
             if shape == tuple(parameter.shape):
                 state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            else:
+            elif shape == self._own_shape(parameter, key, shape):
                 state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
+            else:
+                full_name = f"{prefix}{name}/{key}"
+                self.problems.append(f"mismatched {full_name}: {shape} in the checkpoint")
+                continue
             self.holdings[name, key] = tensor_holding(f"{prefix}{name}/{key}", state[key])
+
+    def _own_shape(
+        self, parameter: nn.Parameter, key: str, unknown: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Return the shape of a state that is not of its parameter's; ``unknown`` if nobody can tell."""
+        own: Any = self._optimizer.state.get(parameter)
+        if not own:
+            places = (
+                (number, position)
+                for number, group in enumerate(self._optimizer.param_groups)
+                for position, each in enumerate(group["params"])
+                if each is parameter
+            )
+            try:
+                own = first_state(self._optimizer, *next(places))
+            except StateError:
+                return unknown
+        value = own.get(key)
+        return tuple(value.shape) if isinstance(value, torch.Tensor) else unknown
 
     @torch.no_grad()
     def assign(
@@ -381,8 +444,3 @@ def trained_by(models: Sequence[nn.Module]) -> dict[nn.Parameter, Trained]:
             names = tuple(without_compile(name) for name in entry.names)
             found[parameter] = dataclasses.replace(entry, names=names)
     return found
-
-
-def without_compile(name: str) -> str:
-    """Return a name without what ``torch.compile`` puts in front of a module's own names."""
-    return name.replace("_orig_mod.", "")

@@ -3,15 +3,23 @@
 Of their own, since a save in the background goes on while the program's groups are in use.
 """
 
+import contextlib
+import pickle
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fullshard.errors import CheckpointError
 
 T = TypeVar("T")
+U = TypeVar("U")
+
+# What a value takes in one round: ranks send so many bytes, whatever they have to say.
+_SMALL_NBYTES = 4096
+_ROOM = _SMALL_NBYTES - 8
 
 
 class Peers:
@@ -27,74 +35,122 @@ class Peers:
         self.size = dist.get_world_size() if is_many else 1
 
     def gathered(self, value: T) -> list[T]:
-        """Return every rank's value, on every rank. Collective."""
+        """Return every rank's value, on every rank. Collective, one round if values are small."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        own = _Message.of(value)
+        beginnings = torch.empty(self.size, _SMALL_NBYTES, dtype=torch.uint8)
+        with _naming_loss():
+            dist.all_gather([*beginnings.unbind()], own.beginning, group=self.group)
+        longest = max(map(_length, beginnings)) - _ROOM
+        if longest <= 0:
+            return [_value(row) for row in beginnings]
+        rests = torch.empty(self.size, longest, dtype=torch.uint8)
+        with _naming_loss():
+            dist.all_gather([*rests.unbind()], own.rest(longest), group=self.group)
+        return [_value(*rows) for rows in zip(beginnings, rests, strict=True)]
 
     def check_alike(self, **arguments: object) -> None:
         """Raise CheckpointError, on all ranks, if they gave different arguments. Collective."""
-        everyones = self.gathered({name: repr(value) for name, value in arguments.items()})
-        for name in arguments:
-            values = [own.get(name) for own in everyones]
-            if len(set(values)) > 1:
-                other = next(rank for rank, value in enumerate(values) if value != values[0])
-                raise CheckpointError(
-                    f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}. Call this on "
-                    "all ranks with the same arguments."
-                )
+        self.together(lambda: None, alike=arguments)
 
-    def at_first(self, value: T) -> list[T] | None:
-        """Return every rank's value on rank 0, and None on the others. Collective."""
-        if self.group is None:
-            return [value]
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.group)
-        return values
+    def at_first(self, function: Callable[[], T]) -> Callable[[], list[T]]:
+        """Run a function on every rank, and bring what it returns to rank 0. Collective.
+
+        Returns a function that returns all results on rank 0. It raises CheckpointError if a rank's has
+        raised: call it in `of_first`, so that all ranks hear of that.
+        """
+        value: Any = None
+        text: str | None = None
+        try:
+            value = function()
+        except Exception as error:
+            text = said(error)
+        own = value, text
+        everyones: list[Any] | None = [own]
+        if self.group is not None:
+            everyones = [None] * self.size if self.rank == 0 else None
+            with _naming_loss():
+                dist.gather_object(own, everyones, dst=0, group=self.group)
+
+        def results() -> list[T]:
+            assert everyones is not None
+            texts = [text for _, text in everyones]
+            problems = [f"rank {n}: {text}" for n, text in enumerate(texts) if text is not None]
+            if problems:
+                raise CheckpointError("\n".join(problems) if self.size > 1 else str(texts[0]))
+            return [result for result, _ in everyones]
+
+        return results
 
     def of_first(self, function: Callable[[], T]) -> T:
         """Return what rank 0's function returns, on every rank. Collective.
 
         Raises CheckpointError on every rank if it raises.
         """
-        result: list[Any] = [None, None]
+        value: Any = None
+        error: Exception | None = None
         if self.rank == 0:
             try:
-                result[0] = function()
-            except Exception as error:
-                result[1] = error
+                value = function()
+            except Exception as caught:
+                error = caught
         if self.group is not None:
-            told = [result[0], None if result[1] is None else said(result[1])]
-            dist.broadcast_object_list(told, 0, group=self.group)
-            if self.rank != 0:
-                result = [told[0], told[1] and CheckpointError(f"rank 0: {told[1]}")]
-        self._raise(result[1])
-        value: T = result[0]
-        return value
+            value, text = self._from_first((value, None if error is None else said(error)))
+            if self.rank != 0 and text is not None:
+                error = CheckpointError(f"rank 0: {text}")
+        self._raise(error)
+        result: T = value
+        return result
 
-    def together(self, function: Callable[[], T]) -> T:
+    def _from_first(self, value: Any) -> Any:
+        own = _Message.of(value if self.rank == 0 else None)
+        with _naming_loss():
+            dist.broadcast(own.beginning, 0, group=self.group)
+        longest = _length(own.beginning) - _ROOM
+        if longest <= 0:
+            return _value(own.beginning)
+        rest = own.rest(longest)
+        with _naming_loss():
+            dist.broadcast(rest, 0, group=self.group)
+        return _value(own.beginning, rest)
+
+    def together(
+        self, function: Callable[[], T], *, alike: Mapping[str, object] | None = None
+    ) -> T:
         """Return what this rank's function returns, once those of all ranks have. Collective.
 
         Raises on every rank if one raises: its own error there, a CheckpointError with the ranks and
-        what each says on the others.
+        what each says on the others. alike: arguments by name; if ranks differ in one, that is the error.
+        """
+        return self.together_telling(lambda: (function(), None), alike=alike)[0]
+
+    def together_telling(
+        self, function: Callable[[], tuple[T, U]], *, alike: Mapping[str, object] | None = None
+    ) -> tuple[T, list[U]]:
+        """Return what this rank's function returns, and what those of all ranks tell of theirs.
+
+        function: returns its value, and what all ranks are to know. Collective, in one round if that is
+        small. Raises as `together` does.
         """
         error: Exception | None = None
         value: Any = None
+        told: Any = None
         try:
-            value = function()
+            value, told = function()
         except Exception as caught:
             error = caught
-        texts = self.gathered(None if error is None else said(error))
+        own = {name: repr(argument) for name, argument in (alike or {}).items()}
+        everyones = self.gathered((own, None if error is None else said(error), told))
+        _check_alike([arguments for arguments, _, _ in everyones])
+        texts = [text for _, text, _ in everyones]
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
         if problems and (error is None or len(set(texts)) > 1):
             problem = CheckpointError("\n".join(dict.fromkeys(problems)))
             problem.__cause__ = error
             raise problem
         self._raise(error)
-        result: T = value
-        return result
+        return value, [each for _, _, each in everyones]
 
     @staticmethod
     def _raise(error: Exception | None) -> None:
@@ -103,6 +159,67 @@ class Peers:
         if isinstance(error, OSError):
             raise CheckpointError(said(error)) from error
         raise error
+
+
+class _Message(NamedTuple):
+    """A value as bytes: a beginning of a fixed size, which has the length of all, and the rest."""
+
+    beginning: torch.Tensor
+    data: bytes
+
+    @staticmethod
+    def of(value: Any) -> "_Message":
+        data = pickle.dumps(value)
+        beginning = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8)
+        beginning[:8] = torch.frombuffer(
+            bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8
+        )
+        _put(beginning[8:], data[:_ROOM])
+        return _Message(beginning, data)
+
+    def rest(self, nbytes: int) -> torch.Tensor:
+        """Return what did not fit into the beginning, as so many bytes."""
+        rest = torch.zeros(nbytes, dtype=torch.uint8)
+        _put(rest, self.data[_ROOM:])
+        return rest
+
+
+def _put(target: torch.Tensor, data: bytes) -> None:
+    if data:
+        target[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _length(beginning: torch.Tensor) -> int:
+    return int.from_bytes(beginning[:8].numpy().tobytes(), "little")
+
+
+def _value(*parts: torch.Tensor) -> Any:
+    data = b"".join(part.numpy().tobytes() for part in parts)
+    return pickle.loads(data[8:])  # a rank's own: what follows its end is not looked at
+
+
+def _check_alike(everyones: Sequence[Mapping[str, str]]) -> None:
+    for name in everyones[0]:
+        values = [own.get(name) for own in everyones]
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            raise CheckpointError(
+                f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}. Call this on all "
+                "ranks with the same arguments."
+            )
+
+
+@contextlib.contextmanager
+def _naming_loss() -> Iterator[None]:
+    """Say of an error of the transport what it means: that a rank does not answer any more."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            "A rank has died, or has left its process group, while the ranks saved or loaded together "
+            f"({str(error).partition(chr(10))[0][:200]}). Checkpoints that were complete before are as they "
+            "were: start again from the newest."
+        ) from error
 
 
 def said(error: BaseException) -> str:

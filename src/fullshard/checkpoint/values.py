@@ -22,12 +22,14 @@ import torch
 
 from fullshard.checkpoint.manifest import DTYPES, dtype_name
 from fullshard.errors import CheckpointError
+from fullshard.state.holdings import HeldTensor
 
 
-def encoded(value: Any, name: str, keep: Callable[[str, torch.Tensor], object]) -> Any:
+def encoded(value: Any, name: str, keep: Callable[[str, Any], object]) -> Any:
     """Return what stands for a value in JSON.
 
-    name: of the value, as a path. keep: is called with the name and the value of each tensor inside.
+    name: of the value, as a path. keep: is called with the name and the value of each tensor inside, plain,
+    DTensor or `HeldTensor`.
     Raises CheckpointError, with the path, for a value that JSON has no form for.
     """
     if value is None or type(value) in (bool, int, str):
@@ -36,6 +38,9 @@ def encoded(value: Any, name: str, keep: Callable[[str, torch.Tensor], object]) 
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, torch.Tensor):
         return _encoded_tensor(value, name, keep)
+    if isinstance(value, HeldTensor):
+        keep(name, value)
+        return {"$tensor": name}
     if type(value) is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
@@ -55,7 +60,7 @@ def encoded(value: Any, name: str, keep: Callable[[str, torch.Tensor], object]) 
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return encoded(value.item(), name, keep)
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if numpy is not None and type(value) is numpy.ndarray:
         tensor_name = _encoded_tensor(
             torch.from_numpy(value.copy()).reshape(value.shape), name, keep
         )
@@ -67,7 +72,7 @@ def encoded(value: Any, name: str, keep: Callable[[str, torch.Tensor], object]) 
     )
 
 
-def decoded(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+def decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
     """Return the value that `encoded` was given. tensor: returns a tensor of the checkpoint by name."""
     if isinstance(value, list):
         return [decoded(each, tensor) for each in value]
@@ -83,7 +88,7 @@ def decoded(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         "$tuple": lambda: tuple(decoded(each, tensor) for each in content),
         "$dict": lambda: {decoded(k, tensor): decoded(v, tensor) for k, v in content},
         "$float": lambda: float(content),
-        "$bytes": lambda: base64.b64decode(content),
+        "$bytes": lambda: base64.b64decode(content, validate=True),
         "$dtype": lambda: DTYPES[content],
         "$scalar": lambda: _scalar(content, value["dtype"]),
         "$tensor": lambda: tensor(content),
@@ -112,6 +117,11 @@ def tensor_names(value: Any) -> list[str]:
 def _encoded_tensor(
     value: torch.Tensor, name: str, keep: Callable[[str, torch.Tensor], object]
 ) -> dict[str, Any]:
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        raise CheckpointError(
+            f"{name} is a tensor of layout {value.layout} and {value.dtype} on {value.device}, which a "
+            "checkpoint does not hold. Convert it to one with plain memory."
+        )
     if value.dim() == 0 and type(value) in (torch.Tensor, torch.nn.Parameter):
         number = value.item()
         return {"$scalar": encoded(number, name, keep), "dtype": dtype_name(value.dtype, name)}

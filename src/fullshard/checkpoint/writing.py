@@ -8,16 +8,16 @@ block for each thread (for tensors on a device: one box).
 import dataclasses
 import functools
 import json
-import os
+import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.folder import SHARD_SUFFIX, Folder
 from fullshard.checkpoint.manifest import BLOCK_NBYTES, FileEntry, blocks_of, dtype_name
 from fullshard.plan.boxes import Box
 
@@ -26,6 +26,8 @@ T = TypeVar("T")
 FILES_AT_ONCE = 4
 _SMALLEST_FILE = 16 << 20
 _CHUNK = 8 * BLOCK_NBYTES  # bytes handed to the system at once
+PART_OF = "a fullshard checkpoint"
+_METADATA = {"format": "pt", "of": PART_OF}
 
 
 class ToWrite(NamedTuple):
@@ -63,26 +65,35 @@ class WrittenFiles:
         return sum(file.nbytes for file in self.files)
 
 
-def write_files(folder: Path, rank: int, tag: str, items: Sequence[ToWrite]) -> WrittenFiles:
-    """Write boxes to files of a folder and wait until the disk has them.
+def write_files(
+    folder: Folder,
+    rank: int,
+    tag: str,
+    items: Sequence[ToWrite],
+    data_of: Callable[[ToWrite], memoryview] | None = None,
+) -> WrittenFiles:
+    """Write boxes to files of a folder and wait until they are stored for good.
 
-    tag: at the end of files' names, so that those of two saves never meet. Raises OSError as the system
-    does: a full disk, a folder that cannot be written.
+    tag: at the end of files' names, so that those of two saves never meet. data_of: returns the bytes of
+    a box; those in the memory of its view if None. Raises OSError as the system does, for a full disk or
+    a folder that cannot be written.
     """
     parts = divided(items)
     suffix = f".{tag}" if tag else ""
-    names = [f"shard-{rank:05d}-{number}{suffix}.safetensors" for number in range(len(parts))]
-    if not parts:
-        return WrittenFiles((), ())
+    names = [f"shard-{rank:05d}-{number}{suffix}{SHARD_SUFFIX}" for number in range(len(parts))]
     done = _at_once(
         [
-            functools.partial(_write_file, folder / name, number, part)
+            functools.partial(_write_file, folder, name, number, part, data_of or _own_bytes)
             for number, (name, part) in enumerate(zip(names, parts, strict=True))
         ]
     )
     return WrittenFiles(
         tuple(file for file, _ in done), tuple(piece for _, pieces in done for piece in pieces)
     )
+
+
+def _own_bytes(item: ToWrite) -> memoryview:
+    return host_bytes(item.view)
 
 
 def _at_once(jobs: Sequence[Callable[[], T]]) -> list[T]:
@@ -129,7 +140,7 @@ def divided(items: Sequence[ToWrite]) -> list[list[ToWrite]]:
 
 def host_bytes(view: torch.Tensor) -> memoryview:
     """Return a tensor's elements as bytes in host memory; a view where they lie there in order."""
-    return bytes_of(view.detach().cpu().contiguous())
+    return bytes_of(view.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -138,18 +149,30 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def header_of(items: Sequence[ToWrite]) -> tuple[bytes, list[int]]:
-    """Return a file's beginning up to the data, and where the data of each box begins."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", "of": "a fullshard checkpoint"}}
+class Described(NamedTuple):
+    """What a file's header says of a tensor: its name in the file, its dtype and its shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def header_of(tensors: Sequence[Described], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """Return a file's beginning up to the data, and where the data of each tensor begins."""
+    entries: dict[str, object] = {"__metadata__": metadata}
     position, starts = 0, []
-    for item in items:
+    for tensor in tensors:
         starts.append(position)
-        entries[_key(item)] = {
-            "dtype": dtype_name(item.view.dtype, item.name),
-            "shape": list(item.box.shape),
-            "data_offsets": [position, position + item.nbytes],
+        entries[tensor.name] = {
+            "dtype": dtype_name(tensor.dtype, tensor.name),
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.nbytes],
         }
-        position += item.nbytes
+        position += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64 + 56)  # data begins at a multiple of 64 bytes
     header = struct.pack("<Q", len(text)) + text
@@ -164,29 +187,29 @@ def _key(item: ToWrite) -> str:
 
 
 def _write_file(
-    path: Path, number: int, items: Sequence[ToWrite]
+    folder: Folder,
+    name: str,
+    number: int,
+    items: Sequence[ToWrite],
+    data_of: Callable[[ToWrite], memoryview],
 ) -> tuple[FileEntry, list[Written]]:
-    header, starts = header_of(items)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    described = [Described(_key(item), item.view.dtype, item.box.shape) for item in items]
+    header, starts = header_of(described, _METADATA)
+    file = folder.create(name)
     try:
-        _write(descriptor, header)
+        file.write(header)
         pieces = []
         for item, start in zip(items, starts, strict=True):
-            data = host_bytes(item.view)
+            data = data_of(item)
             sums: list[str] = []
             for begin, stop in blocks_of(len(data), _CHUNK):
                 chunk = data[begin:stop]
-                _write(descriptor, chunk)
+                file.write(chunk)
                 sums += [checksum(chunk[a:b]) for a, b in blocks_of(len(chunk), BLOCK_NBYTES)]
             pieces.append(Written(item.name, item.box, number, start, tuple(sums)))
-        os.fsync(descriptor)
-        nbytes = os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
-    return FileEntry(path.name, nbytes, len(header), checksum(header)), pieces
-
-
-def _write(descriptor: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+    except BaseException:
+        file.discard()
+        raise
+    file.finish()
+    nbytes = len(header) + sum(item.nbytes for item in items)
+    return FileEntry(name, nbytes, len(header), checksum(header)), pieces

@@ -77,6 +77,12 @@ def any_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device(types[0], torch.accelerator.current_device_index())
 
 
+def moves(group: dist.ProcessGroup | None, device_type: str) -> bool:
+    """Return whether a group can move tensors of a type of device. None is the default group."""
+    group = dist.group.WORLD if group is None else group
+    return device_type in {device.type for device in getattr(group, "_device_types", ())}
+
+
 def timeout_s(group: dist.ProcessGroup) -> float:
     """Return how many seconds the group's collectives wait for a rank."""
     for device in group._device_types:

@@ -54,6 +54,8 @@ from fullshard.engine.precision import (
 )
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit
+from fullshard.engine.whole import refusing_backward
+from fullshard.errors import StateError
 from fullshard.policies import TrainingState
 from fullshard.torch_private import are_transforms_active
 
@@ -113,6 +115,8 @@ class Hooks(ModuleState):
 
         Raises StateError as `Iteration.begin_forward` and `ModuleState.initialise` do.
         """
+        if self.shows_whole:
+            return args, kwargs  # to compute with what is shown
         iteration = self.iteration_or_initialise()
         # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
         self.forget_stale_backward(iteration)
@@ -207,6 +211,8 @@ class Hooks(ModuleState):
     @eager
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free a module's parameters; return its outputs, marked for backward and cast."""
+        if self.shows_whole:
+            return refusing_backward(output)
         policy = self.policy
         if self.training_state is TrainingState.PRE_BACKWARD:
             return cast_outputs(policy, output)  # recomputation: unsharded until 6
@@ -331,6 +337,25 @@ class Hooks(ModuleState):
         iteration = self.iteration_or_initialise()
         for unit in reversed(self.units):
             iteration.after_backward(unit)
+
+    # Between 4 and 7: a gradient of `live.gathered`, which is not part of any module's backward
+
+    @eager
+    @torch.no_grad()
+    def accept_gradient(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
+        """Add a full gradient to those that autograd leaves on a unit, and see that 7 comes.
+
+        What comes after the unit's 6 is reduced in 7. Raises StateError before the model's first forward.
+        """
+        iteration = self.known_iteration
+        if iteration is None:
+            raise StateError(
+                f"{unit.params[index].name}: a gradient came through gathered() before the model's first "
+                "forward, which settles what belongs to the model. Run a forward first."
+            )
+        self.forget_stale_backward(iteration)
+        iteration.begin_backward(self.end_backward)
+        unit.add_gradient(index, grad)
 
     # 7. The backward pass is over: the rest of the units, everything under way
 

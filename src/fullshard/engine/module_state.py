@@ -19,12 +19,16 @@ from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_setup import move_parameters
-from fullshard.errors import StateError
+from fullshard.errors import MisuseError, StateError
 from fullshard.plan.units import clean_name, lowest_common_unit
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
 
 _STATE = "_fullshard_state"
 _ROOT_FINALIZES = "set_manual_backward_finalization must be called on the root FSDP module."
+
+
+# The state that each unit belongs to.
+_owners: "weakref.WeakKeyDictionary[Unit, weakref.ref[ModuleState]]" = weakref.WeakKeyDictionary()
 
 
 class ModuleState:
@@ -55,6 +59,8 @@ class ModuleState:
         # The dtypes that buffers had before they were cast, by name.
         self.buffer_dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]]
         self.buffer_dtypes = weakref.WeakKeyDictionary()
+        for unit in units:
+            _owners[unit] = weakref.ref(self)
         self._modules = [weakref.ref(module) for module in modules]
         self._units: list[Unit] | None = None  # those with parameters, once ties are resolved
         self._own_iteration: Iteration | None = None  # of a root, which owns it
@@ -82,6 +88,35 @@ class ModuleState:
         if self._units is not None:
             return self._units
         return [unit for unit in self.all_units if unit.params]  # ties may still move some
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the module's forward or backward is under way."""
+        return self.training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+
+    @property
+    def shows_whole(self) -> bool:
+        """Whether copies of its whole parameters are shown now (see `whole`)."""
+        for unit in self.all_units:  # noqa: SIM110  (asked twice per forward)
+            if unit.is_whole:
+                return True
+        return False
+
+    def check_idle(self, call: str) -> None:
+        """Raise MisuseError during forward or backward; forget one that an exception has ended.
+
+        call: what may not be called then.
+        """
+        iteration = self.known_iteration
+        if iteration is not None:
+            if iteration.is_left_over(is_root=False):
+                self.forget(keeps_gradients=True)
+            self.forget_stale_backward(iteration)
+        if self.training_state is not TrainingState.IDLE:
+            raise MisuseError(
+                f"{self.all_units[0].label}: {call} is called during its forward or backward. Call it "
+                "outside; inside, the module's own parameters are whole."
+            )
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -337,6 +372,12 @@ def state_of(module: nn.Module) -> ModuleState | None:
     """Return the state of a sharded module; None for any other."""
     state = module.__dict__.get(_STATE)
     return state if isinstance(state, ModuleState) else None
+
+
+def state_of_unit(unit: Unit) -> ModuleState | None:
+    """Return the state of the module that a unit was made of; None if that is gone."""
+    reference = _owners.get(unit)
+    return reference() if reference is not None else None
 
 
 def named_states(root: nn.Module) -> dict[str, ModuleState]:

@@ -105,7 +105,8 @@ class Unit(UnitSetup):
         """
         phase = self.phase
         is_resharded = phase is Phase.SHARDED or phase is Phase.POST_FORWARD
-        starts = is_resharded and bool(self.params.all)
+        # Whole parameters that are shown take the place of unsharded ones; see `whole`.
+        starts = is_resharded and bool(self.params.all) and not self.is_whole
         if starts:
             self._start_gather(f"{self.path}: all-gather", early=early)
         return starts
@@ -354,6 +355,8 @@ class Unit(UnitSetup):
 
     def follow_moves(self) -> None:
         """Adopt shards that others moved or replaced, and end a gather that no pass used."""
+        if self.is_whole:
+            return  # the whole parameters are registered, which are no replacements
         params, gradients = self.params, self.gradients
         gradients.unreduced.begin()
         if self.phase is Phase.GATHERING and not self.is_held:
@@ -429,6 +432,11 @@ class Unit(UnitSetup):
         if self.keeps_after_forward and self.is_unsharded and all(grad is None for grad in grads):
             self.params.shown.warn_of_captured(self.label)
         return grads
+
+    def add_gradient(self, index: int, grad: torch.Tensor) -> None:
+        """Add a parameter's full gradient to what autograd has left for the next reduction."""
+        self.params.shown.hide_gradients()  # else `.grad` would be that of the sharded parameter
+        self.params[index].add_gradient(grad)
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep full gradients, one per parameter, for a later reduction."""

@@ -6,6 +6,7 @@ Gathering and freeing parameters is in `unit`.
 import abc
 import dataclasses
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -87,6 +88,7 @@ class UnitSetup(abc.ABC):
         self.reduce_group: dist.ProcessGroup | None = None
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
         self.params = UnitParams(params, mesh, device, layout)
+        self._claim()
 
     @abc.abstractmethod
     def settle(self) -> None:
@@ -105,7 +107,13 @@ class UnitSetup(abc.ABC):
     def set_params(self, params: Sequence[ManagedParameter]) -> None:
         """Replace the parameters, and allocate their memory unless some are on the meta device."""
         self.params.take(params)
+        self._claim()
         self._adopt_unless_on_meta()
+
+    def _claim(self) -> None:
+        """Let the parameters know whose they are."""
+        for param in self.params:
+            param.unit = weakref.ref(self)
 
     def _adopt_unless_on_meta(self) -> None:
         if not self.params.on_meta:

@@ -22,6 +22,7 @@ from fullshard.engine.restoring import restoring
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_setup import choose_comms
+from fullshard.engine.whole import refusing_backward
 from fullshard.errors import MisuseError, StateError
 from fullshard.faces.coverage import covered_modules, ignored_names
 from fullshard.faces.interop import mark_managed
@@ -48,7 +49,7 @@ from fullshard.fsdp1.setup import (
     move,
 )
 from fullshard.fsdp1.state_dicts import WithStateDicts
-from fullshard.fsdp1.whole import WithWholeParameters, refusing_backward
+from fullshard.fsdp1.whole import WithWholeParameters
 from fullshard.fsdp1.wrap_policies import CustomPolicy, ModuleWrapPolicy
 from fullshard.fsdp1.wrapper import wrappers_in
 from fullshard.fsdp2.module import UnshardHandle, start_unshard

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fullshard.engine.precision import differentiable_tensors
 from fullshard.engine.whole import WholeOptions, whole_parameters
-from fullshard.errors import MisuseError, StateError, UnsupportedError
+from fullshard.errors import MisuseError, UnsupportedError
 from fullshard.fsdp1.wrapper import Wrapper, wrappers_in
 from fullshard.plan.units import clean_name
 from fullshard.policies import TrainingState
@@ -92,23 +91,6 @@ class WithWholeParameters(Wrapper):
         """Yield buffers; inside `summon_full_params` by the names they had before wrapping."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield (clean_name(name) if self._unit.is_whole else name), buffer
-
-
-def refusing_backward(output: Any) -> Any:
-    """Return a forward's output, a backward through which raises StateError.
-
-    For a forward with whole parameters: no hook of ours sees it, so nothing would reduce gradients.
-    """
-    for tensor in differentiable_tensors(output) if torch.is_grad_enabled() else ():
-        tensor.register_hook(_refuse_backward)
-    return output
-
-
-def _refuse_backward(_: torch.Tensor) -> None:
-    raise StateError(
-        "This forward ran inside summon_full_params, so its gradients would not be reduced. Run it "
-        "outside, or under torch.no_grad()."
-    )
 
 
 @contextlib.contextmanager

@@ -97,6 +97,18 @@ def boxes_of_run(shape: Shape, start: int, numel: int) -> tuple[Box, ...]:
     return tuple(boxes)
 
 
+def in_rows(box: Box, itemsize: int, most_nbytes: int) -> Iterator[Box]:
+    """Cut a box into parts of whole rows of its first dim, of at most so many bytes; a row at least."""
+    if not box.shape or box.numel == 0:
+        yield box
+        return
+    row = math.prod(box.shape[1:]) * itemsize
+    step = max(1, most_nbytes // row)
+    for begin in range(0, box.shape[0], step):
+        offset = (box.offset[0] + begin, *box.offset[1:])
+        yield Box(offset, (min(step, box.shape[0] - begin), *box.shape[1:]))
+
+
 def common(one: Box, other: Box) -> Box | None:
     """Return the elements that are in both boxes, or None if there are none."""
     offset, shape = [], []

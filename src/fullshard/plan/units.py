@@ -16,6 +16,11 @@ def clean_name(name: str) -> str:
     return _WRAPPERS.sub("", name).removeprefix(".")
 
 
+def without_compile(name: str) -> str:
+    """Return a name without what ``torch.compile`` puts in front of a module's own names."""
+    return name.replace("_orig_mod.", "")
+
+
 def lowest_common_unit(users: Sequence[str], units: Container[str]) -> str | None:
     """Return the innermost unit that contains every module in ``users``; None if no unit does.
 

@@ -52,20 +52,28 @@ class Agreed(NamedTuple):
     others: Others
 
 
+def digests_of(mine: Sequence[Report]) -> tuple[bytes, bytes]:
+    """Return what ranks with equal reports have alike: of their state, and of what they own of it."""
+    state = _digest([(r.dtypes, _map(r.others, lambda v: _text(_to_scalar(v)))) for r in mine])
+    return state, _digest([sorted(r.owned) for r in mine])
+
+
 def agree(
-    mine: Sequence[Report], names: Sequence[Mapping[int, str]], group: dist.ProcessGroup | None
+    mine: Sequence[Report],
+    names: Sequence[Mapping[int, str]],
+    group: dist.ProcessGroup | None,
+    everyones: Sequence[Any] | None = None,
 ) -> list[Agreed]:
     """Merge the reports of all ranks, unit by unit. Every rank has to call it.
 
-    names: of each unit's parameters. Raises StateError, on all ranks alike, if a rank owns a part
+    names: of each unit's parameters. everyones: the ranks' `digests_of`, if they are known. Raises StateError, on all ranks alike, if a rank owns a part
     of a parameter but has no state of it, while others have.
     """
     sent = [report._replace(others=_map(report.others, _to_scalar)) for report in mine]
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    state = _digest([(r.dtypes, _map(r.others, _text)) for r in sent])
-    dist.all_gather_object(
-        everyones, (state, _digest([sorted(r.owned) for r in sent])), group=group
-    )
+    if everyones is None:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, digests_of(mine), group=group)
+        everyones = gathered
     if len({state for state, _ in everyones}) == 1:
         return [_merge([report]) for report in mine]
     reports = _distinct(sent, everyones, group)

@@ -12,7 +12,6 @@ numbered, so that each can write its share of it.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,8 @@ from fullshard.plan.layout import Shape
 from fullshard.plan.units import clean_name
 from fullshard.state.optim_keys import all_names, units_of
 from fullshard.torch_private import DTensorSpec, StridedShard
+
+_TORCH_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 # Placements of what every rank has: kept alike by the optimizer, and not kept alike by anything.
 REPLICATED = "replicated"
@@ -51,8 +52,9 @@ class Holding:
     shape, dtype: of the whole tensor. boxes: none where this rank has no elements.
     placement: how the ranks divide it, for readers.
     copy, copies: this rank is number ``copy`` of the ``copies`` ranks that hold these boxes. 0 copies:
-        not known yet (see `numbered`).
+        not known yet (see `copies.numbered`).
     after_loading: is called once new values are in the views; None if that is all.
+    is_buffer: whether it is a module's buffer.
     """
 
     names: tuple[str, ...]
@@ -63,10 +65,26 @@ class Holding:
     copy: int = 0
     copies: int = 0
     after_loading: Callable[[], object] | None = None
+    is_buffer: bool = False
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+
+class HeldTensor:
+    """A tensor of a state dict of which this rank holds some boxes, in any division.
+
+    For states that follow a model's parameters, such as averages: a checkpoint writes and reads it as it
+    does the model's own tensors. holding: its boxes; the name is the state dict's.
+    """
+
+    def __init__(self, holding: Holding) -> None:
+        self.holding = holding
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(held.box.shape) for held in self.holding.boxes)
+        return f"HeldTensor({self.holding.name}, shape {self.holding.shape}, boxes [{shapes}])"
 
 
 class Place(NamedTuple):
@@ -89,6 +107,8 @@ def holdings_of(model: nn.Module) -> list[Holding]:
     those before sharding, wrapping, checkpointing and compiling. Raises StateError on the meta device
     or where whole parameters are shown, UnsupportedError for a tensor subclass that is kept in parts.
     """
+    refuse_others(model)
+    model = without_ddp(model)
     for unit in units_of(model):
         if unit.is_whole:
             raise StateError(
@@ -107,8 +127,25 @@ def holdings_of(model: nn.Module) -> list[Holding]:
                 f"{holding.name} is on the meta device and has no memory. Call "
                 "model.to_empty(device=...) first."
             )
-    order = {name: position for position, name in enumerate(_names_in_order(model))}
+    order: dict[str, int] = {}
+    for position, name in enumerate(_names_in_order(model)):
+        order.setdefault(name, position)  # where a tied parameter comes first
     return sorted(found, key=lambda holding: order.get(holding.name, len(order)))
+
+
+def without_ddp(model: Any) -> Any:
+    """Return what DistributedDataParallel wraps; anything else as it is. Names are those inside."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def refuse_others(model: nn.Module) -> None:
+    """Raise UnsupportedError for a model that PyTorch's FullyShardedDataParallel has wrapped."""
+    for path, module in model.named_modules():
+        if any(each.__module__.startswith(_TORCH_FSDP1) for each in type(module).__mro__):
+            raise UnsupportedError(
+                f"{path or 'The model'} is wrapped by PyTorch's FullyShardedDataParallel, whose parts of "
+                "parameters only it can tell. Wrap it with fullshard's, or call fullshard.install() first."
+            )
 
 
 class UnitParts:
@@ -217,8 +254,10 @@ def dtensor_boxes(value: DTensor) -> tuple[HeldBox, ...]:
     return (HeldBox(place.box, local.detach()),) if local.numel() else ()
 
 
-def tensor_holding(name: str, tensor: torch.Tensor) -> Holding:
-    """Return the holding of a tensor of which nothing but itself is known: a DTensor or a plain one."""
+def tensor_holding(name: str, tensor: torch.Tensor | HeldTensor) -> Holding:
+    """Return the holding of a tensor of a state: a held one, a DTensor or a plain one."""
+    if isinstance(tensor, HeldTensor):
+        return dataclasses.replace(tensor.holding, names=(name,))
     tensor = plain_memory(tensor.detach(), name)
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
@@ -248,37 +287,16 @@ def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return DTensor(inner, tensor._spec, requires_grad=False)
 
 
-def numbered(holdings: Sequence[Holding], group: dist.ProcessGroup | None) -> list[Holding]:
-    """Give every holding its number among the ranks that hold the same boxes. Collective.
-
-    Nothing but digests is sent if every rank holds the same unnumbered boxes, as with plain modules.
-    """
-    unknown = {
-        h.name: (h.shape, tuple(held.box for held in h.boxes)) for h in holdings if not h.copies
-    }
-    size, rank = _group_size(group), _group_rank(group)
-    if size == 1:
-        return [h if h.copies else dataclasses.replace(h, copies=1) for h in holdings]
-    digest = hashlib.sha256(repr(sorted(unknown.items())).encode()).digest()
-    digests: list[Any] = [None] * size
-    dist.all_gather_object(digests, digest, group=group)
-    holders: dict[Any, list[int]] = {}
-    if len(set(digests)) > 1:
-        everyones: list[Any] = [None] * size
-        dist.all_gather_object(everyones, unknown, group=group)
-        for number, own in enumerate(everyones):
-            for key in own.items():
-                holders.setdefault(key, []).append(number)
-
-    def with_number(holding: Holding) -> Holding:
-        if holding.copies:
-            return holding
-        same = holders.get((holding.name, unknown[holding.name]))
-        if same is None:  # every rank has it
-            return dataclasses.replace(holding, copy=rank, copies=size)
-        return dataclasses.replace(holding, copy=same.index(rank), copies=len(same))
-
-    return [with_number(holding) for holding in holdings]
+@torch.no_grad()
+def tell_loaded(holdings: Sequence[Holding]) -> None:
+    """Say that new values were written into the memory of holdings, past autograd."""
+    for holding in holdings:
+        if holding.after_loading is not None:
+            holding.after_loading()
+        for _, view in holding.boxes:
+            # Version counters tell others that values are new.
+            first = view.reshape(-1)[:1]
+            first.copy_(first.clone())
 
 
 # One kind of tensor each
@@ -328,7 +346,7 @@ def _buffers(model: nn.Module) -> Iterator[Holding]:
         if dtype == buffer.dtype:
             holding = tensor_holding(names[0], buffer)
             placement = BUFFER if holding.placement == REPLICATED else holding.placement
-            yield dataclasses.replace(holding, names=names, placement=placement)
+            yield dataclasses.replace(holding, names=names, placement=placement, is_buffer=True)
             continue
         widened = buffer.detach().to(dtype)
         holding = tensor_holding(names[0], widened)
@@ -337,6 +355,7 @@ def _buffers(model: nn.Module) -> Iterator[Holding]:
             names=names,
             placement=BUFFER,
             after_loading=_copier(buffer.detach(), widened),
+            is_buffer=True,
         )
 
 
@@ -410,11 +429,3 @@ def _text(spec: DTensorSpec) -> str:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _group_size(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def _group_rank(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0

@@ -106,7 +106,10 @@ class DTensorParameter(ManagedParameter):
 
     @property
     def forms(self) -> tuple[nn.Parameter | None, ...]:
-        return (self.sharded, self.unsharded, self._post_forward)
+        return (*super().forms, self._post_forward)
+
+    def own_part(self, full: torch.Tensor) -> torch.Tensor:
+        return _chunk(full, self.form.shard_dim, self._mesh.shard_size, self._mesh.shard_rank)
 
     def show_post_forward(self, local: torch.Tensor, mesh: DeviceMesh) -> None:
         """Register a shard over a smaller group, which is kept from forward to backward.
@@ -189,7 +192,7 @@ class DTensorParameter(ManagedParameter):
 
     def _as_parameter(self, full: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         """Return a DTensor parameter with this rank's shard of a whole tensor, in new memory."""
-        part = _chunk(full, self.form.shard_dim, self._mesh.shard_size, self._mesh.shard_rank)
+        part = self.own_part(full)
         # A view would keep the whole tensor alive. This copy lives until `move_shard` has copied it
         # to the unit's memory, which does not exist yet.
         local = part.new_zeros(part.shape).copy_(part)

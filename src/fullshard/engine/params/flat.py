@@ -67,10 +67,8 @@ class PieceParameter(ManagedParameter):
         super().__init__(original, slots, form)
         self.owned = owned
         self._trainable = original.requires_grad
-        # While the whole parameter is shown outside of forward and backward: the piece's gradient,
-        # and the parameter that is registered, if that is not `sharded`.
+        # The piece's gradient, while the whole parameter is shown outside of forward and backward.
         self._hidden_grad: torch.Tensor | None = None
-        self._whole: nn.Parameter | None = None
         full = original.detach()
         local = full._local_tensor if isinstance(full, DTensor) else full
         self.sharded = self._keep(original, owned.of(local).clone())
@@ -160,15 +158,14 @@ class PieceParameter(ManagedParameter):
                 target.copy_(self.sharded.detach())
             self.sharded.data = target
 
-    # The whole parameter, shown for a while outside of forward and backward
+    def own_part(self, full: torch.Tensor) -> torch.Tensor:
+        return self.owned.of(full)
+
+    # The piece may hold the whole parameter for a while, outside of forward and backward
 
     def show_whole(self, full: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """Show a whole tensor, and a whole gradient, in place of the piece.
-
-        full, grad: of shape ``shape``, in the dtype of the shards; used without a copy.
-        """
-        if self.form.unsharded is not None:
-            self._show_another(full, grad)
+        if self.form.unsharded is not None:  # a DTensor, which `sharded` cannot hold
+            super().show_whole(full, grad)
             return
         # A gradient may be set only while `data` has its shape: first the piece's goes, then `data`
         # changes, then the whole one comes. `hide_whole` goes back in the same order.
@@ -177,38 +174,13 @@ class PieceParameter(ManagedParameter):
         self.sharded.grad = grad
 
     def hide_whole(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Show the piece again. Return the whole tensor and gradient as users have left them.
-
-        shard: the memory of the piece.
-        """
         if self._whole is not None:
-            return self._hide_another()
+            return super().hide_whole(shard)
         full, grad = self.sharded.data, self.sharded.grad
         self.sharded.grad = None
         self.sharded.data = shard
         self.sharded.grad, self._hidden_grad = self._hidden_grad, None
         return full, grad
-
-    def _show_another(self, full: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """Show a whole tensor as a parameter of its own, where `sharded` cannot hold it."""
-        self._whole = nn.Parameter(self._as_unsharded(full), requires_grad=self.requires_grad)
-        self._whole.grad = None if grad is None else self._as_unsharded(grad)
-        for slot in self.slots:
-            slot.take_back(self._whole)
-
-    def _hide_another(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        whole, self._whole = self._whole, None
-        assert whole is not None
-        self.show_sharded()
-        full, grad = whole.detach(), whole.grad
-        return (
-            full._local_tensor if isinstance(full, DTensor) else full,
-            grad._local_tensor if isinstance(grad, DTensor) else grad,
-        )
-
-    def _as_unsharded(self, full: torch.Tensor) -> torch.Tensor:
-        spec = self.form.unsharded
-        return full if spec is None else DTensor(full, spec, requires_grad=False)
 
 
 def _step(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -297,10 +269,10 @@ class HiddenParameter(PieceParameter):
         return None
 
     def show_whole(self, full: torch.Tensor, grad: torch.Tensor | None) -> None:
-        self._show_another(full, grad)
+        ManagedParameter.show_whole(self, full, grad)
 
     def hide_whole(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._hide_another()
+        return ManagedParameter.hide_whole(self, shard)
 
 
 class FlatHolder:

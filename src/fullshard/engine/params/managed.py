@@ -58,6 +58,7 @@ class ManagedParameter(abc.ABC):
     accumulated_grad: sum of full gradients of backwards that did not reduce, unless it is lent to
         autograd (see `gradients.accumulation`).
     shard_group: the process group over which it is sharded; None for one rank.
+    unit: returns the `Unit` that it belongs to, or None if that is gone.
     gradient_hooks: the dictionary of `register_hook` hooks from before sharding. They are meant for
         whole gradients, so the unsharded form calls them.
     """
@@ -71,6 +72,8 @@ class ManagedParameter(abc.ABC):
         self.unsharded: nn.Parameter | None = None
         self.accumulated_grad: torch.Tensor | None = None
         self.shard_group: dist.ProcessGroup | None = None
+        self.unit: Callable[[], object | None] = _nobody  # a weak reference
+        self._whole: nn.Parameter | None = None  # what `show_whole` has registered
         # `requires_grad` of both forms when they last agreed: the form that differs from it now is
         # the one that the user has changed since.
         self._required_grad = original.requires_grad
@@ -87,7 +90,7 @@ class ManagedParameter(abc.ABC):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.slots, other.names, other.sharded = slots, list(self.names), sharded
-        other.unsharded = other.accumulated_grad = other.gradient_hooks = None
+        other.unsharded = other.accumulated_grad = other.gradient_hooks = other._whole = None
         mark_owner(sharded, other)
         return other
 
@@ -200,6 +203,23 @@ class ManagedParameter(abc.ABC):
         seen: the dtype in which the last one came, if they may come in any.
         """
 
+    def add_gradient(self, grad: torch.Tensor) -> None:
+        """Add a full gradient to what autograd leaves, as if autograd had computed it.
+
+        Hooks from before sharding see it by itself.
+        """
+        unsharded = self.unsharded
+        assert unsharded is not None
+        for hook in list((self.gradient_hooks or {}).values()):
+            result = hook(grad)
+            grad = grad if result is None else result
+        grad = grad.to(unsharded.grad_dtype or grad.dtype)  # None takes any
+        if unsharded.grad is not None:
+            unsharded.grad.add_(grad)
+        else:
+            # A copy: the gradient may be another tensor's as well, or be expanded.
+            unsharded.grad = grad.clone(memory_format=torch.contiguous_format)
+
     def leave_gradients(self, said: GradDtype) -> None:
         """Let autograd leave full gradients as this says, and not in the compute dtype."""
         self._unsharded_grad_dtype = said
@@ -277,10 +297,50 @@ class ManagedParameter(abc.ABC):
         self._required_grad = self.requires_grad
         return unsharded
 
+    # The whole parameter, shown for a while outside of forward and backward: see `engine.whole`
+
+    def show_whole(self, full: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Show a whole tensor, and a whole gradient, in place of the shard.
+
+        full, grad: of shape ``shape``, in the dtype of the shards; used without a copy.
+        """
+        self._whole = nn.Parameter(self.as_unsharded(full), requires_grad=self.requires_grad)
+        self._whole.grad = None if grad is None else self.as_unsharded(grad)
+        setattr(self._whole, STANDS_FOR, Reference(self))
+        for slot in self.slots:
+            slot.take_back(self._whole)
+
+    def hide_whole(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Show the shard again. Return the whole tensor and gradient as users have left them.
+
+        shard: its memory.
+        """
+        whole, self._whole = self._whole, None
+        assert whole is not None
+        current = next((s.current for s in self.slots if s.current is not whole), whole)
+        whole = whole if current is None else current  # one that somebody has put in its place
+        self.show_sharded()
+        full, grad = whole.detach(), whole.grad
+        return (
+            full._local_tensor if isinstance(full, DTensor) else full,
+            grad._local_tensor if isinstance(grad, DTensor) else grad,
+        )
+
+    @abc.abstractmethod
+    def own_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a view of this rank's part of a whole tensor, in ``shard_shape``."""
+
+    def as_unsharded(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a whole tensor in the type of the unsharded form: a DTensor if it was one before."""
+        spec = self.form.unsharded
+        if spec is None:
+            return full
+        return DTensor(full, with_dtype(spec, full.dtype), requires_grad=False)
+
     @property
     def forms(self) -> tuple[nn.Parameter | None, ...]:
         """Every parameter that this manager registers at some moment."""
-        return (self.sharded, self.unsharded)
+        return (self.sharded, self.unsharded, self._whole)
 
     def replaces(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is an object that the sharded form has taken the place of.

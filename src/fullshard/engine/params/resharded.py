@@ -66,6 +66,12 @@ def is_forbidden(tensor: torch.Tensor) -> bool:
     return "__fullshard_resharded__" in vars(type(tensor))
 
 
+def manager_of_placeholder(tensor: torch.Tensor) -> Named | None:
+    """Return the manager of the parameter that a placeholder stands for; None for any other tensor."""
+    name = getattr(tensor, _KEPT, None) if is_forbidden(tensor) else None
+    return name() if callable(name) else None
+
+
 @functools.cache
 def _resharded(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     """Return a subclass that refuses use.

@@ -1,0 +1,200 @@
+"""Directories of torch.distributed.checkpoint, read without running what they contain.
+
+    .metadata           pickled: tensors, their chunks, and where each chunk lies
+    __0_0.distcp        chunks, each a file of torch.save
+
+The metadata are unpickled with a short list of classes, of which none does anything; chunks with
+``weights_only=True``. Source: torch/distributed/checkpoint/{metadata,filesystem}.py, torch 2.11 to 2.15.
+"""
+
+import io
+import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.folder import Folder
+from fullshard.checkpoint.foreign import ForeignFiles, ForeignTensor
+from fullshard.checkpoint.spans import Wanted
+from fullshard.errors import CheckpointError
+from fullshard.plan.boxes import Box, common, tiling_fault, whole_box
+from fullshard.plan.layout import Shape
+
+METADATA = ".metadata"
+_PACKAGE = "torch.distributed.checkpoint"
+_CLASSES = {
+    f"{_PACKAGE}.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{_PACKAGE}.filesystem": {"_StorageInfo"},
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
+    "pathlib._local": {"PosixPath"},
+}
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}(/[A-Za-z0-9_.-]{1,200})?")
+
+
+def why_refused(error: Exception) -> str:
+    """Say in a few words why ``torch.load`` with ``weights_only=True`` has refused a file."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    if found:
+        return f"it would use {found[1]}"
+    return f"{type(error).__name__} {str(error).partition(chr(10))[0][:200]}".rstrip()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise CheckpointError(f"would use {module}.{name}, which no checkpoint needs")
+
+
+class _Chunk(NamedTuple):
+    """A box of a tensor, and the bytes of a file that hold it."""
+
+    box: Box
+    place: "_Place"
+
+
+class _Place(NamedTuple):
+    file: str
+    start: int
+    nbytes: int
+
+
+class DcpFiles(ForeignFiles):
+    """The files of one directory."""
+
+    tensors: dict[str, ForeignTensor]
+    paths: dict[str, tuple[str | int, ...]]
+
+    def __init__(self, folder: Folder) -> None:
+        self.location = folder.location
+        self._folder = folder
+        content = folder.read_small(METADATA)
+        self.digest = checksum(content)
+        self.tensors, self.paths = {}, {}
+        self._chunks: dict[str, list[_Chunk]] = {}
+        self._objects: dict[str, _Place] = {}
+        try:
+            self._take(_Unpickler(io.BytesIO(content)).load())
+        except CheckpointError as error:
+            raise self._refused(f"{METADATA} {error}") from error
+        except Exception as error:  # whatever damaged bytes make of a pickle
+            raise self._refused(
+                f"{METADATA} is damaged, or of another version ({error!r})"
+            ) from error
+
+    def close(self) -> None:
+        pass
+
+    def value_of(self, key: str) -> Any:
+        return self._loaded(key, self._objects[key])
+
+    def read(self, wanted: Sequence[Wanted], progress: Callable[[int], object] | None) -> None:
+        """Read boxes into their memory: chunk by chunk, of which one at a time is in memory."""
+        by_key: dict[str, list[Wanted]] = {}
+        for each in wanted:
+            by_key.setdefault(each.name, []).append(each)
+        for key, own in by_key.items():
+            for chunk in self._chunks[key]:
+                shared = [(each, common(each.box, chunk.box)) for each in own]
+                parts = [(each, box) for each, box in shared if box is not None]
+                if not parts:
+                    continue
+                value = self._tensor(key, chunk)
+                for each, box in parts:
+                    source = value[box.within(chunk.box)]
+                    each.view[box.within(each.box)].copy_(source)
+                if progress is not None:
+                    progress(chunk.place.nbytes)
+
+    def _tensor(self, key: str, chunk: _Chunk) -> torch.Tensor:
+        value = self._loaded(key, chunk.place)
+        expected = self.tensors[key]
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != chunk.box.shape:
+            raise self._refused(f"{key}: {chunk.place.file} holds something else at its place")
+        if value.dtype != expected.dtype:
+            raise self._refused(f"{key}: is of {value.dtype} in {chunk.place.file}")
+        return value.detach()
+
+    def _loaded(self, key: str, place: _Place) -> Any:
+        file = self._folder.open_data(place.file)
+        try:
+            if not 0 <= place.start <= place.start + place.nbytes <= file.nbytes:
+                raise self._refused(f"{key}: {place.file} ends before it")
+            content = bytearray(place.nbytes)
+            file.read_into(memoryview(content), place.start)
+        finally:
+            file.close()
+        try:
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise self._refused(
+                f"{key}: cannot be read from {place.file} without trust: {why_refused(error)}"
+            ) from error
+
+    # Metadata
+
+    def _take(self, metadata: Any) -> None:
+        places = {
+            (index.fqn, None if index.offset is None else tuple(index.offset)): self._place(info)
+            for index, info in metadata.storage_data.items()
+        }
+        paths: Mapping[str, Any] = metadata.planner_data or {}
+        for key, entry in metadata.state_dict_metadata.items():
+            path = paths.get(key)
+            self.paths[key] = tuple(path) if isinstance(path, tuple) and path else (key,)
+            if not hasattr(entry, "chunks"):
+                self._objects[key] = places[key, None]
+                continue
+            shape, dtype = tuple(entry.size), entry.properties.dtype
+            chunks = self._chunks_of(key, entry, places)
+            if fault := tiling_fault(shape, [chunk.box for chunk in chunks]):
+                raise CheckpointError(f"says of {key} of shape {shape}: {fault}")
+            self.tensors[key] = ForeignTensor(shape, dtype, len(chunks))
+            self._chunks[key] = chunks
+
+    def _chunks_of(
+        self, key: str, entry: Any, places: Mapping[tuple[str, Shape | None], "_Place"]
+    ) -> list[_Chunk]:
+        chunks = []
+        for each in entry.chunks:
+            box = Box(tuple(each.offsets), tuple(each.sizes))
+            place = places.get((key, box.offset))
+            if place is None and box == whole_box(box.shape):
+                place = places.get((key, None))
+            if place is None:
+                raise CheckpointError(f"does not say where {key} at {box.offset} lies")
+            chunks.append(_Chunk(box, place))
+        return chunks
+
+    def _place(self, info: Any) -> _Place:
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"has compressed files ({', '.join(info.transform_descriptors)}), which are not read here. "
+                "Load it with torch.distributed.checkpoint, and save it again without"
+            )
+        name = info.relative_path
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or ".." in name:
+            raise CheckpointError(f"names the file {name!r}, which is none of a checkpoint's")
+        return _Place(name, int(info.offset), int(info.length))
+
+    def _refused(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: {what}. Load another checkpoint, or restore this one."
+        )

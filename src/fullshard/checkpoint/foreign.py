@@ -1,0 +1,337 @@
+"""State that others have saved, under names of their own: which of it is a model's and an optimizer's.
+
+    {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 5}     becomes the keys
+    model.0.weight   optim.state.0.weight.exp_avg   optim.param_groups.0.lr   step
+
+The beginnings ("model.", "optim.") are not known, nor is there always one. They are found by the names
+that the model has.
+"""
+
+import abc
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.saved_state import Names, SavedState
+from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.values import encoded
+from fullshard.errors import CheckpointError
+from fullshard.plan.boxes import whole_box
+from fullshard.plan.layout import Shape
+from fullshard.plan.units import clean_name, without_compile
+
+# If several beginnings fit equally well, these come first.
+_USUAL = ("model.", "", "state_dict.", "module.", "optim.", "optimizer.")
+_SMALL_NBYTES = 1 << 20  # tensors of extra state that are read though nobody asks for them
+GROUPS = "param_groups"
+VALUES = "values/"  # the section of tensors that are values: step counters
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForeignTensor:
+    """A tensor: its whole shape, its dtype, and in how many parts it lies in files."""
+
+    shape: Shape
+    dtype: torch.dtype
+    parts: int = 1
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def placement(self) -> str:
+        return f"in {self.parts} parts" if self.parts > 1 else ""
+
+
+class ForeignFiles(abc.ABC):
+    """Files as they are: tensors and other values by key, with the path of each in nested dicts."""
+
+    location: Path | str
+    digest: str
+    tensors: Mapping[str, ForeignTensor]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+    @abc.abstractmethod
+    def value_of(self, key: str) -> Any:
+        """Return a value that is no tensor."""
+
+    @abc.abstractmethod
+    def read(self, wanted: Sequence[Wanted], progress: Callable[[int], object] | None) -> None:
+        """Read boxes into their memory, as `SavedState.read` does, by their keys."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+
+class ForeignState(SavedState):
+    """The state in files of others. Empty until `find` has found what belongs where."""
+
+    def __init__(self, files: ForeignFiles) -> None:
+        self.files = files
+        self.location, self.digest = files.location, files.digest
+        self.tensors: dict[str, ForeignTensor] = {}
+        self.values: dict[str, Any] = {}
+        self._keys: dict[str, str] = {}  # of the files, by our names
+        self._inside: dict[str, torch.Tensor] = {}  # tensors inside other values
+
+    def close(self) -> None:
+        self.files.close()
+
+    def read(
+        self, wanted: Sequence[Wanted], progress: Callable[[int], object] | None = None
+    ) -> None:
+        keyed = [each for each in wanted if each.name in self._keys]
+        self.files.read([e._replace(name=self._keys[e.name]) for e in keyed], progress)
+        for each in wanted:
+            inside = self._inside.get(each.name)
+            if inside is not None:
+                each.view.copy_(inside[each.box.within(whole_box(tuple(inside.shape)))])
+
+    def find(self, names: Names) -> None:
+        self.tensors, self._keys, self._inside = {}, {}, {}
+        keys = {clean_key(key): key for key in self.files.paths}
+        self.values = {"models": sorted(names.models), "optimizers": {}, "extra": {}}
+        self._taken: set[str] = set()
+        left = dict(keys)
+        known = {name for own in names.models.values() for name in own}
+        known |= {name for own in names.optimizers.values() for each in own for name in each}
+        for section, parameters in names.optimizers.items():
+            self._find_optimizer(section, parameters, known, keys, left)
+        for section, own in names.models.items():
+            self._find_model(section, set(own), keys, left)
+        self._keep_extra(names.extra, left)
+
+    def _find_model(
+        self, section: str, names: set[str], keys: Mapping[str, str], left: dict[str, str]
+    ) -> None:
+        fits = Counter(key[: -len(name)] for key in keys for name in endings(key) if name in names)
+        beginning = self._best(fits, section)
+        if beginning is None:
+            return
+        # Where a model's tensors lie beside dicts, those in the dicts are not its own.
+        own = {key: left[key] for key in left if key.startswith(beginning)}
+        ways = Counter(self._way(raw) for k, raw in own.items() if k[len(beginning) :] in names)
+        for key, raw in own.items():
+            is_beside = self._way(raw) == ways.most_common(1)[0][0]
+            if raw in self.files.tensors and is_beside and not _is_state(key, names):
+                self._add(f"{section}/{key[len(beginning) :]}", left.pop(key))
+
+    def _way(self, raw: str) -> tuple[str | int, ...]:
+        """Return the dicts in which a key lies."""
+        return self.files.paths[raw][:-1]
+
+    def _find_optimizer(
+        self,
+        section: str,
+        parameters: Sequence[tuple[str, ...]],
+        known: Collection[str],
+        keys: Mapping[str, str],
+        left: dict[str, str],
+    ) -> None:
+        found: dict[str, dict[str, tuple[str, str]]] = {}
+        for key in keys:
+            for before, name, state in _state_keys(key, known):
+                found.setdefault(before, {})[key] = name, state
+            for rest in endings(key):
+                if rest.startswith(f"{GROUPS}."):  # where no parameter has state, as with plain SGD
+                    found.setdefault(key.removesuffix(rest), {})
+        beginning = self._best(Counter({b: len(own) for b, own in found.items()}), section)
+        if beginning is None:
+            return
+        number = _Numbers(parameters, self.location)
+        scalars: dict[str, dict[str, Any]] = {}
+        for key, (numbered, state) in found[beginning].items():
+            raw = left.pop(key)
+            name = number.name_of(numbered, known)
+            tensor = self.files.tensors.get(raw)
+            full = f"{section}/{name}/{state}"
+            if tensor is None:
+                scalars.setdefault(name, {})[state] = _plain(self.files.value_of(raw), full)
+            elif not tensor.shape:
+                self._add(f"{VALUES}{full}", raw)
+                scalars.setdefault(name, {})[state] = {"$tensor": f"{VALUES}{full}"}
+            else:
+                self._add(full, raw)
+        groups = self._groups(f"{beginning}{GROUPS}", known, number, left)
+        self.values["optimizers"][section] = {
+            "class": None,  # which others do not save
+            "groups": _plain(groups, f"{section}/groups"),
+            "scalars": scalars,
+        }
+
+    def _groups(
+        self, beginning: str, known: Collection[str], number: "_Numbers", left: dict[str, str]
+    ) -> list[dict[str, Any]]:
+        """Return the options of groups: from one list, from its items, or from those of each parameter."""
+        by_group: dict[str, dict[str, Any]] = {}
+        if beginning in left:  # the whole list as one value
+            for index, group in enumerate(self.files.value_of(left.pop(beginning))):
+                by_group[str(index)] = dict(group)
+        for key in [key for key in left if key.startswith(f"{beginning}.")]:
+            name, _, option = key[len(beginning) + 1 :].rpartition(".")
+            by_group.setdefault(name, {})[option] = self._value(left.pop(key))
+        groups = []
+        for name, options in by_group.items():
+            own = options.pop("params", [name] if name in known else [])
+            own = [number.name_of(str(each), known) for each in own]
+            groups.append({"params": own, "options": options})
+        return groups
+
+    def _keep_extra(self, wanted: Collection[str], left: Mapping[str, str]) -> None:
+        """Keep what is left as extra state; large tensors and unsafe values only if asked for."""
+        tree: dict[str | int, Any] = {}
+        left_out = []
+        for key, raw in left.items():
+            path = self.files.paths[raw]
+            tensor = self.files.tensors.get(raw)
+            if tensor is not None and path[0] not in wanted and tensor.nbytes > _SMALL_NBYTES:
+                left_out.append(key)
+                continue
+            try:
+                value = self._extra_value(key, raw)
+            except CheckpointError:
+                if path[0] in wanted:
+                    raise
+                left_out.append(key)
+                continue
+            place: Any = tree
+            for part in path[:-1]:
+                place = place.setdefault(part, {})
+            place[path[-1]] = value
+        self.values["extra"] = {str(key): _as_saved(value) for key, value in tree.items()}
+        self.values["left_out"] = left_out
+        step = self.values["extra"].get("step")
+        self.values["step"] = step if type(step) is int else None
+
+    def _extra_value(self, key: str, raw: str) -> Any:
+        if raw not in self.files.tensors:
+            return encoded(self.files.value_of(raw), f"extra/{key}", self._keep)
+        self._add(f"extra/{key}", raw)
+        return {"$tensor": f"extra/{key}"}
+
+    def _value(self, raw: str) -> Any:
+        tensor = self.files.tensors.get(raw)
+        if tensor is None:
+            return self.files.value_of(raw)
+        if tensor.shape:
+            raise CheckpointError(
+                f"{self.location}: {raw} is a tensor of shape {tensor.shape}, but an option of a group."
+            )
+        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.files.read([_whole(raw, value)], None)
+        return value
+
+    def _keep(self, name: str, value: torch.Tensor) -> None:
+        self.tensors[name] = ForeignTensor(tuple(value.shape), value.dtype)
+        self._inside[name] = value.detach()
+
+    def _add(self, name: str, key: str) -> None:
+        self.tensors[name] = self.files.tensors[key]
+        self._keys[name] = key
+
+    def _best(self, fits: Counter[str], section: str) -> str | None:
+        """Return the beginning under which most names are there; None if there is none.
+
+        Of several models or optimizers each has its own, that with its key if there is one.
+        """
+        own = section.partition(".")[2]
+        free = {b: count for b, count in fits.items() if b not in self._taken}
+        if own:
+            keyed = {b: c for b, c in free.items() if own in (*b.split("."), b.rstrip("."))}
+            free = keyed or free
+        if not free:
+            return None
+        most = max(free.values())
+        best = [beginning for beginning, count in free.items() if count == most]
+        usual = [beginning for beginning in _USUAL if beginning in best]
+        if usual or len(best) == 1:
+            self._taken.add((usual or best)[0])
+            return (usual or best)[0]
+        raise CheckpointError(
+            f"{self.location}: has the names of {section} under each of {', '.join(sorted(best))}. Load a "
+            "file that has them once, or give several models by these keys."
+        )
+
+
+class _Numbers:
+    """Names of parameters that were saved by their number among an optimizer's parameters."""
+
+    def __init__(self, parameters: Sequence[tuple[str, ...]], location: Path | str) -> None:
+        self._parameters, self._location = parameters, location
+
+    def name_of(self, saved: str, known: Collection[str]) -> str:
+        saved = clean_key(saved)
+        if saved in known or not saved.isdigit():
+            return saved
+        number = int(saved)
+        if number >= len(self._parameters):
+            raise CheckpointError(
+                f"{self._location}: has optimizer state of parameter number {number}, and this optimizer "
+                f"has {len(self._parameters)}. Give it the same parameters in the same order."
+            )
+        names = self._parameters[number]
+        if len(names) != 1:
+            raise CheckpointError(
+                f"{self._location}: has optimizer state by numbers of parameters, and number {number} is a "
+                f"flat parameter here. Wrap with use_orig_params=True, or save by names "
+                "(torch.distributed.checkpoint.state_dict.get_state_dict)."
+            )
+        return names[0]
+
+
+def _as_saved(tree: Any) -> Any:
+    """Return nested dicts by parts of paths as what they were: lists where parts are 0, 1, 2 and so on."""
+    if not isinstance(tree, dict):
+        return tree
+    values = {key: _as_saved(each) for key, each in tree.items()}
+    if values and list(values) == list(range(len(values))):
+        return list(values.values())
+    return {str(key): each for key, each in values.items()}
+
+
+def _whole(name: str, view: torch.Tensor) -> Wanted:
+    return Wanted(name, whole_box(tuple(view.shape)), view)
+
+
+def clean_key(key: str) -> str:
+    """Return a key without what wrappers and ``torch.compile`` put into names."""
+    return without_compile(clean_name(key))
+
+
+def endings(key: str) -> Iterable[str]:
+    """Yield a key, and what is left of it after each of its dots."""
+    yield key
+    for position, character in enumerate(key):
+        if character == ".":
+            yield key[position + 1 :]
+
+
+def _state_keys(key: str, known: Collection[str]) -> Iterable[tuple[str, str, str]]:
+    """Yield (beginning, parameter, state) of a key as optimizer state: P + "state." + name + "." + state."""
+    for rest in endings(key):
+        if rest.startswith("state."):
+            name, _, state = rest.removeprefix("state.").rpartition(".")
+            if name in known or name.isdigit():
+                yield key[: -len(rest)], name, state
+
+
+def _is_state(key: str, known: Collection[str]) -> bool:
+    return any(True for _ in _state_keys(key, known))
+
+
+def _plain(value: Any, name: str) -> Any:
+    return encoded(value, name, _refuse_tensor)
+
+
+def _refuse_tensor(name: str, value: torch.Tensor) -> None:
+    raise CheckpointError(f"{name}: is a tensor of shape {tuple(value.shape)} inside a value.")

@@ -1,0 +1,32 @@
+"""From a path or a URL to its folder: `folder_at`."""
+
+import os
+import re
+from pathlib import Path
+
+from fullshard.checkpoint.folder import Folder
+from fullshard.checkpoint.local_folder import LocalFolder
+from fullshard.checkpoint.object_folder import object_folder
+from fullshard.errors import CheckpointError
+
+Location = str | os.PathLike[str]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
+_URL_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
+
+
+def folder_at(location: Location) -> Folder:
+    """Return the folder at a path or a URL.
+
+    Raises CheckpointError if the filesystem of a URL is not installed, or a path is a spoilt URL.
+    """
+    text = os.fspath(location)
+    if text.startswith("file://"):
+        return LocalFolder(Path(text.removeprefix("file://")))
+    if _URL.match(text):
+        return object_folder(text)
+    if not isinstance(location, str) and _URL_IN_PATH.match(text):
+        raise CheckpointError(
+            f"{text}: was a URL before pathlib took one of its slashes. Give it as a string."
+        )
+    return LocalFolder(Path(text))

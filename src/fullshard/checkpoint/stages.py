@@ -1,0 +1,254 @@
+"""One save, stage by stage: every rank writes what it owns, then rank 0 makes it a checkpoint.
+
+    prepare   on the program's thread: what each rank holds (for a save in the background: copied)
+    begin     rank 0 makes the draft, and every rank sees it
+    write     every rank its files
+    commit    rank 0 puts the manifest together, checks that every element is in it once, and completes
+
+Each stage ends on all ranks together, so an error on one is an error on all, and nothing is left behind.
+"""
+
+import dataclasses
+import platform
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.content import (
+    Content,
+    Models,
+    Optimizers,
+    content_of,
+    section_names,
+    to_write,
+)
+from fullshard.checkpoint.folder import Draft, Folder
+from fullshard.checkpoint.locations import Location, folder_at
+from fullshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, dumps
+from fullshard.checkpoint.peers import Peers
+from fullshard.checkpoint.values import encoded
+from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
+from fullshard.errors import CheckpointError
+from fullshard.plan.boxes import tiling_fault
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint that is complete and stored for good.
+
+    path: of its folder; a string if it is a URL. nbytes: of all ranks' files. seconds: from the call on. stall_seconds: how long the program waited.
+    """
+
+    path: Path | str
+    step: int | None
+    nbytes: int
+    seconds: float
+    stall_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What the user asks for, as `save_checkpoint` describes it.
+
+    then: is called on rank 0 once the checkpoint is complete; its errors are the save's.
+    """
+
+    path: Location
+    model: Models
+    optimizer: Optimizers
+    extra: Mapping[str, Any]
+    step: int | None = None
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rng: bool = True
+    overwrite: bool = False
+    then: Callable[[], object] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveJob:
+    """What one rank writes, once it is decided."""
+
+    request: SaveRequest
+    target: Folder
+    items: Sequence[ToWrite]
+    tensors: Mapping[str, dict[str, Any]]
+    content: Content
+    values: Mapping[str, Any]
+
+    def saved(self, nbytes: int, *, begun: float, stall_seconds: float) -> SavedCheckpoint:
+        """Return what users are told of it. begun: when, by ``time.perf_counter``."""
+        seconds = time.perf_counter() - begun
+        return SavedCheckpoint(
+            self.target.location, self.request.step, nbytes, seconds, stall_seconds
+        )
+
+
+@torch.no_grad()
+def prepare(request: SaveRequest, peers: Peers) -> SaveJob:
+    """Decide what this rank writes. Collective.
+
+    Raises CheckpointError, on all ranks, for arguments that differ between them or cannot be saved.
+    """
+
+    def beside() -> tuple[Folder, dict[str, Any]]:
+        if not isinstance(request.step, int | None):
+            raise CheckpointError(f"step is {request.step!r}: give an int, or None.")
+        target = folder_at(request.path)
+        if not target.name:
+            raise CheckpointError(f"path is {str(request.path)!r}: name a folder.")
+        values = {
+            "step": encoded(request.step, "step", _refuse),
+            "metadata": encoded(dict(request.metadata), "metadata", _refuse),
+        }
+        return target, values
+
+    content, (target, values) = content_of(
+        request.model,
+        request.optimizer,
+        request.extra,
+        beside,
+        rng=request.rng,
+        peers=peers,
+        alike={
+            "path": str(request.path),
+            "step": request.step,
+            "overwrite": request.overwrite,
+            "rng": request.rng,
+            "model": section_names(request.model, "model"),
+            "optimizer": section_names(request.optimizer, "optimizer"),
+            "extra": sorted(request.extra),
+        },
+    )
+    tensors = {
+        holding.name: {
+            "shape": holding.shape,
+            "dtype": holding.dtype,
+            "aliases": holding.names[1:],
+            "placement": holding.placement,
+        }
+        for holding in content.holdings
+    }
+    items = list(to_write(content.holdings))
+    return SaveJob(request, target, items, tensors, content, values)
+
+
+def _refuse(name: str, _: torch.Tensor) -> None:
+    raise CheckpointError(f"{name} is a tensor. Give tensors in extra=.")
+
+
+def execute(job: SaveJob, peers: Peers) -> int:
+    """Write and commit; return the number of bytes of all files. Collective over ``peers``."""
+    drafts: list[Draft] = []
+
+    def begin() -> tuple[str, str]:
+        tag = secrets.token_hex(4)
+        drafts.append(job.target.draft(tag, overwrite=job.request.overwrite))
+        return str(drafts[0].folder), tag
+
+    try:
+        place, tag = peers.of_first(begin)
+        # Names of files bear the tag: if this replaces a checkpoint, both have files there for a while.
+        everyones = peers.at_first(
+            lambda: (
+                write_files(_seen(place, tag), peers.rank, tag, job.items),
+                job.tensors,
+                job.content.own_values,
+            )
+        )
+        nbytes = peers.of_first(lambda: _commit(drafts[0], job, everyones(), peers.size))
+    except BaseException:
+        if drafts:
+            drafts[0].give_up()
+        raise
+    if job.request.then is not None:
+        peers.of_first(job.request.then)
+    return nbytes
+
+
+def _seen(place: str, tag: str) -> Folder:
+    folder = folder_at(place)
+    if not folder.sees_draft(tag):
+        raise CheckpointError(
+            f"{folder}: rank 0 has made this folder, and this rank does not see it. Save to a filesystem "
+            "that all hosts share."
+        )
+    return folder
+
+
+def _commit(
+    draft: Draft, job: SaveJob, everyones: Sequence[tuple[Any, Any, Any]], num_ranks: int
+) -> int:
+    own_values: dict[str, dict[str, Any]] = {}
+    for rank, (_, _, own) in enumerate(everyones):
+        for key, tree in own.items():
+            own_values.setdefault(key, {})[str(rank)] = tree
+    values = {
+        **facts_of_today(num_ranks),
+        **job.values,
+        **job.content.values,
+        "extra_by_rank": own_values,
+    }
+    manifest = manifest_of([(written, tensors) for written, tensors, _ in everyones], values)
+    check_sizes(draft, manifest)
+    draft.complete(dumps(manifest), [file.name for file in manifest.files])
+    return sum(file.nbytes for file in manifest.files)
+
+
+def facts_of_today(num_ranks: int) -> dict[str, Any]:
+    """Return what a manifest says of the save itself."""
+    return {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "ranks": num_ranks,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def check_sizes(draft: Draft, manifest: Manifest) -> None:
+    """Raise CheckpointError if this process does not see all files as they were written."""
+    for file in manifest.files:
+        if draft.folder.size_of(file.name) != file.nbytes:
+            raise CheckpointError(
+                f"{draft.folder}/{file.name}: was written by another rank, but rank 0 does not see it. "
+                "Save to a filesystem that all hosts share."
+            )
+
+
+def manifest_of(
+    everyones: Sequence[tuple[WrittenFiles, Mapping[str, dict[str, Any]]]],
+    values: Mapping[str, Any],
+) -> Manifest:
+    """Put together what all ranks have written, and facts of each tensor.
+
+    Raises CheckpointError if ranks disagree on a tensor, or its pieces do not cover it exactly once.
+    """
+    files: list[FileEntry] = []
+    pieces: dict[str, list[Piece]] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for rank, (written, tensors) in enumerate(everyones):
+        for name, fact in tensors.items():
+            known = facts.setdefault(name, fact)
+            if (known["shape"], known["dtype"]) != (fact["shape"], fact["dtype"]):
+                raise CheckpointError(
+                    f"{name}: has shape {known['shape']} and {known['dtype']} on one rank, but "
+                    f"{fact['shape']} and {fact['dtype']} on rank {rank}."
+                )
+        for each in written.pieces:
+            piece = Piece(each.box, len(files) + each.file, each.start, each.checksums)
+            pieces.setdefault(each.name, []).append(piece)
+        files += written.files
+    entries = {}
+    for name, fact in facts.items():
+        own_pieces = tuple(sorted(pieces.get(name, ()), key=lambda piece: piece.box))
+        if fault := tiling_fault(fact["shape"], [piece.box for piece in own_pieces]):
+            raise CheckpointError(
+                f"{name} of shape {fact['shape']}: {fault} of those that the ranks hold. Save with all "
+                "ranks of the mesh, and one copy of the model in the job."
+            )
+        entries[name] = TensorEntry(
+            fact["shape"], fact["dtype"], own_pieces, fact["aliases"], fact["placement"]
+        )
+    return Manifest(tuple(files), entries, values)

@@ -1,0 +1,96 @@
+"""Files of ``torch.save`` that hold whole state dicts, read without running what they contain."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.dcp_files import why_refused
+from fullshard.checkpoint.foreign import ForeignFiles, ForeignTensor
+from fullshard.checkpoint.spans import Wanted
+from fullshard.errors import CheckpointError
+
+_ENDS_NBYTES = 1 << 20
+
+
+class TorchFile(ForeignFiles):
+    """One file. Tensors are mapped, so only what is used is read."""
+
+    tensors: dict[str, ForeignTensor]
+    paths: dict[str, tuple[str | int, ...]]
+
+    def __init__(self, path: Path) -> None:
+        self.location = path
+        try:
+            content = _loaded(path)
+            self.digest = _digest(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
+        if not isinstance(content, Mapping):
+            raise CheckpointError(
+                f"{path}: holds a {type(content).__name__}, not a state dict. Save a dict of tensors, such "
+                "as model.state_dict()."
+            )
+        self.tensors, self.paths = {}, {}
+        self._values: dict[str, Any] = {}
+        for way, value in _leaves(content, ()):
+            key = ".".join(map(str, way))
+            self.paths[key] = way
+            self._values[key] = value
+            if isinstance(value, torch.Tensor):
+                self.tensors[key] = ForeignTensor(tuple(value.shape), value.dtype)
+
+    def close(self) -> None:
+        self._values.clear()
+
+    def value_of(self, key: str) -> Any:
+        return self._values[key]
+
+    def read(self, wanted: Sequence[Wanted], progress: Callable[[int], object] | None) -> None:
+        for each in wanted:
+            whole = self._values[each.name].detach()
+            index = tuple(slice(start, start + size) for start, size in zip(*each.box, strict=True))
+            each.view.copy_(whole[index])
+            if progress is not None:
+                progress(each.view.numel() * each.view.itemsize)
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:
+        if "mmap" not in str(error):
+            raise CheckpointError(
+                f"{path}: cannot be read without trust: {why_refused(error)}"
+            ) from error
+    try:  # a file of the old format, which cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: cannot be read without trust: {why_refused(error)}"
+        ) from error
+
+
+def _leaves(value: Any, way: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield what is in nested dicts, and in lists of dicts, with its path."""
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            yield from _leaves(each, (*way, key if isinstance(key, int) else str(key)))
+    elif isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        for number, each in enumerate(value):
+            yield from _leaves(each, (*way, number))
+    else:
+        yield way, value
+
+
+def _digest(path: Path) -> str:
+    """Return what tells two files apart, without reading all: their size, first and last bytes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(_ENDS_NBYTES)
+        file.seek(max(0, size - _ENDS_NBYTES))
+        return checksum(first + file.read() + str(size).encode())

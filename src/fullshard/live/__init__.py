@@ -1,0 +1,1 @@
+"""Access to whole parameters while a model is sharded and trains."""

@@ -1,0 +1,368 @@
+"""`EMA`: the exponential moving average of a sharded model, shard by shard.
+
+Every rank averages what it holds (`state.holdings`), so nothing is communicated and nothing is whole.
+Replicas compute the same averages. In a state dict each average is a `HeldTensor`, which a checkpoint
+writes and reads as it does the model's own tensors, on any number of ranks and sharded in any way.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.checks.strays import registrations
+from fullshard.engine.params.managed import ManagedParameter
+from fullshard.engine.unit import Unit
+from fullshard.errors import ShardingError, StateError
+from fullshard.plan.boxes import Box, whole_box
+from fullshard.plan.layout import Shape
+from fullshard.plan.units import clean_name, without_compile
+from fullshard.state.holdings import HeldBox, HeldTensor, Holding, holdings_of, plain_memory
+from fullshard.state.optim_keys import all_names, units_of
+
+Decay = float | Callable[[int], float]
+
+# Elements that are cast at once where averages have another dtype than parameters.
+_CAST_NUMEL = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor of the model: its holding without memory, and by box how to find that.
+
+    Found anew each time: a view that is kept looks like a user's, which the engine forbids to use after a
+    reshard.
+    """
+
+    holding: Holding
+    boxes: tuple[Box, ...]
+    views: tuple[Callable[[], torch.Tensor], ...]
+
+    @property
+    def is_averaged(self) -> bool:
+        return self.holding.dtype.is_floating_point and not self.holding.is_buffer
+
+
+class _Sources:
+    """What this rank holds of a model, looked up again when its units or modules have changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.all: Sequence[_Source] = ()
+        self._num_registrations = -1
+        self._buffers: list[tuple[Unit, object]] = []
+        self._plain: list[tuple[dict[str, Any], str]] = []
+        self._num_buffers = 0
+
+    def refresh(self) -> None:
+        """Look them up. Ends gathers under way, and shows sharded parameters."""
+        holdings = holdings_of(self._model)
+        managers = {
+            own[0]: param
+            for unit, names in all_names(self._model)
+            for param, own in zip(unit.params, names, strict=True)
+        }
+        plain = {
+            clean_name(f"{path}.{name}" if path else name): (registry, name)
+            for path, module in self._model.named_modules(remove_duplicate=False)
+            for registry in (module._parameters, module._buffers)
+            for name in registry
+        }
+        self.all = [_source(h, managers.get(h.name), plain.get(h.name)) for h in holdings]
+        self._plain = [plain[h.name] for h in holdings if h.name not in managers]
+        self._num_registrations, self._num_buffers = registrations.value, self._count()
+        self._buffers = [(unit, unit.params.buffers) for unit in units_of(self._model)]
+
+    @property
+    def are_current(self) -> bool:
+        """Whether the model has the same tensors, divided as they were."""
+        if any(source.holding.after_loading is not None for source in self.all):
+            return False  # a copy of a buffer in another dtype
+        if (self._num_registrations, self._num_buffers) != (registrations.value, self._count()):
+            return False  # something was added, or a buffer or module taken away
+        return all(registry.get(name) is not None for registry, name in self._plain) and all(
+            unit.params.buffers is buffers and not unit.is_whole and not unit.params.have_moved
+            for unit, buffers in self._buffers
+        )
+
+    def _count(self) -> int:
+        """Count modules and buffers: no hook tells when one is added or taken away."""
+        return sum(1 + len(module._buffers) for module in self._model.modules())
+
+
+def _source(
+    holding: Holding, manager: ManagedParameter | None, plain: tuple[dict[str, Any], str] | None
+) -> _Source:
+    views: list[Callable[[], torch.Tensor]] = []
+    for box, view in holding.boxes:
+        if holding.after_loading is not None:
+            views.append(functools.partial(_same, view))  # which `after_loading` writes back
+        elif manager is not None:
+            nbytes = view.data_ptr() - manager.local.detach().data_ptr()
+            views.append(functools.partial(_part_of, manager, nbytes // view.itemsize, box.shape))
+        else:
+            assert plain is not None
+            views.append(functools.partial(_registered, *plain))
+    names = tuple(dict.fromkeys(map(without_compile, holding.names)))
+    boxes = tuple(held.box for held in holding.boxes)
+    return _Source(dataclasses.replace(holding, names=names, boxes=()), boxes, tuple(views))
+
+
+def _same(view: torch.Tensor) -> torch.Tensor:
+    return view
+
+
+def _part_of(manager: ManagedParameter, start: int, shape: Shape) -> torch.Tensor:
+    local = plain_memory(manager.local.detach(), manager.name)
+    return local.reshape(-1)[start : start + math.prod(shape)].view(shape)
+
+
+def _registered(registry: dict[str, Any], name: str) -> torch.Tensor:
+    tensor = plain_memory(registry[name].detach(), name)
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class EMA:
+    """The exponential moving average of a model's parameters, over shards.
+
+        ema = EMA(model, decay=0.999)
+        ...
+        optimizer.step()
+        ema.update()
+        ...
+        with ema.applied():
+            evaluate(model)
+        save_checkpoint(path, model, optimizer, extra={"ema": ema})
+
+    Works on models of ``fully_shard``, the wrapper in both forms, ``replicate``, tensor parallel, and plain
+    ones. It begins with the values that the model has now, so create it after sharding and initialising.
+    Parameters that are added later join with their value at the next update; frozen ones are averaged too.
+    Persistent buffers are copied, not averaged.
+
+    num_updates: how often `update` was called.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: Decay = 0.999,
+        *,
+        warmup: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Begin with the model's values. Every rank has to call it.
+
+        decay: how much of the average stays in an update, or a function from the number of updates before
+            to that.
+        warmup: use at most ``(1 + n) / (10 + n)`` in update ``n``, so that first values fade fast.
+        dtype: of averages of floating-point parameters; by default theirs, but at least float32.
+            Memory: this rank's shards in this dtype.
+
+        Raises ShardingError for a decay outside of 0 to 1, StateError on the meta device.
+        """
+        if not callable(decay) and not 0.0 <= decay <= 1.0:
+            raise ShardingError(
+                f"EMA: decay is {decay!r}. Give a number from 0 to 1, or a function."
+            )
+        self.decay, self.warmup = decay, warmup
+        self.num_updates = 0
+        self._model, self._dtype = model, dtype
+        self._is_applied = False
+        self._averages: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._sources = _Sources(model)
+        self._follow_model()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the model's values of now into the averages. Without communication.
+
+        Call it after the optimizer's step. Raises StateError inside `applied` and `full_parameters`.
+        """
+        self._refuse_while_applied("update()")
+        if not self._sources.are_current:
+            self._follow_model()
+        weight = 1.0 - self._decay_now()
+        averaged: dict[tuple[torch.dtype, torch.device], tuple[list[Any], list[Any]]] = {}
+        for average, view, is_averaged in self._pairs():
+            if not is_averaged:
+                average.copy_(view)
+                continue
+            averages, values = averaged.setdefault((view.dtype, view.device), ([], []))
+            averages.append(average)
+            values.append(view)
+        for averages, values in averaged.values():
+            for some, of_model in _in_chunks(averages, values):
+                torch._foreach_lerp_(some, of_model, weight)
+        self.num_updates += 1
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the model the averages in the body, and its own values after it. Collective.
+
+        Whatever reads the model sees them: forwards, state dicts, `save_checkpoint`, `stream_weights`. An
+        optimizer's step inside is undone with them. Memory: a copy of this rank's shards.
+        """
+        self._refuse_while_applied("applied()")
+        self._follow_model()
+        with torch.no_grad():
+            kept = [view.clone() for _, view, _ in self._pairs()]
+            self._write(average for average, _, _ in self._pairs())
+        self._is_applied = True
+        try:
+            yield
+        finally:
+            self._is_applied = False
+            with torch.no_grad():
+                self._sources.refresh()  # forwards may have left units unsharded
+                self._write(iter(kept))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return averages by name, and what else `load_state_dict` needs, for a checkpoint's ``extra``.
+
+        An average is a `HeldTensor` over this object's own memory: copy it to keep it.
+        """
+        averages = {}
+        for source in self._sources.all:
+            own = self._averages[source.holding.name]
+            averages[source.holding.name] = HeldTensor(
+                dataclasses.replace(
+                    source.holding,
+                    names=(source.holding.name,),
+                    dtype=self._dtype_of(source),
+                    boxes=tuple(map(HeldBox, source.boxes, own)),
+                    after_loading=None,
+                )
+            )
+        return {"num_updates": self.num_updates, "averages": averages}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take averages from `state_dict`, of whatever ranks if it comes from a checkpoint.
+
+        Values may also be whole tensors. Raises StateError, before anything is changed, if names or shapes
+        differ from the model's.
+        """
+        self._refuse_while_applied("load_state_dict()")
+        self._follow_model()
+        averages = state["averages"]
+        names = {source.holding.name for source in self._sources.all}
+        if missing := sorted(names - set(averages)) or sorted(set(averages) - names):
+            raise StateError(
+                f"EMA: the averages and the model differ in {', '.join(missing[:3])}"
+                f"{' and others' if len(missing) > 3 else ''}. Load the averages of this model."
+            )
+        parts = {
+            source.holding.name: _parts_of(averages[source.holding.name], source)
+            for source in self._sources.all
+        }
+        for name, own in self._averages.items():
+            for average, part in zip(own, parts[name], strict=True):
+                if part.data_ptr() != average.data_ptr():  # else a checkpoint was read into it
+                    average.copy_(part)
+        self.num_updates = int(state["num_updates"])
+
+    def _decay_now(self) -> float:
+        decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.num_updates) / (10 + self.num_updates))
+        return decay
+
+    def _dtype_of(self, source: _Source) -> torch.dtype:
+        dtype = source.holding.dtype
+        if not source.is_averaged:
+            return dtype
+        return self._dtype or torch.promote_types(dtype, torch.float32)
+
+    def _follow_model(self) -> None:
+        """Look where the model's values are now, and make averages of what is new."""
+        self._sources.refresh()
+        old, self._averages = self._averages, {}
+        with torch.inference_mode(False), torch.no_grad():
+            for source in self._sources.all:
+                name = source.holding.name
+                known = old.get(name, ())
+                if [tuple(each.shape) for each in known] == [box.shape for box in source.boxes]:
+                    self._averages[name] = known
+                    continue
+                if known:
+                    warnings.warn(
+                        f"EMA: this rank holds another part of {name} than before. Its average begins "
+                        "again.",
+                        UserWarning,
+                        stacklevel=3,
+                    )
+                dtype = self._dtype_of(source)
+                self._averages[name] = tuple(
+                    torch.empty(box.shape, dtype=dtype, device=view().device).copy_(view())
+                    for box, view in zip(source.boxes, source.views, strict=True)
+                )
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+        """Yield every average, the model's memory of the same box, and whether it is averaged."""
+        for source in self._sources.all:
+            averages = self._averages[source.holding.name]
+            for average, view in zip(averages, source.views, strict=True):
+                yield average, view(), source.is_averaged
+
+    def _write(self, values: Iterator[torch.Tensor]) -> None:
+        """Write values to the model, in the order of `_pairs`."""
+        for unit in units_of(self._model):
+            unit.finish_reading()  # the host is about to write to shards
+        for (_, view, _), value in zip(self._pairs(), values, strict=True):
+            view.copy_(value)
+        for source in self._sources.all:
+            if source.holding.after_loading is not None:
+                source.holding.after_loading()
+
+    def _refuse_while_applied(self, call: str) -> None:
+        if self._is_applied:
+            raise StateError(
+                f"EMA: {call} inside applied(), where the model has the averages. Call it outside."
+            )
+
+
+def _parts_of(value: Any, source: _Source) -> list[torch.Tensor]:
+    """Return this rank's boxes of a loaded average."""
+    holding = source.holding
+    if isinstance(value, HeldTensor):
+        held = value.holding.boxes
+        if tuple(each.box for each in held) == source.boxes:
+            return [each.view for each in held]
+        raise StateError(
+            f"EMA: this rank holds another part of {holding.name} than the state dict has. Save it with "
+            "save_checkpoint, which loads on any number of ranks."
+        )
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if tuple(whole.shape) != tuple(holding.shape):
+        raise StateError(
+            f"EMA: {holding.name} has shape {tuple(whole.shape)} in the state dict, but "
+            f"{tuple(holding.shape)} in the model. Load the averages of this model."
+        )
+    return [whole[box.within(whole_box(holding.shape))] for box in source.boxes]
+
+
+def _in_chunks(
+    averages: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Yield averages with values in their dtype, a bounded number of elements at once if cast."""
+    if averages[0].dtype == values[0].dtype:
+        yield list(averages), list(values)
+        return
+    some: list[torch.Tensor] = []
+    cast: list[torch.Tensor] = []
+    numel = 0
+    for average, value in zip(averages, values, strict=True):
+        if some and numel + value.numel() > _CAST_NUMEL:
+            yield some, cast
+            some, cast, numel = [], [], 0
+        some.append(average)
+        cast.append(value.to(average.dtype))
+        numel += value.numel()
+    yield some, cast

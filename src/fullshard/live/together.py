@@ -1,0 +1,39 @@
+"""Doing something on all ranks or on none: an error of one is an error of all."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fullshard.errors import StateError
+
+T = TypeVar("T")
+
+
+def num_ranks() -> int:
+    """Return the number of ranks of the job; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def together(function: Callable[[], T]) -> T:
+    """Return what this rank's function returns, once those of all ranks have. Collective.
+
+    Raises on every rank if one raises: its own error there, a StateError that names the ranks elsewhere.
+    """
+    if num_ranks() == 1:
+        return function()
+    error: Exception | None = None
+    value: Any = None
+    try:
+        value = function()
+    except Exception as caught:
+        error = caught
+    texts: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+    if problems:
+        raise StateError("\n".join(problems))
+    result: T = value
+    return result

@@ -1,0 +1,77 @@
+"""`full_parameters`: whole parameters on every module, however it was sharded."""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from fullshard.engine.module_state import state_of
+from fullshard.engine.params.managed import manager_of
+from fullshard.engine.unit import Unit
+from fullshard.engine.whole import WholeOptions, whole_parameters
+from fullshard.errors import UnsupportedError
+from fullshard.state.holdings import refuse_others
+
+_TORCH_FSDP = "torch.distributed.fsdp."
+
+
+@contextlib.contextmanager
+def full_parameters(
+    module: nn.Module,
+    *,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload: bool = False,
+) -> Iterator[None]:
+    """Show whole parameters on all modules inside ``module``, in the dtype of the shards. Collective.
+
+        with full_parameters(model):
+            model.head.weight.normal_(std=0.02)   # under torch.no_grad(), the same on all ranks
+
+    Whatever sharded them: ``fully_shard``, the wrapper, ``replicate``, or any mix; plain parameters
+    stay as they are, and so a model that is not sharded does. Tensor-parallel parameters stay DTensors
+    over the tensor-parallel mesh. Memory: all of these parameters whole, on every rank that shows them.
+
+    writeback: what the block has changed is written to the shards when it ends, also by an exception:
+        of each rank's whole parameters its own part, so all ranks have to make the same changes. Without
+        it changes are dropped.
+    rank0_only: only the first rank of each mesh (rank 0) shows whole parameters; the others show their
+        shards. With ``writeback`` the first rank's values are sent to all when the block ends.
+    offload: show them in host memory.
+
+    A forward inside computes with what is shown, without mixed precision, and cannot be differentiated;
+    for losses of weights there is `gathered`. Optimizers keep their parameters: do not step inside.
+
+    Raises MisuseError during forward or backward, inside another such block, and, when the block ends,
+    if the shape of a parameter was changed; UnsupportedError if ``module`` has parameters that a unit
+    outside it owns, or that define their own all-gather.
+    """
+    options = WholeOptions(
+        writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload, copies=True
+    )
+    with whole_parameters(_units(module), options):
+        yield
+
+
+def _units(module: nn.Module) -> list[Unit]:
+    refuse_others(module)
+    for path, each in module.named_modules():
+        if any(c.__module__.startswith(_TORCH_FSDP) for c in type(each).__mro__):
+            raise UnsupportedError(
+                f"{path or 'The model'} is sharded by PyTorch's fully_shard. Call its unshard(), or shard it "
+                "with fullshard's."
+            )
+    states = dict.fromkeys(s for m in module.modules() if (s := state_of(m)) is not None)
+    for state in states:
+        state.check_idle("full_parameters")
+    units = [unit for state in states for unit in state.units]
+    managers = {param for unit in units for param in unit.params}
+    for name, parameter in module.named_parameters():
+        manager = manager_of(parameter)
+        if manager is not None and manager not in managers:
+            raise UnsupportedError(
+                f"full_parameters: {name} of {type(module).__name__} is {manager.name} of a unit that "
+                "contains more than this module. Call it with the module that was sharded, or with the "
+                "whole model."
+            )
+    return units

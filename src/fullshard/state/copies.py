@@ -1,0 +1,90 @@
+"""Which of the ranks that hold the same boxes hands them on: every element is one rank's to send or write."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fullshard.plan.boxes import share
+from fullshard.state.holdings import BUFFER, REPLICATED, HeldBox, Holding
+
+# Boxes smaller than this are not divided among the ranks that all hold them.
+_WORTH_SHARING_NBYTES = 1 << 20
+
+
+def digest_of_unnumbered(holdings: Sequence[Holding]) -> bytes:
+    """Return what ranks have alike that hold the same boxes of what is not numbered yet."""
+    return hashlib.sha256(repr(sorted(_unnumbered(holdings).items())).encode()).digest()
+
+
+def _unnumbered(holdings: Sequence[Holding]) -> dict[str, Any]:
+    return {
+        h.name: (h.shape, tuple(held.box for held in h.boxes)) for h in holdings if not h.copies
+    }
+
+
+def numbered(
+    holdings: Sequence[Holding],
+    group: dist.ProcessGroup | None,
+    digests: Sequence[bytes] | None = None,
+) -> list[Holding]:
+    """Give every holding its number among the ranks that hold the same boxes. Collective.
+
+    digests: of all ranks' unnumbered holdings, if they are known. Nothing is sent if they are equal, as
+    with plain modules.
+    """
+    unknown = _unnumbered(holdings)
+    size, rank = _group_size(group), _group_rank(group)
+    if size == 1:
+        return [h if h.copies else dataclasses.replace(h, copies=1) for h in holdings]
+    if digests is None:
+        gathered: list[Any] = [None] * size
+        dist.all_gather_object(gathered, digest_of_unnumbered(holdings), group=group)
+        digests = gathered
+    holders: dict[Any, list[int]] = {}
+    if len(set(digests)) > 1:
+        everyones: list[Any] = [None] * size
+        dist.all_gather_object(everyones, unknown, group=group)
+        for number, own in enumerate(everyones):
+            for key in own.items():
+                holders.setdefault(key, []).append(number)
+
+    def with_number(holding: Holding) -> Holding:
+        if holding.copies:
+            return holding
+        same = holders.get((holding.name, unknown[holding.name]))
+        if same is None:  # every rank has it
+            return dataclasses.replace(holding, copy=rank, copies=size)
+        return dataclasses.replace(holding, copy=same.index(rank), copies=len(same))
+
+    return [with_number(holding) for holding in holdings]
+
+
+def own_shares(holdings: Iterable[Holding]) -> Iterator[tuple[Holding, HeldBox]]:
+    """Yield this rank's share of the boxes that it holds: every element is one rank's to hand on.
+
+    holdings: numbered, and in the same order on all ranks that hold copies.
+    """
+    for number, holding in enumerate(holdings):
+        is_whole_copy = holding.placement in (REPLICATED, BUFFER)
+        for held in holding.boxes:
+            nbytes = held.view.numel() * held.view.itemsize
+            if nbytes < _WORTH_SHARING_NBYTES or is_whole_copy:
+                # What the engine keeps equal is dealt out. What it does not know of is the first
+                # holder's: were ranks to differ, a mixture would be a model that no rank had.
+                if holding.copy == (0 if is_whole_copy else number % holding.copies):
+                    yield holding, held
+                continue
+            part = share(held.box, holding.copy, holding.copies)
+            if part is not None:
+                yield holding, HeldBox(part, held.view[part.within(held.box)])
+
+
+def _group_size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def _group_rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0

@@ -1,0 +1,230 @@
+"""Gathers whole tensors from what the ranks hold, a bucket at a time.
+
+The ranks tell each other once which boxes they hold, and plan alike (`plan.gathering`). Then each bucket
+is one exchange of bytes, whatever dtypes are in it: an all-gather, or, where the ranks' messages differ
+much in size, a broadcast of each; to one rank, a gather.
+
+[Note: Memory of a bucket] Beyond the whole tensors that are yielded, a rank has its own message and
+those received: at most about three times ``bucket_nbytes``, and on ranks that receive nothing, only their
+own message.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.backends import any_device, moves
+from fullshard.comm.calls import all_gather
+from fullshard.errors import StateError
+from fullshard.plan.boxes import tiling_fault, whole_box
+from fullshard.plan.gathering import Bucket, Divided, Part, plan_buckets
+from fullshard.state.copies import own_shares
+from fullshard.state.holdings import HeldBox, Holding
+
+# An all-gather pads messages to the longest. If that moves more than this many times what there is, each
+# rank's message is broadcast instead.
+_MOST_PADDING = 2
+
+
+def gathered_wholes(
+    holdings: Sequence[Holding],
+    group: dist.ProcessGroup | None,
+    *,
+    to_rank: int | None = None,
+    bucket_nbytes: int,
+    device: torch.device | None = None,
+) -> Iterator[tuple[Holding, torch.Tensor | None]]:
+    """Gather whole tensors from all ranks' holdings; yield each with its holding. Collective.
+
+    holdings: of the same tensors in the same order on all ranks, `numbered`. They may have any mix of
+        dtypes and any division. group: all ranks that hold them; None is the default group, and without
+        one this process is alone.
+    to_rank: the only rank (of the group) that gets tensors; the others get None in their place.
+    device: of the whole tensors; by default where this rank holds them.
+
+    Every tensor is new memory, which this iterator does not keep. The call itself is collective, and each
+    step may be: all ranks have to go on to the end in step. Where one stops, the next step of the others
+    waits for it until the group's timeout.
+
+    Raises StateError, on all ranks alike, if ranks hold different tensors or lack elements.
+    """
+    if bucket_nbytes < 1:
+        raise StateError(f"A bucket of {bucket_nbytes} bytes holds nothing. Give a positive size.")
+    many = dist.is_initialized() and dist.get_world_size(group) > 1
+    num_ranks = dist.get_world_size(group) if many else 1
+    if to_rank is not None and not 0 <= to_rank < num_ranks:
+        raise StateError(f"to_rank is {to_rank!r}, but there are ranks 0 to {num_ranks - 1}.")
+    shares: dict[str, list[HeldBox]] = {}
+    for holding, held in own_shares(holdings):
+        shares.setdefault(holding.name, []).append(held)
+    own = _Facts(
+        tuple((h.name, tuple(h.shape), h.dtype) for h in holdings),
+        tuple(tuple(held.box for held in shares.get(h.name, ())) for h in holdings),
+        next((held.view.device.type for h in holdings for held in h.boxes), "cpu"),
+    )
+    facts: list[Any] = [own]
+    if many:
+        facts = [None] * num_ranks
+        dist.all_gather_object(facts, own, group=group)
+    _check(facts)
+    tensors = [
+        Divided(holding.shape, holding.dtype.itemsize, [each.boxes[index] for each in facts])
+        for index, holding in enumerate(holdings)
+    ]
+    views = [shares.get(h.name, []) for h in holdings]
+    wire = _Wire(group, num_ranks, to_rank, _wire_device(facts, group) if many else None)
+    return _gather(list(holdings), views, tensors, wire, bucket_nbytes, device)
+
+
+class _Facts(NamedTuple):
+    """What a rank tells the others: names, shapes and dtypes; the boxes that it sends; its device."""
+
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    boxes: tuple[tuple[Any, ...], ...]
+    device_type: str
+
+
+def _check(facts: Sequence[_Facts]) -> None:
+    """Raise StateError if ranks hold different tensors, or not every element exactly once."""
+    for rank, each in enumerate(facts):
+        if each.tensors == facts[0].tensors:
+            continue
+        first, other = set(facts[0].tensors), set(each.tensors)
+        differing = sorted(str(fact[0]) for fact in first ^ other)[:3] or ["their order"]
+        raise StateError(
+            f"Ranks 0 and {rank} hold different tensors: {', '.join(differing)}. Call this with the same "
+            "model on all ranks of the group."
+        )
+    for index, (name, shape, _) in enumerate(facts[0].tensors):
+        if fault := tiling_fault(shape, [box for each in facts for box in each.boxes[index]]):
+            raise StateError(
+                f"{name} of shape {shape}: {fault} of those that the ranks hold. Call this on all ranks "
+                "of the mesh, with one copy of the model among them."
+            )
+
+
+def _wire_device(facts: Sequence[_Facts], group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device on which bytes travel: that of the tensors if the group can, alike on all ranks."""
+    kinds = sorted({each.device_type for each in facts} - {"cpu"})
+    if kinds and moves(group, kinds[0]):
+        return torch.device(kinds[0], torch.accelerator.current_device_index())
+    return any_device(group)
+
+
+@torch.no_grad()
+def _gather(
+    holdings: Sequence[Holding],
+    views: Sequence[Sequence[HeldBox]],
+    tensors: Sequence[Divided],
+    wire: "_Wire",
+    bucket_nbytes: int,
+    device: torch.device | None,
+) -> Iterator[tuple[Holding, torch.Tensor | None]]:
+    home = next((held.view.device for h in holdings for held in h.boxes), wire.device)
+    wholes: dict[int, torch.Tensor] = {}
+
+    def whole_of(index: int) -> torch.Tensor:
+        if index not in wholes:
+            holding = holdings[index]
+            own = holding.boxes[0].view.device if holding.boxes else home
+            wholes[index] = torch.empty(holding.shape, dtype=holding.dtype, device=device or own)
+        return wholes[index]
+
+    def view_of(part: Part) -> torch.Tensor:
+        held = views[part.tensor][part.number]
+        return held.view[part.box.within(held.box)]
+
+    def target_of(part: Part) -> torch.Tensor:
+        return whole_of(part.tensor)[part.box.within(whole_box(tensors[part.tensor].shape))]
+
+    for bucket in plan_buckets(tensors, num_ranks=wire.num_ranks, bucket_nbytes=bucket_nbytes):
+        received = wire.exchange(bucket, view_of)
+        if wire.receives:
+            for part in bucket.parts:
+                if part.rank == wire.rank:
+                    target_of(part).copy_(view_of(part))
+                else:
+                    target = target_of(part)
+                    target.copy_(_slot(received[part.rank], part, target.dtype))
+        received = []
+        for index in bucket.complete:
+            whole = whole_of(index) if wire.receives else None
+            wholes.pop(index, None)
+            yield holdings[index], whole
+            del whole  # a tensor belongs to whoever took it
+
+
+def _slot(message: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    """Return a part's place in a message."""
+    nbytes = part.box.numel * dtype.itemsize
+    return message[part.start : part.start + nbytes].view(dtype).view(part.box.shape)
+
+
+class _Wire:
+    """The exchange of messages among the ranks of a group.
+
+    device: on which they travel; None for one rank alone. receives: whether this rank gets any.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_ranks: int,
+        to_rank: int | None,
+        device: torch.device | None,
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.rank = dist.get_rank(group) if num_ranks > 1 else 0
+        self.device = device or torch.device("cpu")
+        self.receives = to_rank is None or to_rank == self.rank
+        self._to_rank = to_rank
+        self._group = group
+
+    def exchange(self, bucket: Bucket, view_of: Any) -> list[torch.Tensor]:
+        """Send this rank's parts of a bucket; return the messages of all ranks as bytes.
+
+        This rank's own is not among them where that saves sending it.
+        """
+        if self.num_ranks == 1 or not any(self._sent(bucket)):
+            return [torch.empty(0)] * self.num_ranks
+        nbytes = self._sent(bucket)
+        if self._to_rank is not None:
+            return self._to_one(self._message(bucket, view_of, nbytes[self.rank]), nbytes)
+        longest = max(nbytes)
+        if longest * self.num_ranks <= _MOST_PADDING * sum(nbytes):
+            received = self._empty(longest * self.num_ranks)
+            message = self._message(bucket, view_of, longest)
+            all_gather(received, message, group=self._group)
+            return list(received.split(longest))
+        messages = []
+        for rank, size in enumerate(nbytes):
+            own = rank == self.rank
+            message = self._message(bucket, view_of, size) if own else self._empty(size)
+            if size:
+                dist.broadcast(message, group_src=rank, group=self._group)
+            messages.append(message)
+        return messages
+
+    def _sent(self, bucket: Bucket) -> list[int]:
+        return [0 if rank == self._to_rank else n for rank, n in enumerate(bucket.nbytes)]
+
+    def _to_one(self, message: torch.Tensor, nbytes: Sequence[int]) -> list[torch.Tensor]:
+        sent = [len(message) if rank == self._to_rank else 0 for rank in range(self.num_ranks)]
+        arriving = list(nbytes) if self.receives else [0] * self.num_ranks
+        received = self._empty(sum(arriving))
+        dist.all_to_all_single(received, message, arriving, sent, group=self._group)
+        return list(received.split(arriving))
+
+    def _message(self, bucket: Bucket, view_of: Any, nbytes: int) -> torch.Tensor:
+        message = self._empty(nbytes)
+        if self._to_rank != self.rank:
+            for part in bucket.parts:
+                if part.rank == self.rank:
+                    view = view_of(part)
+                    _slot(message, part, view.dtype).copy_(view)
+        return message
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)

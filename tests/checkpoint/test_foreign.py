@@ -1,0 +1,394 @@
+"""State that others have saved: torch.distributed.checkpoint and torch.save, PyTorch's FSDP and ours."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fullshard
+from fullshard.errors import CheckpointError
+from tests.api import TORCH, Api, use_api
+from tests.checkpoint.test_any_to_any import _sharded, _state, _train
+from tests.fsdp1.models import quiet
+from tests.harness import Pools, Task, mesh_of, world_size
+from tests.models import mlp
+from tests.test_transfer import _whole
+from tests.training import assert_equal
+
+pytestmark = pytest.mark.apis("peer_memory")
+
+
+def _as_saved(api: Api, form: str, model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return what a program would give to ``dcp.save``, in one of the forms that programs use."""
+    if form == "ours":
+        return fullshard.sharded_state(model, optimizer)
+    if form == "numbers":
+        return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    if form == "weights":
+        return dict(model.state_dict())
+    if form == "fsdp1":
+        wrapper = api.FullyShardedDataParallel
+        wrapper.set_state_dict_type(model, api.StateDictType.SHARDED_STATE_DICT)
+        return {
+            "model": model.state_dict(),
+            "optimizer": wrapper.optim_state_dict(model, optimizer),
+            "scheduler": {"last_epoch": 3},
+            "step": 2,
+        }
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flattened")
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+    return {"app": {"model": of_model, "optim": of_optimizer}, "step": 2}
+
+
+def _write_dcp(way: str, form: str, folder: Path) -> dict[str, Tensor]:
+    with use_api("peer_memory" if form == "ours" else TORCH) as api, quiet():
+        model, optimizer = _sharded(api, way, seed=1, optimizer="adamw")
+        _train(model, optimizer, steps=2)
+        dcp.save(_as_saved(api, form, model, optimizer), checkpoint_id=folder)
+        if form == "ours":
+            return _state(api, model, optimizer)
+        whole = StateDictOptions(full_state_dict=True)
+        of_model, of_optimizer = get_state_dict(model, optimizer, options=whole)
+        return _whole({"model": of_model, "optimizer": of_optimizer})
+
+
+def _read(api: Api, way: str, path: Path, *, weights: bool) -> dict[str, Tensor]:
+    model, optimizer = _sharded(api, way, seed=5, optimizer="adamw")
+    optimizer.param_groups[0]["lr"] = 9.0
+    fullshard.load_checkpoint(path, model, None if weights else optimizer)
+    if weights:
+        with quiet():
+            return _whole(fullshard.sharded_state(model))
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    state = _state(api, model, optimizer)
+    _train(model, optimizer, steps=1)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("way", "form", "ours", "ranks"),
+    [
+        ("fully_shard", "state_dict", "flat", (2, 3)),
+        ("fully_shard", "flattened", "fully_shard", (4, 2)),
+        ("fully_shard", "numbers", "orig", (2, 4)),
+        ("fully_shard", "weights", "flat", (3, 2)),
+        ("hybrid_fully_shard", "state_dict", "fully_shard", (4, 4)),
+        ("orig", "fsdp1", "fully_shard", (2, 4)),
+        ("flat", "fsdp1", "orig", (4, 1)),
+        ("orig", "state_dict", "plain", (2, 2)),
+        ("hybrid_orig", "fsdp1", "flat", (4, 2)),
+        ("flat", "ours", "fully_shard", (2, 3)),
+        ("fully_shard", "ours", "flat", (3, 2)),
+    ],
+)
+def test_directories_of_dcp_load_whoever_wrote_them(
+    api: str, way: str, form: str, ours: str, ranks: tuple[int, int], pools: Pools, tmp_path: Path
+) -> None:
+    folder = tmp_path / "dcp"
+    written = pools.run(
+        ranks[0], Task(__name__, "_write_dcp", {"way": way, "form": form, "folder": folder})
+    )
+    weights = form == "weights"
+    arguments = {"api": api, "way": ours, "path": folder, "weights": weights}
+    for state in pools.run(ranks[1], Task(__name__, "_read", arguments)):
+        assert_equal(state, {name: written[0][name] for name in state})
+        assert weights or set(state) == set(written[0])
+
+
+# PyTorch's FSDP1 above tensor parallel
+
+
+def _parallel(api: Api, *, seed: int, way: str) -> Any:
+    torch.manual_seed(seed)
+    model = mlp(num_layers=2, dim=12)
+    if way == "rows":
+        api.fully_shard(model, mesh=mesh_of(world_size()))
+        return model
+    mesh = mesh_of(2, 2)
+    linears = [n for n, m in model.named_children() if isinstance(m, nn.Linear)]
+    plan = {n: (ColwiseParallel(), RowwiseParallel())[i % 2] for i, n in enumerate(linears)}
+    parallelize_module(model, mesh["shard"], plan)
+    return api.FullyShardedDataParallel(
+        model,
+        device_mesh=mesh["replicate"],
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+
+
+def _write_parallel(folder: Path) -> dict[str, Tensor]:
+    with use_api(TORCH) as api, quiet():
+        model = _parallel(api, seed=1, way="parallel")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model(torch.ones(4, 12)).square().mean().backward()
+        optimizer.step()
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=folder)
+        return _whole({"model": of_model, "optimizer": of_optimizer})
+
+
+def _read_parallel(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
+    with quiet():
+        model = _parallel(api, seed=5, way=way)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+        fullshard.load_checkpoint(folder, model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        return _whole(fullshard.sharded_state(model, optimizer))
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("parallel", 4), ("rows", 3)])
+def test_fsdp1_above_tensor_parallel_loads(
+    api: str, way: str, ranks: int, pools: Pools, tmp_path: Path
+) -> None:
+    written = pools.run(4, Task(__name__, "_write_parallel", {"folder": tmp_path}))
+    arguments = {"api": api, "way": way, "folder": tmp_path}
+    for values in pools.run(ranks, Task(__name__, "_read_parallel", arguments)):
+        assert_equal(values, written[0])
+
+
+# Files of torch.save
+
+
+def _write_file(form: str, path: Path) -> dict[str, Tensor]:
+    with use_api(TORCH) as api, quiet():
+        model, optimizer = _sharded(api, "orig", seed=1, optimizer="adamw")
+        _train(model, optimizer, steps=2)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=False)
+        of_model, of_optimizer = get_state_dict(model, optimizer, options=whole)
+        if torch.distributed.get_rank() == 0:
+            content: Any = {"model": of_model, "optimizer": of_optimizer, "epoch": 3}
+            content = {"all": content, "ddp": {f"module.{k}": v for k, v in of_model.items()}}[form]
+            torch.save(content, path)
+        torch.distributed.barrier()
+        return _whole({"model": of_model, "optimizer": of_optimizer})
+
+
+@pytest.mark.parametrize(
+    ("form", "way", "ranks"), [("all", "fully_shard", 3), ("all", "flat", 2), ("ddp", "orig", 2)]
+)
+def test_whole_state_dicts_load(
+    api: str, form: str, way: str, ranks: int, pools: Pools, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.pt"
+    written = pools.run(2, Task(__name__, "_write_file", {"form": form, "path": path}))
+    arguments = {"api": api, "way": way, "path": path, "weights": form == "ddp"}
+    for state in pools.run(ranks, Task(__name__, "_read", arguments)):
+        assert_equal(state, {name: written[0][name] for name in state})
+
+
+# What does not fit, is ambiguous, damaged or hostile
+
+
+def _saved(folder: Path, content: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save(content, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def test_what_does_not_fit_is_listed(model: nn.Module, tmp_path: Path) -> None:
+    state = {**model.state_dict(), "1.more": torch.ones(2)}
+    del state["0.bias"]
+    folder = _saved(tmp_path / "a", {"model": state, "step": 3})
+    with pytest.raises(CheckpointError, match=r"(?s)lacks.*model/0.bias.*nothing takes.*1.more"):
+        fullshard.load_checkpoint(folder, model)
+    loaded = fullshard.load_checkpoint(folder, model, allow=["missing", "unexpected"])
+    assert loaded.step == 3
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(CheckpointError, match=r"(?s)lacks.*: 2\n.*    optimizer\n"):
+        fullshard.load_checkpoint(folder, model, optimizer, allow="unexpected")
+
+
+def test_state_of_another_optimizer_is_refused(model: nn.Module, tmp_path: Path) -> None:
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    adam.step()
+    of_model, of_optimizer = get_state_dict(model, adam)
+    folder = _saved(tmp_path / "a", {"model": of_model, "optim": of_optimizer})
+    sgd = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with pytest.raises(CheckpointError, match=r"(?s)another optimizer.*exp_avg.*momentum_buffer"):
+        fullshard.load_checkpoint(folder, model, sgd)
+    path = _saved(tmp_path / "b", {"model": of_model, "optim": adam.state_dict()})
+    short = torch.optim.Adam([*model.parameters()][:2])
+    with pytest.raises(CheckpointError, match="the same parameters in the same order"):
+        fullshard.load_checkpoint(path, model, short)
+
+
+@pytest.mark.parametrize("shape", [(12,), (1,), (4, 3)])
+def test_state_of_another_shape_is_refused(
+    model: nn.Module, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    adam.step()
+    state = adam.state_dict()
+    state["state"][0]["exp_avg"] = torch.ones(shape)
+    torch.save({"model": model.state_dict(), "optim": state}, tmp_path / "a.pt")
+    fresh = torch.optim.Adam(model.parameters())
+    with pytest.raises(CheckpointError, match=r"(?s)Of another shape.*optimizer/0.weight/exp_avg"):
+        fullshard.load_checkpoint(tmp_path / "a.pt", model, fresh)
+    assert not fresh.state
+
+
+def test_two_models_with_the_same_names_are_told_apart(model: nn.Module, tmp_path: Path) -> None:
+    other = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    folder = _saved(
+        tmp_path / "a", {"nets": {"actor": model.state_dict(), "critic": other.state_dict()}}
+    )
+    fresh = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with pytest.raises(CheckpointError, match=r"under each of nets.actor., nets.critic."):
+        fullshard.load_checkpoint(folder, fresh)
+    fullshard.load_checkpoint(folder, {"critic": fresh})
+    assert all(p.equal(q) for p, q in zip(fresh.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_each_of_two_optimizers_finds_its_own_state(tmp_path: Path, momentum: float) -> None:
+    models = {key: nn.Linear(4, 3) for key in ("actor", "critic")}
+    optimizers: dict[str, Any] = {
+        "actor": torch.optim.AdamW(models["actor"].parameters(), lr=0.25),
+        "critic": torch.optim.SGD(models["critic"].parameters(), lr=0.5, momentum=momentum),
+    }
+    for key, model in models.items():
+        model(torch.ones(1, 4)).sum().backward()
+        optimizers[key].step()
+    both = {key: get_state_dict(models[key], optimizers[key]) for key in models}
+    forms: dict[str, Any] = {
+        "by kind": {
+            "model": {key: own[0] for key, own in both.items()},
+            "optim": {key: own[1] for key, own in both.items()},
+        },
+        "by key": {key: {"model": own[0], "optim": own[1]} for key, own in both.items()},
+    }
+    fullshard.save_checkpoint(tmp_path / "own", models, optimizers)
+    fullshard.export_dcp(tmp_path / "own", tmp_path / "exported")
+    for form, content in forms.items():
+        _saved(tmp_path / form, content)
+    for path in (*map(tmp_path.joinpath, forms), tmp_path / "exported"):
+        fresh = {key: nn.Linear(4, 3) for key in models}
+        made: dict[str, Any] = {
+            "actor": torch.optim.AdamW(fresh["actor"].parameters()),
+            "critic": torch.optim.SGD(fresh["critic"].parameters(), momentum=momentum),
+        }
+        fullshard.load_checkpoint(path, fresh, made)
+        for key, model in fresh.items():
+            assert_equal(model.state_dict(), models[key].state_dict())
+            assert made[key].param_groups[0]["lr"] == optimizers[key].param_groups[0]["lr"]
+            wanted = optimizers[key].state.get(models[key].weight, {})
+            assert_equal(made[key].state.get(model.weight, {}), wanted)
+        sections = ["model", "optimizer"]
+        assert fullshard.diff_checkpoints(tmp_path / "own", path, sections=sections) == []
+
+
+@pytest.mark.parametrize("are_equal", [True, False])
+def test_tied_names_need_equal_values(tmp_path: Path, are_equal: bool) -> None:
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    state = {name: value.clone() for name, value in tied.state_dict().items()}
+    state["1.weight"] = state["0.weight"] + (0 if are_equal else 1)
+    torch.save(state, tmp_path / "model.pt")
+    if are_equal:
+        fullshard.load_checkpoint(tmp_path / "model.pt", tied)
+    else:
+        with pytest.raises(CheckpointError, match=r"(?s)One tensor in the model.*1.weight"):
+            fullshard.load_checkpoint(tmp_path / "model.pt", tied)
+
+
+def test_extra_state_of_others_is_handed_on(model: nn.Module, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    beside = {
+        "sched": {**scheduler.state_dict(), "last_epoch": 7},
+        "train_state": {"step": torch.tensor(7), "seen": [1, torch.ones(2), {"a": 2.5}]},
+        "ema": {"mean": torch.zeros(300_000)},
+    }
+    for name, content in (("a", {"model": model.state_dict()}), ("b", model.state_dict())):
+        folder = _saved(tmp_path / name, {**content, **beside})
+        loaded = fullshard.load_checkpoint(folder, model, extra={"sched": scheduler})
+        assert scheduler.last_epoch == 7
+        state = loaded.extra["train_state"]
+        assert state["step"] == 7
+        assert (state["seen"][0], state["seen"][2]) == (1, {"a": 2.5})
+        assert state["seen"][1].equal(torch.ones(2))
+        assert "ema" not in loaded.extra  # large
+        assert any("ema.mean is in the files and was left out" in note for note in loaded.notes)
+        loaded = fullshard.load_checkpoint(folder, model, extra={"ema": None})
+        assert loaded.extra["ema"]["mean"].numel() == 300_000
+
+
+class _Harm:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_that_is_loaded_can_run(model: nn.Module, tmp_path: Path) -> None:
+    harm = _Harm(tmp_path / "harmed")
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(harm))
+    with pytest.raises(CheckpointError, match=r"\.metadata would use posix.mkdir"):
+        fullshard.load_checkpoint(folder, model)
+    torch.save({"model": model.state_dict(), "harm": harm}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="without trust"):
+        fullshard.load_checkpoint(tmp_path / "model.pt", model)
+    _saved(tmp_path / "b", {"model": model.state_dict(), "sched": harm})
+    with pytest.raises(CheckpointError, match=r"sched: cannot be read.*without trust"):
+        fullshard.load_checkpoint(tmp_path / "b", model, extra={"sched": None})
+    assert not harm.path.exists()
+
+
+@pytest.mark.parametrize("fault", ["outside", "gap", "cut", "swapped", "link", "junk"])
+def test_directories_that_cannot_be_are_refused(
+    model: nn.Module, tmp_path: Path, fault: str
+) -> None:
+    folder = _saved(tmp_path / "a", {"model": model.state_dict()})
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    index = MetadataIndex("model.0.weight", torch.Size([0, 0]))
+    place = metadata.storage_data[index]
+    (data,) = folder.glob("*.distcp")
+    match fault:
+        case "outside":
+            place.relative_path = "../../etc/passwd"
+        case "gap":
+            metadata.state_dict_metadata["model.0.weight"].size = torch.Size([5, 4])
+        case "cut":
+            data.write_bytes(data.read_bytes()[:-100])
+        case "swapped":
+            metadata.storage_data[index] = metadata.storage_data[
+                MetadataIndex("model.0.bias", torch.Size([0]))
+            ]
+        case "link":
+            data.rename(tmp_path / "data")
+            data.symlink_to(tmp_path / "data")
+    path.write_bytes(b"\x80junk" if fault == "junk" else pickle.dumps(metadata))
+    texts = {
+        "outside": "names the file",
+        "gap": "says of model.0.weight",
+        "cut": "ends before it|cannot be read",
+        "swapped": "holds something else",
+        "link": "cannot be opened",
+        "junk": "is damaged",
+    }
+    with pytest.raises(CheckpointError, match=texts[fault]):
+        fullshard.load_checkpoint(folder, model)
