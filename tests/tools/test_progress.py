@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import unicodedata
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from fullshard.tools import progress
 from fullshard.tools.progress import SPEED_STEPS, Plain, Speed, printable
 from fullshard.tools.worker import _show
 
@@ -47,3 +50,16 @@ def test_the_sample_is_printed_escaped_and_kept_as_it_is_in_json(
     assert "--- sample ---\ndef\\x1b]0;x\\x07\n\n----" in capsys.readouterr().out
     _show(summary, Plain(Console()), as_json=True)
     assert json.loads(capsys.readouterr().out)["sample"] == summary["sample"]
+
+
+def test_long_copies_show_a_bar_of_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True)
+    monkeypatch.setattr(progress, "Console", lambda **_: console)
+    with progress.Copying("exporting") as bar:
+        bar.update(10, 100)
+        assert not shown.getvalue(), "it may be over soon"
+        monkeypatch.setattr(progress, "_COPYING_AFTER_S", 0.0)
+        bar.update(50, 100)
+    assert "exporting" in shown.getvalue()
+    assert "50/100 bytes" in shown.getvalue()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fullshard.errors import StateError
+from fullshard.errors import CheckpointError, StateError
 from fullshard.plan.trace import TraceError
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.exits import Exit
@@ -78,6 +78,39 @@ def report(run: Path, out: Path | None, *, as_json: bool) -> Exit:
         return _refuse(error, quiet=False, command="report")
     for path in written:
         print(path)
+    return Exit.OK
+
+
+def export(
+    run: Path, out: Path, *, dtype: str | None, max_shard_size: str, overwrite: bool, as_json: bool
+) -> Exit:
+    """Write a run's weights for Transformers, and say where."""
+    from fullshard.tools.progress import Copying
+    from fullshard.tools.weights import export_run
+
+    try:
+        with Copying("exporting") as bar:
+            checkpoint, exported = export_run(
+                run,
+                out,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                overwrite=overwrite,
+                progress=bar.update,
+            )
+    except OptionError as error:
+        return _refuse(error, quiet=False, command="export")
+    except CheckpointError as error:
+        print(f"fullshard export: {error}", file=sys.stderr)
+        return Exit.FAILED
+    if as_json:
+        fields: dict[str, Any] = {"checkpoint": str(checkpoint), "out": str(exported.path)}
+        fields |= {"files": list(exported.files), "nbytes": exported.nbytes}
+        print(json.dumps(fields | {"num_tensors": exported.num_tensors}))
+    else:
+        print(
+            f"{exported.path}: {exported.num_tensors} tensors of {checkpoint}; no tokenizer, as tokens are bytes"
+        )
     return Exit.OK
 
 

@@ -53,6 +53,7 @@ class TrainConfig:
 
     model: str = "10m"
     tie_embeddings: bool = False
+    init_from: str = ""
     data: tuple[str, ...] = ()
     text_field: str = "text"
     steps: int = 350

@@ -10,4 +10,6 @@ class Exit(enum.IntEnum):
     FAILED = 1
     USAGE = 2
     RANK_LOST = 3
+    DAMAGED = 4  # `fullshard ckpt verify`
+    DIFFERENT = 5  # `fullshard ckpt diff`
     STOPPED = 75  # sysexits' EX_TEMPFAIL: stopped on request, saved, to be resumed

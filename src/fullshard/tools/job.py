@@ -14,6 +14,7 @@ import fullshard
 from fullshard.tools.config import OptionError, TrainConfig, with_defaults
 from fullshard.tools.corpus import Corpus, open_corpus
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.weights import check_initial_weights
 
 _DEFAULT_CPU_RANKS = 2
 
@@ -52,6 +53,8 @@ def new_job(options: dict[str, Any], out: Path) -> Job:
     config = TrainConfig(**{**options, "device": device, "dtype": dtype, "ranks": ranks})
     folder = RunFolder(out)
     folder.check_new()
+    if config.init_from:
+        check_initial_weights(config)
     return Job(config, folder, _open_corpus(config))
 
 

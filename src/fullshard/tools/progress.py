@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
@@ -22,6 +23,7 @@ from rich.progress import (
 
 SPEED_STEPS = 20
 _PLAIN_INTERVAL_S = 2.0
+_COPYING_AFTER_S = 2.0
 
 
 class Reporter(Protocol):
@@ -143,6 +145,36 @@ class Reporting:
         trace: TracebackType | None,
     ) -> None:
         self.reporter.end()
+
+
+class Copying:
+    """A bar of bytes, on a terminal, for what takes longer than two seconds. Use it in a `with`."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._began = time.monotonic()
+        self._console = Console(stderr=True)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> "Copying":
+        return self
+
+    def update(self, done: int, total: int) -> None:
+        """Show how many bytes are done."""
+        if self._progress is None:
+            if not self._console.is_terminal or time.monotonic() - self._began < _COPYING_AFTER_S:
+                return
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
+            self._progress.start()
+            self._task = self._progress.add_task(self._what, total=total)
+        assert self._task is not None
+        self._progress.update(self._task, completed=done)
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
 
 
 class Speed:

@@ -1,6 +1,5 @@
 """What is trained and how: the sharded model, its optimizer and the learning rate of each step."""
 
-import dataclasses
 import math
 
 import torch
@@ -8,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.models.llama import Llama, init_weights
-from fullshard.models.sizes import SIZES, LlamaConfig
 from fullshard.tools.config import TrainConfig
+from fullshard.tools.weights import model_config
 
 _BETAS = (0.9, 0.95)
 
@@ -17,7 +16,7 @@ _BETAS = (0.9, 0.95)
 def build_model(config: TrainConfig, device: torch.device) -> Llama:
     """Build on `meta`, shard each layer and the rest, then allocate and fill only the shards."""
     with torch.device("meta"):
-        model = Llama(_model_config(config))
+        model = Llama(model_config(config))
     mesh = init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("shard",))
     policy = fullshard.MixedPrecisionPolicy()
     if config.dtype == "bf16":
@@ -55,7 +54,3 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     span = max(1, config.steps - config.warmup)
     progress = min(1.0, (step - config.warmup + 1) / span)
     return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def _model_config(config: TrainConfig) -> LlamaConfig:
-    return dataclasses.replace(SIZES[config.model], tie_embeddings=config.tie_embeddings)

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from fullshard.tools.recipe import build_model, build_optimizer, learning_rate
 from fullshard.tools.recording import StepRecorder, steps_to_trace
 from fullshard.tools.report import write_report
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.weights import load_initial_weights
 
 
 class TrainingError(FullshardError, RuntimeError):
@@ -236,6 +238,9 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
     if job.checkpoint is not None:
         report.note(f"resuming after step {job.done} from {job.checkpoint.path}")
         fullshard.load_checkpoint(job.checkpoint.path, trainer.model, trainer.optimizer)
+    elif config.init_from:
+        report.note(f"beginning with the weights of {config.init_from}")
+        load_initial_weights(trainer.model, Path(config.init_from))
     dist.barrier()  # nobody may still be checking the folder when rank 0 starts to write
     if trainer.rank == 0:
         folder.start(config, fingerprint=job.corpus.survey.fingerprint, done=job.done)

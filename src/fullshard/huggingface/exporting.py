@@ -1,0 +1,248 @@
+"""Exporting: a folder that Transformers loads, written file by file from a model or a checkpoint.
+
+Rank 0 writes. The others send it their parts of a bucket at a time, so no rank ever has the model.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.background import finish_background
+from fullshard.checkpoint.folder import Folder, NewFile
+from fullshard.checkpoint.locations import Location, folder_at
+from fullshard.checkpoint.manager import latest_checkpoint
+from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.peers import Peers
+from fullshard.checkpoint.reading import Reader
+from fullshard.checkpoint.writing import Described, header_of, host_bytes
+from fullshard.errors import CheckpointError
+from fullshard.huggingface.export_folder import (
+    ExportFolder,
+    PlannedFile,
+    ToExport,
+    index_of,
+    planned_files,
+    size_of,
+)
+from fullshard.huggingface.files import INDEX
+from fullshard.huggingface.names import by_new_name, is_wide_float
+from fullshard.huggingface.side_files import Config, check_ties, files_beside
+from fullshard.huggingface.sources import Available, CheckpointSource, ModelSource
+from fullshard.plan.renaming import Rename
+
+Progress = Callable[[int, int], object] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExportedWeights:
+    """What an export has written.
+
+    files: names of all files, weights first. num_tensors, nbytes: of the weights.
+    """
+
+    path: Path
+    files: tuple[str, ...]
+    num_tensors: int
+    nbytes: int
+
+
+def export_hf(
+    model: nn.Module | Location,
+    path: str | os.PathLike[str],
+    *,
+    config: Config = None,
+    dtype: torch.dtype | None = None,
+    rename: Rename = None,
+    max_shard_size: int | str = "5GB",
+    key: str | None = None,
+    overwrite: bool = False,
+    progress: Progress = None,
+) -> ExportedWeights:
+    """Write a folder that ``from_pretrained`` of Transformers loads. Collective.
+
+        export_hf(model, "exports/mine", config="downloads/llama", dtype=torch.bfloat16)
+
+    model: sharded in any way or not at all; or the path of a checkpoint (or of a folder of checkpoints,
+        of which the newest is taken), for which no model is built and rank 0 reads alone.
+    config: what goes beside the weights: a folder, of which ``config.json``, tokenizer files and the
+        like are copied; a ``config.json``; its fields; or a configuration of Transformers. By default
+        that of the model and its generation, if it has one. The dtype that it names becomes that of
+        the files.
+    dtype: of floating-point tensors; by default each has its own.
+    rename: from names in the model to names in the files, as `load_hf` has it in the other direction.
+    max_shard_size: of a file, such as "5GB". A larger tensor has a file of its own.
+    key: which of a checkpoint's models, if it was saved with several.
+    overwrite: replace an export of this name, as a whole.
+    progress: is called on rank 0 with the bytes written so far and in all.
+
+    Names are those before sharding, wrapping and compiling. Of a tied parameter, the first name is
+    written: the configuration, or `load_hf`, ties the others.
+
+    The folder has its name only once all of it is on the disk. Raises CheckpointError, on all ranks, if
+    it cannot be written; what was written is removed then.
+    """
+    finish_background()
+    peers = Peers()
+    mapping = sorted(rename.items()) if isinstance(rename, Mapping) else callable(rename)
+    options = {"max_shard_size": max_shard_size, "key": key, "overwrite": overwrite}
+    is_model = isinstance(model, nn.Module)
+    peers.check_alike(path=str(path), is_model=is_model, dtype=dtype, rename=mapping, **options)
+    if not Path(path).name:
+        raise CheckpointError(f"path is {str(path)!r}: name a folder.")
+    source: _Source
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, nn.Module):
+            if key is not None:
+                raise CheckpointError("key= is for checkpoints of several models; this is a model.")
+            source = ModelSource(model, peers)
+        else:
+            reader = stack.enter_context(
+                peers.together(lambda: Reader(_checkpoint(folder_at(model))))
+            )
+            source = peers.together(lambda: CheckpointSource(reader, key, reads=peers.rank == 0))
+        most_nbytes = peers.together(lambda: size_of(max_shard_size))
+        files = peers.together(lambda: _planned(source.available(), dtype, rename, most_nbytes))
+
+        def beside() -> dict[str, bytes]:
+            own = model if isinstance(model, nn.Module) else None
+            found = files_beside(config, own, _main_dtype(files))
+            if own is not None and isinstance(source, ModelSource):
+                check_ties(found, own, source.tied())
+            return found
+
+        export = _Export(Path(path), files, beside, overwrite, progress)
+        return export.run(source, peers)
+
+
+class _Source(Protocol):
+    """Where tensors come from."""
+
+    def available(self) -> list[Available]: ...
+    def pieces(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+class _Export:
+    """One export: its folder on rank 0, and what is written to it."""
+
+    def __init__(
+        self,
+        path: Path,
+        files: Sequence[PlannedFile],
+        beside: Callable[[], dict[str, bytes]],
+        overwrite: bool,
+        progress: Progress,
+    ) -> None:
+        self._path, self._files, self._beside = path, files, beside
+        self._overwrite, self._progress = overwrite, progress
+        self._total = sum(each.target.nbytes for file in files for each in file.tensors)
+        self._done = 0
+        self._folder: ExportFolder | None = None
+
+    def run(self, source: _Source, peers: Peers) -> ExportedWeights:
+        """Write everything and give the folder its name. Collective."""
+        try:
+            others = peers.of_first(self._begin)
+            for file in self._files:
+                pieces = source.pieces([each.source for each in file.tensors])
+                peers.together(functools.partial(self._write, file, pieces))
+            peers.of_first(self._finish)
+        except BaseException:
+            if self._folder is not None:
+                self._folder.give_up()
+            raise
+        names = (*(file.name for file in self._files), *others)
+        return ExportedWeights(
+            self._path, names, sum(len(file.tensors) for file in self._files), self._total
+        )
+
+    def _begin(self) -> list[str]:
+        others = self._beside()
+        if len(self._files) > 1:
+            others[INDEX] = index_of(self._files)
+        self._folder = ExportFolder(
+            self._path, secrets.token_hex(4), overwrite=self._overwrite, names=others
+        )
+        self._folder.write(others)
+        return [*others]
+
+    def _write(self, file: PlannedFile, pieces: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Write a file on rank 0; send what it needs on the others."""
+        try:
+            if self._folder is not None:
+                self._write_weights(self._folder.folder.create(file.name), file, pieces)
+        finally:
+            # Where writing has failed, the others still send: all end this file, and then fail together.
+            for _ in pieces:
+                pass
+
+    def _write_weights(
+        self, out: NewFile, file: PlannedFile, pieces: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
+        header, _ = header_of([each.target for each in file.tensors], {"format": "pt"})
+        dtypes = {each.source: each.target.dtype for each in file.tensors}
+        left = sum(each.target.nbytes for each in file.tensors)
+        try:
+            out.write(header)
+            for name, piece in pieces:
+                data = host_bytes(piece.to(dtypes[name]))
+                out.write(data)
+                left -= len(data)
+                self._done += len(data)
+                if self._progress is not None:
+                    self._progress(self._done, self._total)
+            assert left == 0
+        except BaseException:
+            out.discard()
+            raise
+        out.finish()
+
+    def _finish(self) -> None:
+        assert self._folder is not None
+        self._folder.finish()
+
+
+def _planned(
+    available: Sequence[Available], dtype: torch.dtype | None, rename: Rename, most_nbytes: int
+) -> list[PlannedFile]:
+    if dtype is not None and not is_wide_float(dtype):
+        raise CheckpointError(f"dtype is {dtype}: give a floating-point one of at least two bytes.")
+    by_name = {each.name: each for each in available}
+    tensors = []
+    for new, name in by_new_name(by_name, rename).items():
+        found = by_name[name]
+        own = dtype if dtype is not None and is_wide_float(found.dtype) else found.dtype
+        tensors.append(ToExport(name, Described(new, own, found.shape)))
+    if not tensors:
+        raise CheckpointError(
+            "There is nothing to export: no parameters, or rename= leaves all out."
+        )
+    return planned_files(tensors, most_nbytes)
+
+
+def _main_dtype(files: Sequence[PlannedFile]) -> torch.dtype | None:
+    """Return the floating-point dtype of most of the weights."""
+    nbytes: Counter[torch.dtype] = Counter()
+    for file in files:
+        for each in file.tensors:
+            if is_wide_float(each.target.dtype):
+                nbytes[each.target.dtype] += each.target.nbytes
+    return nbytes.most_common(1)[0][0] if nbytes else None
+
+
+def _checkpoint(folder: Folder) -> Folder:
+    """Return a checkpoint, or the newest one of a folder of them."""
+    if folder.size_of(MANIFEST) is not None:
+        return folder
+    found = latest_checkpoint(folder.location)
+    if found is None:
+        raise CheckpointError(f"{folder}: is no complete checkpoint, and holds none.")
+    return folder_at(found.path)

@@ -1,0 +1,165 @@
+"""Loading safetensors files into a model that is sharded already: every rank reads its own parts."""
+
+import dataclasses
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.background import finish_background
+from fullshard.checkpoint.fitting import Source, check_allowed, check_fits
+from fullshard.checkpoint.manifest import DTYPES
+from fullshard.checkpoint.peers import Peers
+from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.writing import bytes_of
+from fullshard.huggingface.files import Weights, WeightsReader, weights_of
+from fullshard.huggingface.names import (
+    by_new_name,
+    computed_names,
+    is_wide_float,
+    plain_name,
+    prefix_hint,
+)
+from fullshard.plan.boxes import Box
+from fullshard.plan.renaming import Rename
+from fullshard.state.holdings import Holding, holdings_of, tell_loaded
+
+ALLOWED = ("missing", "unexpected")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """What a load has done.
+
+    num_tensors: of the model that were loaded. nbytes: that this rank has read from files.
+    missing: names of the model's tensors that the files lack, and that stayed as they were.
+    unexpected: names in the files that nothing took.
+    """
+
+    path: Path
+    num_tensors: int
+    nbytes: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load_hf(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    rename: Rename = None,
+    allow: Collection[str] | str = (),
+) -> LoadedWeights:
+    """Load the weights of a Hugging Face folder, of which each rank reads its own parts. Collective.
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        ...                                        # fully_shard(layer) for each layer, then the model
+        model.to_empty(device="cpu")
+        load_hf(model, "downloads/llama")
+
+    path: a folder with ``model.safetensors``, with an index, or with any ``*.safetensors``; or one file.
+    model: sharded in any way or not at all. Its dtypes stay: floating-point values are converted.
+    rename: from names in the files to names in the model: a function, or a mapping of names, and of
+        beginnings of names that end with a dot ("" is the beginning of all); None leaves out.
+    allow: what is not to be an error: "missing" (the model has tensors that the files lack; they stay as
+        they are), "unexpected" (the files have tensors that nothing takes).
+
+    Of a tied parameter the files need one of the names. Non-persistent buffers are not loaded, nor
+    computed: after ``to_empty`` they hold no values (docs/huggingface.md).
+
+    Raises CheckpointError, on all ranks, for files that are damaged or do not fit. What does not fit is
+    found before anything is changed.
+    """
+    allow = check_allowed(allow, ALLOWED)
+    finish_background()
+    peers = Peers()
+    mapping = sorted(rename.items()) if isinstance(rename, Mapping) else callable(rename)
+    peers.check_alike(allow=sorted(allow), rename=mapping)
+    weights = peers.of_first(lambda: weights_of(Path(path)))
+    with WeightsReader(weights) as reader, torch.inference_mode(False), torch.no_grad():
+        plan = peers.together(lambda: _plan(model, weights, reader, rename))
+        source = Source(weights.source, "folder", _ADVICE, prefix_hint)
+        differing = check_fits(source, plan.problems, allow, peers)
+
+        def read() -> int:
+            nbytes = reader.read(plan.wanted)
+            tell_loaded(plan.holdings)
+            return nbytes
+
+        return LoadedWeights(
+            Path(path),
+            len(plan.holdings),
+            peers.together(read),
+            tuple(differing.get("missing", ())),
+            tuple(differing.get("unexpected", ())),
+        )
+
+
+_ADVICE = "Load the weights of this model, give rename=, or say in allow= what may differ."
+
+
+@dataclasses.dataclass(slots=True)
+class _Plan:
+    """What this rank loads: holdings, their boxes by names in the files, and what does not fit."""
+
+    holdings: list[Holding]
+    wanted: list[Wanted]
+    problems: list[str]
+
+
+def _plan(model: nn.Module, weights: Weights, reader: WeightsReader, rename: Rename) -> _Plan:
+    in_files = by_new_name(weights.tensors, rename)
+    plan = _Plan([], [], [])
+    taken: set[str] = set(computed_names(model))
+    for holding in holdings_of(model):
+        names = [name for name in map(plain_name, holding.names) if name in in_files]
+        taken.update(names)
+        if not names:
+            plan.problems.append(f"missing {plain_name(holding.name)}")
+            continue
+        found = [in_files[name] for name in names]
+        faults = [fault for name in found if (fault := _fault(name, weights, holding))]
+        if not faults and not _are_equal(found, weights, holding, reader):
+            faults = [f"untied {' and '.join(names)}"]
+        plan.problems += faults
+        if not faults:
+            plan.holdings.append(holding)
+            plan.wanted += [Wanted(found[0], box, view) for box, view in holding.boxes]
+    plan.problems += [f"unexpected {name}" for name in in_files if name not in taken]
+    return plan
+
+
+def _fault(name: str, weights: Weights, holding: Holding) -> str | None:
+    """Say why a tensor of the files does not fit, or return None."""
+    entry = weights.tensors[name]
+    if entry.shape != holding.shape:
+        return f"mismatched {name}: {entry.shape} in the file, {holding.shape} here"
+    dtype = DTYPES[entry.dtype]
+    if dtype != holding.dtype and not (is_wide_float(dtype) and is_wide_float(holding.dtype)):
+        return f"kind {name}: {dtype} in the file, {holding.dtype} here"
+    return None
+
+
+def _are_equal(
+    names: Sequence[str], weights: Weights, holding: Holding, reader: WeightsReader
+) -> bool:
+    """Whether all names of a tied parameter have the same values in the files, as far as this rank sees."""
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        value = torch.empty(box.shape, dtype=DTYPES[weights.tensors[name].dtype])
+        reader.read([Wanted(name, box, value)])
+        return value
+
+    for box, _ in holding.boxes if len(names) > 1 else ():
+        first = read(names[0], box)
+        for other in names[1:]:
+            if not _same_bits(first, read(other, box)):
+                return False
+    return True
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and bytes_of(one) == bytes_of(other)

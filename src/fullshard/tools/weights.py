@@ -1,0 +1,137 @@
+"""Weights that leave a run, and those that one begins with: which folder, and whether it fits."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fullshard
+from fullshard.errors import CheckpointError
+from fullshard.models.hugging_face import config_fields, differences
+from fullshard.models.sizes import SIZES, LlamaConfig
+from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.run_folder import RunFolder
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model_config(config: TrainConfig) -> LlamaConfig:
+    """Return the sizes of a run's model."""
+    return dataclasses.replace(SIZES[config.model], tie_embeddings=config.tie_embeddings)
+
+
+# Out
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    *,
+    dtype: str | None,
+    max_shard_size: str,
+    overwrite: bool,
+    progress: Callable[[int, int], object],
+) -> "tuple[Path, fullshard.ExportedWeights]":
+    """Write the newest checkpoint of a run, or the one that is named, as a folder for Transformers.
+
+    Returns the checkpoint as well. Raises OptionError if there is none, or it belongs to no run.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"--dtype {dtype}: choose from {', '.join(DTYPES)}.")
+    if not overwrite and out.is_dir() and any(out.iterdir()):
+        raise OptionError(f"--hf {out}: is there already. Name another folder, or add --overwrite.")
+    if _is_run(run):
+        folder, checkpoint = RunFolder(run), _newest(RunFolder(run).checkpoints)
+        if checkpoint is None:
+            raise OptionError(
+                f"{run}: holds no complete checkpoint; its run ended before the first."
+            )
+    elif _is_run(run.parent.parent):  # RUN/checkpoints/step-00000350
+        folder, checkpoint = RunFolder(run.parent.parent), run
+    else:
+        raise OptionError(
+            f"{run}: is no run of `fullshard train`, nor a checkpoint in one. For another model's "
+            "checkpoint, call fullshard.export_hf(checkpoint, folder, config=...): "
+            "only you know its configuration."
+        )
+    config = folder.read_config()
+    fields = config_fields(model_config(config), num_positions=config.seq)
+    exported = fullshard.export_hf(
+        checkpoint,
+        out,
+        config=fields,
+        dtype=DTYPES[dtype] if dtype else None,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    return checkpoint, exported
+
+
+# In
+
+
+def check_initial_weights(config: TrainConfig) -> None:
+    """Raise OptionError if there is nothing in the folder of --init-from, or it is another model."""
+    path = Path(config.init_from)
+    where = f"--init-from {path}"
+    if not path.is_dir():
+        raise OptionError(f"{where}: is no folder.")
+    if _is_run(path):
+        other = RunFolder(path).read_config()
+        if model_config(other) != model_config(config):
+            tied = " --tie-embeddings" if other.tie_embeddings else ""
+            raise OptionError(f"{where}: is a run of --model {other.model}{tied}. Give the same.")
+        if _newest(RunFolder(path).checkpoints) is None:
+            raise OptionError(f"{where}: holds no complete checkpoint.")
+    elif (path / "config.json").is_file():
+        found = differences(model_config(config), _json(path / "config.json", where))
+        if found:
+            raise OptionError(
+                f"{where}: is another model than --model {config.model}: {'; '.join(found)}. "
+                "`fullshard train` reads bytes: the folders that fit are those of `fullshard export`."
+            )
+
+
+def load_initial_weights(model: nn.Module, path: Path) -> None:
+    """Load the weights of a run, a checkpoint or a Hugging Face folder into a sharded model. Collective.
+
+    Raises CheckpointError, on all ranks, for what does not fit.
+    """
+    if _is_run(path):
+        newest = _newest(RunFolder(path).checkpoints)
+        if newest is None:
+            raise CheckpointError(f"{path}: holds no complete checkpoint.")
+        fullshard.load_checkpoint(newest, model, rng=False)
+    elif (path / "config.json").is_file():
+        fullshard.load_hf(model, path)
+    else:
+        fullshard.load_checkpoint(_newest(path) or path, model, rng=False)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a folder is of `fullshard train`; those of Transformers have a config.json as well."""
+    try:
+        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(fields, dict) and {"options", "corpus"} <= fields.keys()
+
+
+def _newest(folder: Path) -> Path | None:
+    found = fullshard.latest_checkpoint(folder) if folder.is_dir() else None
+    return Path(found.path) if found else None
+
+
+def _json(path: Path, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{where}: {path.name} cannot be read ({error}).") from error
+    if not isinstance(fields, dict):
+        raise OptionError(f"{where}: {path.name} is no configuration.")
+    return fields

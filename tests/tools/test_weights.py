@@ -1,0 +1,183 @@
+"""Weights leave a run for Transformers, and a run begins with weights; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+import fullshard
+from fullshard.models.hugging_face import config_fields, differences
+from fullshard.models.llama import Llama, init_weights
+from fullshard.models.sizes import SIZES
+from fullshard.tools import cli, commands
+from fullshard.tools.config import TrainConfig
+from fullshard.tools.exits import Exit
+from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.weights import load_initial_weights, model_config
+from tests.tools.processes import TINY, losses, train
+
+
+def _model(*, tied: bool = False, seed: int = 0) -> Llama:
+    config = TrainConfig(model="tiny", tie_embeddings=tied)
+    model = Llama(model_config(config))
+    init_weights(model, seed=seed)
+    return model
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return the folder of a run of which two checkpoints were saved."""
+    folder = RunFolder(tmp_path / "run")
+    folder.start(TrainConfig(model="tiny", seq=32), fingerprint="text", done=0)
+    for step in (1, 2):
+        path = folder.checkpoints / f"step-{step:08d}"
+        fullshard.save_checkpoint(path, _model(seed=step), step=step)
+    return folder.path
+
+
+def _call(*words: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(word) for word in words])
+
+
+# Out
+
+
+def test_the_newest_checkpoint_of_a_run_is_exported(run: Path, tmp_path: Path) -> None:
+    result = _call("export", run, "--hf", tmp_path / "a", "--json")
+    assert result.exit_code == Exit.OK, result.output
+    said = json.loads(result.stdout)
+    assert said["checkpoint"] == str(run / "checkpoints" / "step-00000002")
+    assert said["files"] == ["model.safetensors", "config.json"]
+    expected = _model(seed=2).state_dict()
+    weights = load_file(tmp_path / "a" / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(value.equal(weights[name]) for name, value in expected.items())
+
+
+def test_any_checkpoint_of_a_run_is_exported_in_any_dtype(run: Path, tmp_path: Path) -> None:
+    checkpoint = run / "checkpoints" / "step-00000001"
+    result = _call("export", checkpoint, "--hf", tmp_path / "a", "--dtype", "bf16")
+    assert result.exit_code == Exit.OK, result.output
+    assert "no tokenizer" in result.stdout
+    weights = load_file(tmp_path / "a" / "model.safetensors")
+    assert weights["lm_head.weight"].equal(_model(seed=1).lm_head.weight.bfloat16())
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_cannot_be_exported_is_said(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").touch()
+    for words, said in (
+        ((tmp_path, "--hf", tmp_path / "a"), "is no run of `fullshard train`"),
+        ((run, "--hf", tmp_path / "a", "--dtype", "fp8"), "--dtype fp8: choose from fp32"),
+        ((run, "--hf", tmp_path / "other"), "is there already. Name another folder, or add"),
+    ):
+        result = _call("export", *words)
+        assert result.exit_code == Exit.USAGE
+        assert said in result.output
+        assert "fullshard export --help" in result.output
+    for file in (run / "checkpoints" / "step-00000002").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-4])
+    result = _call("export", run, "--hf", tmp_path / "a")
+    assert result.exit_code == Exit.FAILED
+    assert "is damaged" in result.output
+    assert not (tmp_path / "a").exists()
+
+
+# In
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """Call `fullshard train`, expect that it starts nothing, and return what it said."""
+    monkeypatch.setattr(commands, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+
+    def call(source: Path, *options: str) -> str:
+        result = _call("train", "--device", "cpu", "--init-from", source, *options)
+        assert result.exit_code == Exit.USAGE, result.output
+        return result.output
+
+    return call
+
+
+def test_weights_of_another_model_are_refused_before_any_rank_starts(
+    run: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    assert "is a run of --model tiny. Give the same" in refused(run)
+    assert "is no folder" in refused(tmp_path / "nowhere")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{")
+    assert "config.json cannot be read" in refused(other)
+    (other / "config.json").write_text('{"model_type": "bert"}')
+    assert "model_type is 'bert'" in refused(other)
+    fields = config_fields(SIZES["tiny"], num_positions=32)
+    (other / "config.json").write_text(json.dumps(fields))
+    assert "hidden_size is 64, and 384 here" in refused(other)
+    assert "tie_word_embeddings is False" in refused(other, "--model", "tiny", "--tie-embeddings")
+    assert "tie_word" not in refused(other, "--model", "10m")
+
+
+def test_configurations_are_compared_as_transformers_reads_them() -> None:
+    sizes = SIZES["1b"]
+    fields = config_fields(sizes, num_positions=2048)
+    assert differences(sizes, fields) == []
+    old = {**fields, "rope_parameters": None, "head_dim": None}
+    assert differences(sizes, old) == []
+    assert differences(sizes, {**old, "rope_theta": 1e4}) == [
+        "rope_theta is 10000.0, and 500000.0 here"
+    ]
+    scaled = {"rope_type": "llama3", "rope_theta": sizes.rope_theta}
+    assert "scaled" in differences(sizes, {**fields, "rope_parameters": scaled})[0]
+    assert differences(sizes, {**fields, "attention_bias": True, "hidden_act": "gelu"}) == [
+        "attention_bias is true, and false here",
+        "hidden_act is gelu, and silu here",
+    ]
+    assert len(differences(sizes, {"model_type": "llama"})) >= 6
+
+
+def test_weights_come_from_runs_and_checkpoints_and_exports(run: Path, tmp_path: Path) -> None:
+    checkpoints = run / "checkpoints"
+    fullshard.export_hf(
+        checkpoints, tmp_path / "a", config=config_fields(SIZES["tiny"], num_positions=32)
+    )
+    for source, seed in (
+        *((run, 2), (checkpoints, 2), (checkpoints / "step-00000001", 1), (tmp_path / "a", 2)),
+    ):
+        model, expected = _model(seed=5), _model(seed=seed).state_dict()
+        load_initial_weights(model, source)
+        assert all(value.equal(expected[name]) for name, value in model.state_dict().items())
+
+
+def test_a_run_begins_with_an_export_and_becomes_one_for_transformers(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = _model(seed=2)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # then every byte is as likely
+    fullshard.export_hf(
+        model, tmp_path / "a", config=config_fields(SIZES["tiny"], num_positions=32)
+    )
+    options = (*TINY, "--steps", "2", "--save-every", "0", "--trace-steps", "0")
+    result = train(*options, "--init-from", str(tmp_path / "a"), "--out", str(tmp_path / "new"))
+    assert result.code == 0, result.err
+    assert f"beginning with the weights of {tmp_path / 'a'}" in result.err
+    assert losses(tmp_path / "new")[0] == pytest.approx(math.log(256), rel=1e-6)
+    result = _call("export", tmp_path / "new", "--hf", tmp_path / "b", "--max-shard-size", "50KB")
+    assert result.exit_code == Exit.OK, result.output
+    ours = _model()
+    load_initial_weights(ours, tmp_path / "new")
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "b").eval()
+    tokens = torch.tensor([list(b"def main(argument):")])
+    with torch.no_grad():
+        logits, expected = theirs(tokens).logits, ours(tokens)
+    assert expected.abs().max() > 1e-3, "it has learnt something"
+    # The same numbers go through other kernels: of attention, and of the rotation.
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
