@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"__init__", "tools", "versions"},
     "public": BASE
     | {"faces", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
-    | {"checkpoint", "watch"},
+    | {"checkpoint", "huggingface", "live", "offline", "watch"},
     "errors": set(),
     "policies": {"errors"},
     "versions": set(),
@@ -32,7 +32,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": NEAR_TORCH | {"plan"},
     "engine": NEAR_TORCH | {"comm", "plan"},
     "faces": NEAR_TORCH | {"engine", "plan"},
+    "offline": BASE | {"checkpoint", "huggingface", "plan"},
     "checkpoint": BASE | {"engine", "plan", "state"},
+    "huggingface": BASE | {"checkpoint", "plan", "state"},
+    "live": NEAR_TORCH | {"comm", "engine", "plan", "state"},
     "state": NEAR_TORCH | {"faces", "comm", "engine", "plan"},
     "optim": NEAR_TORCH | {"engine", "plan"},
     "watch": BASE | {"comm", "engine", "plan"},

@@ -59,6 +59,24 @@ SEEN = {
     "docs/checkpoints.md": {
         "resume.py": [r"^rank 0: steps 0 to 10$", r"^rank 1: steps 0 to 10$"],
     },
+    "docs/huggingface.md": {
+        "llama.py": [
+            r"^rank 0: 21 tensors, 276096 bytes read$",
+            r"^rank 1: 21 tensors, 276096 bytes read$",
+            r"^same logits: True$",
+        ],
+        "fullshard train --model tiny --out runs/books": [r"runs/books/report\.html"],
+        "fullshard export runs/books --hf exports/books": [r"exports/books: 21 tensors"],
+        "fullshard train --model tiny --init-from exports/books --out runs/letters": [
+            r"beginning with the weights of exports/books"
+        ],
+    },
+    "docs/live.md": {
+        "live.py": [
+            r"^rank 0: 161 values, 4 streamed, first policy\.0\.weight$",
+            r"^rank 1: 161 values, 4 streamed, first policy\.0\.weight$",
+        ],
+    },
     "docs/training.md": {
         "fullshard train --model tiny": [r"\breport\.html"],
         "fullshard train --data my_texts/ --steps 2000 --out runs/mine --save-every 200": [
@@ -66,6 +84,7 @@ SEEN = {
         ],
         "fullshard train --resume runs/mine": [r"\bstep 8/8 "],
         "fullshard report runs/mine": [r"runs/mine/report\.html"],
+        "fullshard export runs/mine --hf exports/mine": [r"exports/mine: 21 tensors"],
     },
     "docs/limits.md": {},
     "docs/results.md": {},
@@ -185,7 +204,7 @@ def test_every_program_and_command_runs(page: str, tmp_path: Path) -> None:
             name = _named(block.text)
             (tmp_path / name).write_text(block.text)
             printed[name] = _torchrun(["--nproc-per-node", "2", name], tmp_path)
-        else:
+        elif block.language == "sh":
             for line in block.text.splitlines():
                 words = shlex.split(line, comments=True)
                 if words and not _installs(words):

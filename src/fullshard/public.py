@@ -74,6 +74,15 @@ from fullshard.live.streaming import iter_full_state, stream_weights
 from fullshard.live.whole import full_parameters
 from fullshard.migrate.report import MigrationReport, migrate_report
 from fullshard.migrate.transfer import load_sharded_state, sharded_state
+from fullshard.offline.comparing import (
+    CheckpointDifference,
+    VerifiedCheckpoint,
+    diff_checkpoints,
+    verify_checkpoint,
+)
+from fullshard.offline.converting import convert_checkpoint
+from fullshard.offline.dcp_export import ExportedState, export_dcp
+from fullshard.offline.summary import CheckpointSummary, TensorSummary, inspect_checkpoint
 from fullshard.optim.grad_norm import clip_grad_norm_
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.optim.shard_step import step_on_shards
@@ -107,8 +116,10 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "CPUOffload",
     "CPUOffloadPolicy",
     "Checkpoint",
+    "CheckpointDifference",
     "CheckpointError",
     "CheckpointManager",
+    "CheckpointSummary",
     "CommError",
     "CustomPolicy",
     "DDPMeshInfo",
@@ -117,6 +128,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "DefaultAllGather",
     "DefaultReduceScatter",
     "EMA",
+    "ExportedState",
     "ExportedWeights",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -163,18 +175,24 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "StateError",
     "SymmMemAllGather",
     "SymmMemReduceScatter",
+    "TensorSummary",
     "Tracing",
     "UnshardHandle",
     "UnsupportedError",
+    "VerifiedCheckpoint",
     "always_wrap_policy",
     "async_save_checkpoint",
     "clip_grad_norm_",
+    "convert_checkpoint",
     "describe",
+    "diff_checkpoints",
     "enable_wrap",
+    "export_dcp",
     "export_hf",
     "full_parameters",
     "fully_shard",
     "gathered",
+    "inspect_checkpoint",
     "install",
     "iter_full_state",
     "lambda_auto_wrap_policy",
@@ -197,5 +215,6 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "trace",
     "transformer_auto_wrap_policy",
     "uninstall",
+    "verify_checkpoint",
     "wrap",
 ]

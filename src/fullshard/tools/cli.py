@@ -7,6 +7,8 @@ fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
 fullshard migrate-report M:F        say what an FSDP1 model would be with fully_shard
 fullshard report RUN                write a page on where the time and memory of a run went
+fullshard ckpt ...                  look into checkpoints, check, compare and convert them
+fullshard export RUN --hf DIR       write a run's weights as a folder that Transformers loads
 """
 
 import os
@@ -18,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 import fullshard
+from fullshard.tools.checkpoint_cli import app as checkpoint_app
 from fullshard.tools.config import TINY_DEFAULTS, TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.versions import installed
@@ -34,6 +37,8 @@ Examples:
     fullshard train --model 125m --dtype bf16 --activation-checkpointing
 
     fullshard train --resume runs/books  continue, bit for bit
+
+    fullshard train --init-from runs/books --data letters/  begin with its weights
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fullshard train --model 1b --out /shared/run
 
@@ -70,6 +75,20 @@ The page needs no network. Where a run was not traced, it says how to record a t
 Exit codes: 0 written, 2 nothing to report on, or a file that cannot be read.
 """
 
+_EXPORT_EXAMPLES = """
+Examples:
+
+    fullshard export runs/books --hf exports/books            the newest checkpoint
+
+    fullshard export runs/books/checkpoints/step-00000200 --hf exports/early --dtype bf16
+
+    fullshard train --init-from exports/books --data letters/  train on from it
+
+In Python: transformers.LlamaForCausalLM.from_pretrained("exports/books"). Tokens are bytes, so there is no tokenizer: torch.tensor([list(text.encode())]).
+
+Exit codes: 0 written, 1 it cannot be written, or the checkpoint is damaged, 2 unusable options, or no run.
+"""
+
 app = typer.Typer(
     name="fullshard",
     help="Train models larger than one device by sharding them over ranks.",
@@ -77,6 +96,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(checkpoint_app, name="ckpt")
 
 _DEFAULT = TrainConfig()
 
@@ -139,6 +159,15 @@ def train(
     tie_embeddings: Annotated[
         bool, _flag("--tie-embeddings", "Embedding and head share a weight.", panel="Model")
     ] = _DEFAULT.tie_embeddings,
+    init_from: Annotated[
+        str,
+        typer.Option(
+            help="Begin with the weights of this folder: a run, one of its checkpoints, or what "
+            "`fullshard export` has written.",
+            rich_help_panel="Model",
+            metavar="DIR",
+        ),
+    ] = _DEFAULT.init_from,
     activation_checkpointing: Annotated[
         bool,
         _flag("--activation-checkpointing", "Recompute layers in the backward.", panel="Model"),
@@ -274,6 +303,35 @@ def report(
     from fullshard.tools import commands
 
     raise typer.Exit(commands.report(run, out, as_json=as_json))
+
+
+@app.command(epilog=_EXPORT_EXAMPLES)
+def export(
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, or a checkpoint in one.", metavar="RUN")
+    ],
+    hf: Annotated[
+        Path, typer.Option("--hf", help="The folder to write, for Transformers.", metavar="DIR")
+    ],
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16. Default: as saved, fp32.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of a file.", metavar="SIZE")] = "5GB",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an export that is there.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write the weights of a run as a folder that LlamaForCausalLM of Transformers loads.
+
+    Reads the checkpoint's files, piece by piece: no ranks are started, and no model is built.
+    """
+    from fullshard.tools import commands
+
+    code = commands.export(
+        run, hf, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite, as_json=as_json
+    )
+    raise typer.Exit(code)
 
 
 def _was_typed(context: typer.Context, name: str) -> bool:

@@ -1,0 +1,204 @@
+"""Whether a checkpoint is whole, and what two of them differ in: `verify_checkpoint`, `diff_checkpoints`."""
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.locations import Location
+from fullshard.checkpoint.reading import Reader
+from fullshard.checkpoint.saved_state import SavedState, SavedTensor
+from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.writing import bytes_of
+from fullshard.errors import CheckpointError
+from fullshard.offline.opening import Progress, open_state
+from fullshard.plan.boxes import Box, in_rows, whole_box
+
+PART_NBYTES = 64 << 20  # of a tensor that are in memory at a time
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerifiedCheckpoint:
+    """What reading every byte has shown.
+
+    has_checksums: whether bytes were compared with what was written, or could only be read. faults: by
+    file or tensor, what is wrong with it.
+    """
+
+    path: Path | str
+    nbytes: int
+    has_checksums: bool
+    faults: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointDifference:
+    """Something that two checkpoints differ in.
+
+    kind: "only in the first", "only in the second", "shape", "dtype", "values", or "value" for what is no
+    tensor. num_elements: that differ. largest: the largest difference of two elements.
+    """
+
+    name: str
+    kind: str
+    first: str = ""
+    second: str = ""
+    num_elements: int = 0
+    largest: float = 0.0
+
+
+def verify_checkpoint(path: Location, *, progress: Progress = None) -> VerifiedCheckpoint:
+    """Read every byte of a checkpoint and compare it with its checksum.
+
+    For forms without checksums (torch.distributed.checkpoint, safetensors), that all of it can be read.
+    Raises CheckpointError if it cannot even be opened.
+    """
+    with open_state(path) as state:
+        total = sum(map(_nbytes, state.tensors.values()))
+        faults: dict[str, str] = {}
+        done = 0
+        for name, nbytes, fault in _checked(state):
+            done += nbytes
+            if fault is not None:
+                faults.setdefault(name, str(fault))
+            if progress is not None:
+                progress(done, total)
+        return VerifiedCheckpoint(state.location, total, isinstance(state, Reader), faults)
+
+
+def diff_checkpoints(
+    first: Location,
+    second: Location,
+    *,
+    sections: Collection[str] = (),
+    tolerance: float = 0.0,
+    progress: Progress = None,
+) -> list[CheckpointDifference]:
+    """List what two checkpoints differ in: tensors bit for bit, values, names.
+
+    However they are divided: only whole tensors are compared. sections: only these ("model",
+    "optimizer", "extra"), all if empty. tolerance: the largest difference of two elements that counts as
+    none. Raises CheckpointError if one cannot be read.
+    """
+    with open_state(first) as one, open_state(second) as two:
+        ours, theirs = _of_sections(one, sections), _of_sections(two, sections)
+        found = [
+            CheckpointDifference(name, "only in the first") for name in ours if name not in theirs
+        ]
+        found += [
+            CheckpointDifference(name, "only in the second") for name in theirs if name not in ours
+        ]
+        common = [name for name in ours if name in theirs]
+        total, done = sum(_nbytes(ours[name]) for name in common), 0
+        for name in common:
+            difference = _tensor_difference(name, one, two, tolerance)
+            found += [difference] if difference is not None else []
+            done += _nbytes(ours[name])
+            if progress is not None:
+                progress(done, total)
+        found += _value_differences(one, two, sections)
+    return sorted(found, key=lambda each: (each.kind, each.name))
+
+
+def _checked(state: SavedState) -> Iterator[tuple[str, int, CheckpointError | None]]:
+    """Yield each file or tensor, the bytes read, and what is wrong."""
+    if isinstance(state, Reader):
+        yield from state.verify()
+        return
+    for name, tensor in state.tensors.items():
+        for box in in_rows(whole_box(tensor.shape), tensor.dtype.itemsize, PART_NBYTES):
+            fault = None
+            try:
+                _part(state, name, box)
+            except CheckpointError as error:
+                fault = error
+            yield name, box.numel * tensor.dtype.itemsize, fault
+
+
+def _part(state: SavedState, name: str, box: Box) -> torch.Tensor:
+    value = torch.empty(box.shape, dtype=state.tensors[name].dtype)
+    if value.numel():
+        state.read([Wanted(name, box, value)])
+    return value
+
+
+def _of_sections(state: SavedState, sections: Collection[str]) -> dict[str, SavedTensor]:
+    """Return tensors by all of their names, so that it does not matter which of tied ones is first."""
+    return {
+        each: tensor
+        for name, tensor in state.tensors.items()
+        for each in (name, *tensor.aliases)
+        if not sections or name.partition("/")[0].partition(".")[0] in sections
+    }
+
+
+def _tensor_difference(
+    name: str, one: SavedState, two: SavedState, tolerance: float
+) -> CheckpointDifference | None:
+    own_names = [_first_name(state, name) for state in (one, two)]
+    first, second = one.tensors[own_names[0]], two.tensors[own_names[1]]
+    if first.shape != second.shape:
+        return CheckpointDifference(name, "shape", str(first.shape), str(second.shape))
+    if first.dtype != second.dtype:
+        return CheckpointDifference(name, "dtype", str(first.dtype), str(second.dtype))
+    count, largest = 0, 0.0
+    for box in in_rows(whole_box(first.shape), first.dtype.itemsize, PART_NBYTES):
+        a, b = _part(one, own_names[0], box), _part(two, own_names[1], box)
+        if bytes_of(a) == bytes_of(b):
+            continue
+        apart = _distance(a, b)
+        differing = apart > tolerance
+        count += int(differing.sum())
+        largest = max(largest, float(apart.max()))
+    if count == 0:
+        return None
+    return CheckpointDifference(name, "values", num_elements=count, largest=largest)
+
+
+def _first_name(state: SavedState, name: str) -> str:
+    if name in state.tensors:
+        return name
+    return next(first for first, each in state.tensors.items() if name in each.aliases)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return how far elements are apart; infinitely if one of them alone is no number."""
+    a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
+    apart = (a - b).abs()
+    same = (a == b) | (a.isnan() & b.isnan())
+    return torch.where(same, 0.0, apart.nan_to_num(nan=math.inf))
+
+
+def _value_differences(
+    one: SavedState, two: SavedState, sections: Collection[str]
+) -> Iterator[CheckpointDifference]:
+    for key in ("step", "metadata", "optimizers", "extra", "extra_by_rank"):
+        if sections and key.partition("_")[0].rstrip("s") not in sections:
+            continue
+        ours, theirs = (dict(_leaves(state.values.get(key), key)) for state in (one, two))
+        for name in dict.fromkeys((*ours, *theirs)):
+            if name not in ours or name not in theirs:
+                if name.startswith("optimizers/") and name.endswith("/class"):
+                    continue  # other forms do not say it
+                kind = "only in the first" if name in ours else "only in the second"
+                yield CheckpointDifference(name, kind)
+            elif ours[name] != theirs[name]:
+                yield CheckpointDifference(name, "value", repr(ours[name]), repr(theirs[name]))
+
+
+def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        for key, each in tree.items():
+            yield from _leaves(each, f"{name}/{key}")
+    elif isinstance(tree, list) and any(isinstance(each, dict | list) for each in tree):
+        for number, each in enumerate(tree):
+            yield from _leaves(each, f"{name}/{number}")
+    elif tree not in (None, {}, []):
+        yield name, tree
+
+
+def _nbytes(tensor: SavedTensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize

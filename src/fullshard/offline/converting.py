@@ -1,0 +1,152 @@
+"""From any form into ours, divided as for any number of ranks: `convert_checkpoint`."""
+
+import math
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.locations import Location, folder_at
+from fullshard.checkpoint.manifest import dumps
+from fullshard.checkpoint.saved_state import SavedState, SavedTensor
+from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.stages import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
+from fullshard.checkpoint.writing import ToWrite, WrittenFiles, bytes_of, write_files
+from fullshard.errors import CheckpointError
+from fullshard.offline.opening import Progress, form_of, open_state
+from fullshard.plan.boxes import Cut, box_after, in_rows, whole_box
+
+# Of a tensor that one thread of a few has in memory.
+_PART_NBYTES = 32 << 20
+# Smaller tensors are not divided.
+_WORTH_DIVIDING_NBYTES = 1 << 20
+
+
+def convert_checkpoint(
+    source: Location,
+    target: Location,
+    *,
+    ranks: int = 1,
+    weights_only: bool = False,
+    overwrite: bool = False,
+    progress: Progress = None,
+) -> SavedCheckpoint:
+    """Write what was saved as a checkpoint of our own form. No ranks and no model are needed.
+
+        convert_checkpoint("dcp/step-100", "runs/a/step-100")
+
+    source: a checkpoint, to divide it anew; a directory of torch.distributed.checkpoint, a file of
+    torch.save, safetensors. ranks: files are divided as this many would have written them, so that as
+    many read their own. weights_only: leave out optimizers and extra state. Memory: a few parts of
+    tensors, however large the checkpoint is.
+
+    Raises CheckpointError if the source cannot be read or the target cannot be written; what was written
+    is removed then.
+    """
+    if ranks < 1:
+        raise CheckpointError(f"ranks is {ranks}: must be at least 1.")
+    begun = time.perf_counter()
+    with open_state(source) as state:
+        tensors = _kept(state, weights_only)
+        draft = folder_at(target).draft(tag := secrets.token_hex(4), overwrite=overwrite)
+        try:
+            copy = _Copy(state, sum(map(_nbytes, tensors.values())), progress)
+            facts = {name: _facts(tensor, ranks) for name, tensor in tensors.items()}
+            written: list[tuple[WrittenFiles, Mapping[str, dict[str, Any]]]] = []
+            for rank in range(ranks):
+                items = list(_items(tensors, rank, ranks))
+                files = write_files(draft.folder, rank, tag, items, copy.data_of)
+                written.append((files, facts))
+            values = {**_values(state, weights_only), **facts_of_today(ranks)}
+            values["converted_from"] = f"{form_of(state)} {state.location}"
+            manifest = manifest_of(written, values)
+            check_sizes(draft, manifest)
+            draft.complete(dumps(manifest), [file.name for file in manifest.files])
+        except BaseException:
+            draft.give_up()
+            raise
+        nbytes = sum(file.nbytes for file in manifest.files)
+        seconds = time.perf_counter() - begun
+        return SavedCheckpoint(
+            folder_at(target).location, values.get("step"), nbytes, seconds, seconds
+        )
+
+
+class _Copy:
+    """Reads parts of tensors as they are to be written, from several threads."""
+
+    def __init__(self, state: SavedState, total: int, progress: Progress) -> None:
+        self._state, self._total, self._progress = state, total, progress
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def data_of(self, item: ToWrite) -> memoryview:
+        part = torch.empty(item.box.shape, dtype=item.view.dtype)
+        self._state.read([Wanted(item.name, item.box, part)])
+        with self._lock:
+            self._done += item.nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+        return bytes_of(part)
+
+
+def _kept(state: SavedState, weights_only: bool) -> dict[str, SavedTensor]:
+    def is_kept(name: str) -> bool:
+        return not weights_only or name.partition("/")[0].partition(".")[0] == "model"
+
+    kept = {name: tensor for name, tensor in state.tensors.items() if is_kept(name)}
+    numbered = [name for name in kept if _is_by_number(name)]
+    if numbered:
+        raise CheckpointError(
+            f"{state.location}: has optimizer state by numbers of parameters, whose names only a model "
+            "tells. Load it into one and save that, or take the weights alone."
+        )
+    if not kept:
+        raise CheckpointError(f"{state.location}: has no tensors to convert.")
+    return kept
+
+
+def _is_by_number(name: str) -> bool:
+    section, _, rest = name.partition("/")
+    return section.partition(".")[0] == "optimizer" and rest.partition("/")[0].isdigit()
+
+
+def _items(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> Iterator[ToWrite]:
+    """Yield the parts that one of the ranks would write: its rows of each tensor, small ones in turn."""
+    for number, (name, tensor) in enumerate(tensors.items()):
+        shape = tuple(tensor.shape)
+        own = whole_box(shape)
+        if _nbytes(tensor) >= _WORTH_DIVIDING_NBYTES:
+            own = box_after(shape, [Cut(0, rank, ranks)])
+        elif number % ranks != rank:
+            continue
+        for box in in_rows(own, tensor.dtype.itemsize, _PART_NBYTES):
+            if box.numel:
+                view = torch.empty(box.shape, dtype=tensor.dtype, device="meta")
+                yield ToWrite(name, shape, box, view)
+
+
+def _facts(tensor: SavedTensor, ranks: int) -> dict[str, Any]:
+    is_divided = _nbytes(tensor) >= _WORTH_DIVIDING_NBYTES and ranks > 1
+    return {
+        "shape": tuple(tensor.shape),
+        "dtype": tensor.dtype,
+        "aliases": tensor.aliases,
+        "placement": f"dim 0 over {ranks}" if is_divided else tensor.placement,
+    }
+
+
+def _values(state: SavedState, weights_only: bool) -> dict[str, Any]:
+    values = dict(state.values)
+    if weights_only:
+        values.update(optimizers={}, extra={}, extra_by_rank={})
+    values.setdefault("extra_by_rank", {})
+    values.setdefault("metadata", {})
+    return values
+
+
+def _nbytes(tensor: SavedTensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -1,0 +1,113 @@
+"""Opening whatever holds saved state, without a model: checkpoints, DCP, files of torch.save, safetensors."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.dcp_files import METADATA
+from fullshard.checkpoint.folder import SHARD_SUFFIX, Folder
+from fullshard.checkpoint.foreign import VALUES, ForeignState, ForeignTensor
+from fullshard.checkpoint.loading import opened
+from fullshard.checkpoint.locations import Location, folder_at
+from fullshard.checkpoint.manager import latest_checkpoint
+from fullshard.checkpoint.manifest import DTYPES, MANIFEST
+from fullshard.checkpoint.reading import Reader
+from fullshard.checkpoint.saved_state import SavedState
+from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.values import encoded
+from fullshard.huggingface.files import WeightsReader, weights_of
+from fullshard.offline.guessing import guessed_names
+from fullshard.plan.boxes import whole_box
+
+_OF_A_RUN = "checkpoints"  # where `fullshard train` keeps them in a run's folder
+_WEIGHTS = "model/"
+
+Progress = Callable[[int, int], object] | None  # bytes done so far, and in all
+
+
+def open_state(path: Location) -> SavedState:
+    """Open what was saved at a path, with all that is in it under names of ours.
+
+    path: a checkpoint; a folder of checkpoints, or of a run of ``fullshard train``, of which the newest
+    is taken; a directory of torch.distributed.checkpoint; a file of torch.save; safetensors. Raises
+    CheckpointError if it is none of them, or cannot be read.
+    """
+    folder = checkpoint_at(folder_at(path))
+    location = folder.location
+    if isinstance(location, Path) and not _has_index(folder) and _has_weights(location):
+        return _WeightsState(location)
+    state = opened(str(location))
+    if isinstance(state, ForeignState):
+        state.find(guessed_names(state.files))
+        state.values["optimizers"] = _with_scalars(state.values["optimizers"], state)
+        for name in [name for name in state.tensors if name.startswith(VALUES)]:
+            del state.tensors[name]
+    return state
+
+
+def checkpoint_at(folder: Folder) -> Folder:
+    """Return the newest checkpoint of a folder or of a run; the folder itself if it has none."""
+    if not _has_index(folder):
+        for parent in (folder, folder.child(_OF_A_RUN)):
+            newest = latest_checkpoint(parent.location)
+            if newest is not None:
+                return folder_at(newest.path)
+    return folder
+
+
+def _with_scalars(tree: Any, state: SavedState) -> Any:
+    """Return values in which step counters, which lie in files as tensors, are values."""
+    if isinstance(tree, list):
+        return [_with_scalars(each, state) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    name = tree.get("$tensor")
+    if isinstance(name, str) and name.startswith(VALUES):
+        value = torch.empty((), dtype=state.tensors[name].dtype)
+        state.read([Wanted(name, whole_box(()), value)])
+        return encoded(value, name, lambda *_: None)
+    return {key: _with_scalars(each, state) for key, each in tree.items()}
+
+
+def form_of(state: SavedState) -> str:
+    """Say what files a state is in, for readers."""
+    if isinstance(state, Reader):
+        return "fullshard checkpoint"
+    if isinstance(state, _WeightsState):
+        return "safetensors"
+    return "torch.distributed.checkpoint" if Path(state.location).is_dir() else "torch.save"
+
+
+def _has_index(folder: Folder) -> bool:
+    return any(folder.size_of(name) is not None for name in (MANIFEST, METADATA))
+
+
+def _has_weights(path: Path) -> bool:
+    return path.suffix == SHARD_SUFFIX if path.is_file() else any(path.glob(f"*{SHARD_SUFFIX}"))
+
+
+class _WeightsState(SavedState):
+    """Safetensors files as Hugging Face has them: weights of one model."""
+
+    def __init__(self, path: Path) -> None:
+        weights = weights_of(path)
+        self.location = path
+        self.digest = checksum("".join(file.digest for file in weights.files).encode())
+        self.tensors = {
+            f"{_WEIGHTS}{name}": ForeignTensor(entry.shape, DTYPES[entry.dtype])
+            for name, entry in weights.tensors.items()
+        }
+        self.values = {"models": ["model"], "optimizers": {}, "extra": {}}
+        self._reader = WeightsReader(weights)
+
+    def close(self) -> None:
+        self._reader.__exit__()
+
+    def read(
+        self, wanted: Sequence[Wanted], progress: Callable[[int], object] | None = None
+    ) -> None:
+        own = [each._replace(name=each.name.removeprefix(_WEIGHTS)) for each in wanted]
+        self._reader.read(own, progress)
