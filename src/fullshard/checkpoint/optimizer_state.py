@@ -22,6 +22,7 @@ from fullshard.state.first_state import first_state
 from fullshard.state.holdings import (
     Holding,
     UnitParts,
+    parts_of,
     tensor_holding,
     whole_shape,
 )
@@ -158,7 +159,7 @@ def agreed_state(
     names = [own for _, _, own in local.units]
     found = merged_alone(reports) if group is None else agree(reports, names, group, digests)
     for (unit, state, own_names), agreed in zip(local.units, found, strict=True):
-        parts = UnitParts(unit)
+        parts = parts_of(unit)
         for index, kinds in agreed.kinds.items():
             name = own_names[index]
             scalars[name] = dict(agreed.others.get(index, {}))
@@ -296,7 +297,7 @@ class Destination:
         if own:
             take_apart(entry, {k: v for k, v in own.items() if not _is_apart(v, parameter)}, there)
         if id(unit) not in self._units:
-            self._units[id(unit)], self._parts[id(unit)] = UnitState(), UnitParts(unit)
+            self._units[id(unit)], self._parts[id(unit)] = UnitState(), parts_of(unit)
         state = self._units[id(unit)]
         if unit.params.flat is not None and len({frozenset(keys) for keys in wanted.values()}) > 1:
             lacking = [name for name, keys in wanted.items() if not keys] or list(wanted)

@@ -12,6 +12,7 @@ numbered, so that each can write its share of it.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -149,10 +150,17 @@ def refuse_others(model: nn.Module) -> None:
 
 
 class UnitParts:
-    """Which parts of a unit's parameters this rank holds. Planned once for all of them."""
+    """Which parts of a unit's parameters this rank holds, and of the optimizer state of their size.
+
+    Made by `parts_of`.
+    """
 
     def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+        self._unit = weakref.proxy(unit)
+        # What was planned from; a parameter gets another form if its unit changes.
+        self.forms = tuple(param.form for param in unit.params)
+        self.world_size = _world_size()
+        self._places: dict[int, Place] = {}
         self._pieces: dict[int, Sequence[tuple[int, int, int]]] = {}
         if unit.params.is_flat:
             rank = unit.mesh.plan.shard_rank
@@ -164,6 +172,14 @@ class UnitParts:
                         (p.param_start, p.shard_start - first, p.numel) for p in pieces
                     ]
 
+    def is_current(self, params: Sequence[ManagedParameter]) -> bool:
+        """Whether what it was planned from has stayed."""
+        return (
+            self.world_size == _world_size()
+            and len(params) == len(self.forms)
+            and all(form is param.form for form, param in zip(self.forms, params, strict=True))
+        )
+
     def boxes(self, index: int, local: torch.Tensor) -> tuple[HeldBox, ...]:
         """Return the boxes of a tensor of a parameter's size of which ``local`` is this rank's part.
 
@@ -172,16 +188,14 @@ class UnitParts:
         """
         param = self._unit.params[index]
         if not self._unit.params.is_flat:
-            assert param.form.spec is not None
-            box = place_on(param.form.spec).box
+            box = self._place(index).box
             if box.numel != local.numel():
                 raise StateError(
                     f"{param.name}: this rank's part has shape {tuple(local.shape)}, but its mesh and "
                     f"placements give it {box.shape}."
                 )
             return (HeldBox(box, local.view(box.shape)),) if local.numel() else ()
-        inner = param.form.unsharded
-        base = None if inner is None else place_on(inner).box.offset
+        base = None if param.form.unsharded is None else self._place(index).box.offset
         flat = local.reshape(-1)
         held: list[HeldBox] = []
         for start, own_start, numel in self._pieces[index]:
@@ -198,16 +212,38 @@ class UnitParts:
         (0, 0) if the unit's mesh is not all of the job, as other ranks may hold it too.
         """
         form, plan = self._unit.params[index].form, self._unit.mesh.plan
+        place = self._place(index)
         if form.spec is not None:
-            place = place_on(form.spec)
             copy, copies, num_ranks = place.copy, place.copies, place.num_ranks
         else:
-            inner = form.unsharded
-            place = Place(whole_box(()), 0, 1, 1) if inner is None else place_on(inner)
             copy = plan.replicate_rank * place.copies + place.copy
             copies = plan.replicate_size * place.copies
             num_ranks = plan.replicate_size * plan.shard_size * place.num_ranks
-        return (copy, copies) if num_ranks == _world_size() else (0, 0)
+        return (copy, copies) if num_ranks == self.world_size else (0, 0)
+
+    def _place(self, index: int) -> Place:
+        """Return this rank's box of a parameter; of a flat unit, of what its pieces are cut from."""
+        if index not in self._places:
+            spec = self.forms[index].spec or self.forms[index].unsharded
+            self._places[index] = Place(whole_box(()), 0, 1, 1) if spec is None else place_on(spec)
+        return self._places[index]
+
+
+_parts: "weakref.WeakKeyDictionary[Unit, UnitParts]" = weakref.WeakKeyDictionary()
+
+
+def parts_of(unit: Unit) -> UnitParts:
+    """Return which parts of a unit's parameters this rank holds.
+
+    Kept for rows, which follow from the mesh alone. A flat unit is planned anew: its pieces follow from
+    dtypes too, which may change.
+    """
+    if unit.params.is_flat:
+        return UnitParts(unit)
+    known = _parts.get(unit)
+    if known is None or not known.is_current(unit.params.all):
+        known = _parts[unit] = UnitParts(unit)
+    return known
 
 
 def whole_shape(param: ManagedParameter) -> Shape:
@@ -303,7 +339,7 @@ def tell_loaded(holdings: Sequence[Holding]) -> None:
 
 
 def _of_unit(unit: Unit, names: Sequence[Sequence[str]]) -> Iterator[Holding]:
-    parts = UnitParts(unit)
+    parts = parts_of(unit)
     for index, (param, own_names) in enumerate(zip(unit.params, names, strict=True)):
         local = plain_memory(param.local.detach(), own_names[0])
         copy, copies = parts.copies(index)
