@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard.checkpoint import folder as folder_module
@@ -26,6 +27,7 @@ from fullshard.errors import CheckpointError
 from tests.api import Api
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
 from tests.models import mlp
+from tests.resident import peak_mib
 
 alone = pytest.mark.apis("peer_memory")
 
@@ -78,6 +80,10 @@ def test_one_save_at_a_time_and_errors_come_at_the_next_call(api: Api, tmp_path:
     assert first.done()
     assert fullshard.load_checkpoint(tmp_path / "d", model).step is None
     assert not (tmp_path / "b").exists()
+
+
+def _save_later(*arguments: Any) -> None:
+    fullshard.async_save_checkpoint(*arguments).wait()
 
 
 # From a loop
@@ -311,6 +317,24 @@ def test_a_path_that_cannot_be_written_is_named_on_all_ranks(api: Api, tmp_path:
         fullshard.save_checkpoint("/proc/nothing/a", model)
 
 
+@alone
+@on_ranks(2)
+def test_a_folder_that_another_rank_does_not_see_is_named_on_all(api: Api, tmp_path: Path) -> None:
+    model, optimizer = _sharded(api)
+    before = Path.cwd()
+    own = tmp_path / str(rank())  # as hosts have disks of their own under one name
+    own.mkdir()
+    os.chdir(own)
+    try:
+        for save in (fullshard.save_checkpoint, _save_later):
+            with pytest.raises(CheckpointError, match=r"rank 1: .*rank 0 has made this folder"):
+                save("a", model, optimizer)
+        torch.distributed.barrier()
+        assert not list(own.iterdir())
+    finally:
+        os.chdir(before)
+
+
 def test_two_jobs_do_not_write_to_one_path(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     other = LocalDraft(tmp_path / "a", "other", overwrite=False)
@@ -357,6 +381,48 @@ def test_a_writer_on_another_host_is_known_by_its_beats(
         draft.give_up()
     fullshard.save_checkpoint(tmp_path / "a", nn.Linear(2, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.long
+@alone
+@on_ranks(2, limit_s=120)
+def test_a_load_needs_no_memory_beyond_the_shards(api: Api, tmp_path: Path) -> None:
+    """Nor a save, and one in the background that of its copy, once."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
+    for layer in model:
+        api.fully_shard(layer, mesh=mesh_of(2))
+    api.fully_shard(model, mesh=mesh_of(2))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = tmp_path / "a"
+    with peak_mib() as peak:
+        fullshard.save_checkpoint(saved, model, optimizer)
+    assert peak[0] < 32
+    with peak_mib() as peak:
+        fullshard.load_checkpoint(saved, model, optimizer)
+    assert peak[0] < 32
+    with peak_mib() as peak:
+        for number in range(3):
+            fullshard.async_save_checkpoint(tmp_path / f"{number}", model, optimizer)
+        fullshard.load_checkpoint(tmp_path / "2", model, optimizer)
+    assert 250 < peak[0] < 300
+    # Columns, of which no row lies in the files in one piece.
+    fresh = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
+    for layer in fresh:
+        api.fully_shard(layer, mesh=mesh_of(2), shard_placement_fn=_by_columns)
+    momentum = torch.optim.SGD(fresh.parameters(), momentum=0.9)
+    with peak_mib() as peak:
+        fullshard.load_checkpoint(saved, fresh)
+    assert peak[0] < 64
+    with peak_mib() as peak:  # the state that the optimizer has not made yet
+        fullshard.load_checkpoint(saved, fresh, momentum)
+    assert peak[0] < 128 + 64
+
+
+def _by_columns(parameter: nn.Parameter) -> Shard:
+    return Shard(parameter.dim() - 1)
 
 
 # Killed at any moment

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from tests.checkpoint.test_any_to_any import ANY, HYBRID, _sharded, _tensor_para
 from tests.fsdp1.models import net, quiet
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank
 from tests.models import mlp
+from tests.resident import peak_mib
 from tests.training import assert_equal
 
 pytestmark = pytest.mark.apis("peer_memory")
@@ -126,35 +124,12 @@ def test_no_rank_has_much_more_than_its_shards(api: Api, tmp_path: Path) -> None
     for layer in model:
         api.fully_shard(layer, mesh=mesh_of(2))
     api.fully_shard(model, mesh=mesh_of(2))
-    with _peak_mib() as peak:
+    with peak_mib() as peak:
         fullshard.export_hf(model, tmp_path / "a", max_shard_size="200MB")
     assert peak[0] < 192
-    with _peak_mib() as peak:
+    with peak_mib() as peak:
         fullshard.load_hf(model, tmp_path / "a")
     assert peak[0] < 64
-
-
-@contextlib.contextmanager
-def _peak_mib() -> Iterator[list[float]]:
-    """Watch the process's memory; give the most that it had above the beginning's, in MiB."""
-    peak, ended = [0.0], threading.Event()
-
-    def resident() -> float:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGESIZE") / 2**20
-
-    def watch() -> None:
-        while not ended.wait(0.002):
-            peak[0] = max(peak[0], resident() - before)
-
-    before = resident()
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        yield peak
-    finally:
-        ended.set()
-        watching.join()
 
 
 # Files

@@ -20,7 +20,8 @@ from fullshard.checkpoint.manifest import (
     loads,
 )
 from fullshard.checkpoint.saved_state import SavedState
-from fullshard.checkpoint.spans import Limits, Wanted, read_at_once, read_shared
+from fullshard.checkpoint.spans import Limits, Wanted, read_at_once, read_shared, scratch
+from fullshard.checkpoint.writing import bytes_of
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, common
 
@@ -139,11 +140,11 @@ class Reader(SavedState):
                 target = out[position - first : position - first + count]
                 self._read_blocks(name, piece, begin, target)
             else:
-                scratch = memoryview(bytearray(min(block, total - begin)))
-                self._read_blocks(name, piece, begin, scratch)
-                count = min(stop, begin + len(scratch)) - position
+                whole_block = bytes_of(scratch.of(min(block, total - begin), "block"))
+                self._read_blocks(name, piece, begin, whole_block)
+                count = min(stop, begin + len(whole_block)) - position
                 low = position - begin
-                out[position - first : position - first + count] = scratch[low : low + count]
+                out[position - first : position - first + count] = whole_block[low : low + count]
             nbytes_read += count
             position += count
         return nbytes_read

@@ -13,6 +13,8 @@ Nothing here knows what a file is: how bytes of a piece are read is the caller's
 
 import concurrent.futures
 import itertools
+import mmap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -45,6 +47,28 @@ class Limits(NamedTuple):
     gap_nbytes: int
 
 
+class Scratch(threading.local):
+    """Memory of a thread that it uses again and again, and that goes back to the system with the thread.
+
+    Not from the heap, where what threads free stays mapped: a load by columns kept 64 MB a thread.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def of(self, nbytes: int, use: str) -> torch.Tensor:
+        """Return so many bytes. The next call with the same use returns the same memory."""
+        known = self._memory.get(use)
+        if known is None or known.numel() < nbytes:
+            self._memory.pop(use, None)
+            known = torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
+            self._memory[use] = known
+        return known[:nbytes]
+
+
+scratch = Scratch()
+
+
 def read_shared(
     wanted: Wanted,
     piece: Box,
@@ -72,7 +96,7 @@ def read_shared(
     total = 0
     for part in parts_to_read(shared, piece, dtype.itemsize, limits):
         first, stop = span(part, piece)
-        buffer = torch.empty((stop - first) * dtype.itemsize, dtype=torch.uint8)
+        buffer = scratch.of((stop - first) * dtype.itemsize, "span")
         total += read(first * dtype.itemsize, bytes_of(buffer))
         source = buffer.view(dtype).as_strided(part.shape, _strides(piece.shape))
         wanted.view[part.within(wanted.box)].copy_(source)
