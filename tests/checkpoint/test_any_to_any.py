@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
 from tests.api import Api
 from tests.fsdp1.models import batch, net, quiet
-from tests.harness import Pools, Task, mesh_of, world_size
+from tests.harness import Pools, Task, mesh_of, on_ranks, world_size
 from tests.models import mlp
 from tests.selection import Settings, repeats
 from tests.test_transfer import HYBRID, MORE_OPTIMIZERS, WAYS, _whole
@@ -240,6 +241,42 @@ def test_tensor_parallel_parts_are_parts_like_others(
         assert_equal(values, written[0])
     # The same tensors again from other ranks: optimizer state as well, by the files' own values.
     assert_equal(_contents(tmp_path / "again"), _contents(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(4)
+def test_flat_units_above_uneven_tensor_parallel_are_saved(
+    api: Api, use_orig_params: bool, tmp_path: Path
+) -> None:
+    """Ranks of tensor parallel have flat buffers of different lengths, and cut what all have elsewhere."""
+
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 7), nn.LayerNorm(7))
+        mesh = mesh_of(2, 2)
+        columns = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh["shard"], {"1": columns})
+        distribute_module(model[2], mesh["shard"])  # DTensors that are the same on both
+        with quiet():
+            wrapped = api.FullyShardedDataParallel(
+                model, device_mesh=mesh["replicate"], use_orig_params=use_orig_params
+            )
+        return wrapped, torch.optim.AdamW(wrapped.parameters())
+
+    model, optimizer = build(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    wholes = {name: value.clone() for name, value in fullshard.iter_full_state(model)}
+    other, made = build(2)
+    fullshard.load_checkpoint(tmp_path / "a", other, made)
+    assert_equal(dict(fullshard.iter_full_state(other)), wholes)
+    fullshard.save_checkpoint(tmp_path / "b", other, made)
+    assert_equal(_contents(tmp_path / "b"), _contents(tmp_path / "a"))
+    alone = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 7), nn.LayerNorm(7))
+    fullshard.load_checkpoint(tmp_path / "a", alone)
+    assert_equal(alone.state_dict(), wholes)
 
 
 def _contents(folder: Path) -> dict[str, Tensor]:

@@ -407,3 +407,98 @@ def test_flat_parameters_need_the_state_of_all_inside(api: Api, tmp_path: Path) 
     with pytest.raises(CheckpointError, match="of the same flat parameter"):
         fullshard.load_checkpoint(tmp_path / "a", flat, other, allow=["missing"])
     assert all(p.equal(b) for p, b in zip(flat.parameters(), before, strict=True))
+
+
+# Optimizers of several ranks
+
+
+@alone
+@on_ranks(2)
+def test_options_and_metadata_that_differ_between_ranks_are_refused(
+    api: Api, tmp_path: Path
+) -> None:
+    model = mlp()
+    api.fully_shard(model, mesh=mesh_of(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank())
+    with pytest.raises(CheckpointError, match=r"lr is 0\.1 on rank 0 and 1\.1 on rank 1"):
+        fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    with pytest.raises(CheckpointError, match=r"metadata is \{'host': 0\} on rank 0 and"):
+        fullshard.save_checkpoint(tmp_path / "a", model, metadata={"host": rank()})
+    assert not list(tmp_path.iterdir())
+    other: Any = (torch.optim.SGD, torch.optim.AdamW)[rank()](model.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="is a SGD on rank 0 and a AdamW on rank 1"):
+        fullshard.save_checkpoint(tmp_path / "a", model, other)
+
+
+@alone
+@on_ranks(2)
+def test_each_rank_may_train_other_parameters(api: Api, tmp_path: Path) -> None:
+    """As stages of a pipeline do."""
+
+    def stage() -> tuple[nn.Module, torch.optim.Optimizer]:
+        layers = nn.ModuleDict(
+            {f"layer{rank()}": nn.Linear(4, 4), f"norm{rank()}": nn.LayerNorm(4)}
+        )
+        own = [{"params": layers[f"layer{rank()}"].parameters()}]
+        own += [{"params": layers[f"norm{rank()}"].parameters(), "lr": 0.5 + rank()}]
+        return layers, torch.optim.AdamW(own, lr=0.25)
+
+    model, optimizer = stage()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + rank())
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    other, made = stage()
+    for group in made.param_groups:
+        group["lr"] = 9.0
+    fullshard.load_checkpoint(tmp_path / "a", other, made)
+    assert [group["lr"] for group in made.param_groups] == [0.25, 0.5 + rank()]
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert p.equal(q)
+        assert all(made.state[q][key].equal(value) for key, value in optimizer.state[p].items())
+
+
+def test_one_of_several_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+    models = {key: _net(3, 4) for key in ("a", "b")}
+    optimizers = {key: torch.optim.SGD(model.parameters()) for key, model in models.items()}
+    fullshard.save_checkpoint(tmp_path / "a", models, optimizers)
+    one = {"a": models["a"]}
+    with pytest.raises(CheckpointError, match=r"(?s)nothing takes.*optimizer\.b"):
+        fullshard.load_checkpoint(tmp_path / "a", models, {"a": optimizers["a"]})
+    with pytest.raises(CheckpointError, match=r"(?s)nothing takes.*model\.b"):
+        fullshard.load_checkpoint(tmp_path / "a", one)
+    loaded = fullshard.load_checkpoint(
+        tmp_path / "a", one, {"a": optimizers["a"]}, allow="unexpected"
+    )
+    assert {"model.b", "optimizer.b"} <= set(loaded.left_out)
+    assert fullshard.load_checkpoint(tmp_path / "a", models).notes  # only the models
+
+
+def test_groups_without_parameters_get_their_options_by_their_place(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    groups = [{"params": model.parameters()}, {"params": [], "lr": 0.25}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    optimizer.param_groups[1]["lr"] = 9.0
+    fullshard.load_checkpoint(tmp_path / "a", model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+
+
+@alone
+@on_ranks(2)
+def test_state_of_other_shapes_is_made_before_it_is_loaded(api: Api, tmp_path: Path) -> None:
+    def build() -> Any:
+        model = api.replicate(nn.Linear(4, 8), mesh=mesh_of(2))
+        return model, torch.optim.Adafactor(model.parameters(), lr=0.1)
+
+    model, optimizer = build()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    other, made = build()
+    fullshard.load_checkpoint(tmp_path / "a", other, made)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert set(made.state[q]) == set(optimizer.state[p])
+        for key, value in optimizer.state[p].items():
+            assert torch.as_tensor(made.state[q][key]).equal(torch.as_tensor(value)), key
+    made.step()

@@ -147,6 +147,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "nested": (lambda c: c["files"].append(c["files"][0]), "twice"),
     "value": (lambda c: c.update(metadata={"$tensor": "model/nothing"}), "no tensor"),
     "code": (lambda c: c.update(metadata={"$pickle": "x"}), "unknown kind"),
+    "no_groups": (lambda c: c.update(optimizers={}), "and not its groups"),
+    "random": (lambda c: c["extra"].update(rng=5), "random generators are of no known form"),
     "malformed": (lambda c: c.update(metadata={"$bytes": 3}), "no known form"),
 }
 

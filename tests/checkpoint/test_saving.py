@@ -137,6 +137,8 @@ def test_a_damaged_newest_checkpoint_does_not_stop_a_job(api: Api, tmp_path: Pat
         path.write_bytes(content)
         next((tmp_path / "step-00000002").glob("shard-00000-0*")).unlink()
     torch.distributed.barrier()
+    with pytest.raises(fullshard.DamagedCheckpointError, match=r"rank 1: .* has changed"):
+        fullshard.load_checkpoint(tmp_path / "step-00000003", model, optimizer)
     with pytest.warns(UserWarning, match=r"step-0000000\d is damaged.*(changed|missing)"):
         assert manager.resume() == 1
     for step in range(1, 3):
@@ -193,6 +195,8 @@ def test_manager_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
         fullshard.CheckpointManager(tmp_path, model, keep_last=0)
     assert prune_checkpoints(tmp_path, keep_last=1, dry_run=True)
     assert len(checkpoints_in(tmp_path)) == 3
+    with pytest.raises(CheckpointError, match="is a checkpoint"):
+        prune_checkpoints(tmp_path / "step-00000002", keep_last=1)
 
 
 def test_managers_give_signals_back_in_any_order(tmp_path: Path) -> None:
@@ -237,7 +241,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(api: Api, tmp_path: Path) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         for overwrite, name in ((True, "a"), (False, "b")):
-            with pytest.raises(CheckpointError, match=r"File too large"):
+            with pytest.raises(CheckpointError, match=r"^rank 1: .*shard-00001-0.*File too large"):
                 fullshard.save_checkpoint(tmp_path / name, model, optimizer, overwrite=overwrite)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -265,6 +269,7 @@ for background in (False, True):
             fullshard.save_checkpoint(disk / "a", model, extra=many, overwrite=True)
     except fullshard.CheckpointError as error:
         assert "No space left on device. Check space" in str(error), error
+        assert str(error).count("rank 0: ") <= 1, error
     else:
         raise AssertionError("there was room")
 try:

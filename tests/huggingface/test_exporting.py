@@ -132,6 +132,31 @@ def test_no_rank_has_much_more_than_its_shards(api: Api, tmp_path: Path) -> None
     assert peak[0] < 64
 
 
+class _Config:
+    def to_json_string(self) -> str:
+        return '{"tie_word_embeddings": true}'
+
+
+class _Images(nn.Module):
+    """As models of Transformers that have no table of embeddings, or several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.config = _Config()
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError("not auto-handled")
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+def test_models_without_embeddings_are_exported(tmp_path: Path) -> None:
+    written = fullshard.export_hf(_Images(), tmp_path / "a")
+    assert written.files == ("model.safetensors", "config.json")
+
+
 # Files
 
 

@@ -213,6 +213,14 @@ def test_another_beginning_of_names_is_found_and_taken(tmp_path: Path) -> None:
         fullshard.load_hf(outer, tmp_path / "inner.safetensors", rename=lambda _: "x")
 
 
+def test_files_with_a_tensor_for_each_expert_are_told(tmp_path: Path) -> None:
+    tensors = {f"experts.{n}.w": torch.ones(2) for n in range(3)}
+    save_file({f"mlp.{name}": value for name, value in tensors.items()}, tmp_path / "a.safetensors")
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.Linear(2, 3)})})
+    with pytest.raises(CheckpointError, match=r"for each expert.*from_pretrained before sharding"):
+        fullshard.load_hf(model, tmp_path)
+
+
 def test_a_tied_parameter_needs_one_of_its_names(tmp_path: Path) -> None:
     tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     tied[1].weight = tied[0].weight
@@ -270,6 +278,7 @@ def _entry(begin: int, end: int, shape: Any = (2,), dtype: Any = "F32") -> dict[
         ({"weight": _entry(8, 0, shape=[0])}, "would have -8 bytes"),
         ({"weight": _entry(16, 24)}, "ends before weight does"),
         ({"weight": _entry(0, 8), "bias": _entry(4, 12)}, "weight and bias share bytes"),
+        ({"weight": _entry(0, 8)}, "has 8 bytes behind its last tensor"),
     ],
 )
 def test_damaged_headers_are_refused_by_name(header: Any, said: str, tmp_path: Path) -> None:
@@ -365,6 +374,8 @@ def test_other_files_on_another_rank_are_noticed_on_all(api: Api, tmp_path: Path
     before = Path.cwd()
     os.chdir(own)
     try:
+        with pytest.raises(CheckpointError, match=r"path is 'a.safetensors' on rank 0 and 'b"):
+            fullshard.load_hf(nn.Linear(3, 4), f"{'ab'[rank()]}.safetensors")
         with pytest.raises(CheckpointError):
             fullshard.load_hf(api.fully_shard(model, mesh=mesh_of(world_size())), "a.safetensors")
     finally:

@@ -280,6 +280,19 @@ def test_states_of_the_same_ranks_load_directly_and_others_are_refused(api: Api)
 
 @ours
 @on_ranks(2)
+def test_averages_from_before_sharding_begin_again_with_a_warning(api: Api) -> None:
+    model = nn.Linear(4, 4)
+    ema = fullshard.EMA(model, decay=0.5)
+    api.fully_shard(model, mesh=mesh_of(2))
+    with pytest.warns(UserWarning, match="other parts than before of 2 tensors, such as weight"):
+        ema.update()
+    wanted = _state(model)
+    with ema.applied():
+        assert_equal(_state(model), wanted)
+
+
+@ours
+@on_ranks(2)
 def test_a_checkpoint_of_another_model_is_refused(api: Api, tmp_path: Path) -> None:
     small = nn.Linear(3, 3)
     api.fully_shard(small, mesh=mesh_of(2))

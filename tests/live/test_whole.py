@@ -199,6 +199,19 @@ def test_part_of_a_model_can_be_whole_while_the_rest_runs(api: Api) -> None:
 
 
 @ours
+@pytest.mark.parametrize("way", ["orig", "flat"])
+@on_ranks(2)
+def test_part_of_a_flat_unit_is_refused(api: Api, way: str) -> None:
+    model = sharded(api, way)
+    blocks = [m for m in model.modules() if type(m) is Block]
+    for part in (blocks[0].wide, model.module):
+        with pytest.raises(UnsupportedError, match="a unit that contains more than this module"):
+            fullshard.full_parameters(part).__enter__()
+    with fullshard.full_parameters(model):
+        pass
+
+
+@ours
 @pytest.mark.parametrize("way", ["fully_shard", "orig", "flat"])
 @on_ranks(2)
 def test_an_exception_leaves_the_model_usable(api: Api, way: str) -> None:

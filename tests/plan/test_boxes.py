@@ -19,6 +19,7 @@ from fullshard.plan.boxes import (
     share,
     tiling_fault,
     whole_box,
+    without,
 )
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -72,6 +73,23 @@ def test_any_change_of_a_tiling_is_a_fault(shape: tuple[int, ...], data: st.Data
     assert tiling_fault(shape, boxes) is None
     assert tiling_fault(shape, boxes[1:]) is not None
     assert tiling_fault(shape, [*boxes, boxes[0]]) is not None
+
+
+@given(shapes, st.data())
+def test_what_is_left_of_a_box_tiles_it_with_what_was_taken(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    def drawn() -> Box:
+        starts = [data.draw(st.integers(0, size - 1)) for size in shape]
+        sizes = [data.draw(st.integers(1, n - a)) for n, a in zip(shape, starts, strict=True)]
+        return Box(tuple(starts), tuple(sizes))
+
+    box, others = drawn(), [drawn() for _ in range(data.draw(st.integers(0, 3)))]
+    left = without(box, others)
+    kept = [e for part in left for e in _elements(shape, part).flatten().tolist()]
+    taken = {e for other in others for e in _elements(shape, other).flatten().tolist()}
+    wanted = [e for e in _elements(shape, box).flatten().tolist() if e not in taken]
+    assert sorted(kept) == sorted(wanted)
 
 
 def test_common_part_of_boxes() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.everyones_groups import merged_values
 from fullshard.checkpoint.optimizer_state import (
     LocalState,
     OptimizerState,
@@ -120,13 +121,17 @@ def content_of(
     }
     differing = _differing([digests for digests, _ in told])
 
-    def joined() -> tuple[Content, bytes]:
+    def joined() -> tuple[Content, tuple[bytes, str]]:
         content = _joined(local, agreed, differing, peers.rank)
         content.values["models"] = sorted(by_section)
-        return content, digest_of_unnumbered(content.holdings)
+        of_optimizers = repr(content.values["optimizers"]).encode()
+        return content, (digest_of_unnumbered(content.holdings), checksum(of_optimizers))
 
-    content, digests = peers.together_telling(joined)
-    content.holdings = numbered(content.holdings, peers.group, digests)
+    content, told_now = peers.together_telling(joined)
+    content.holdings = numbered(content.holdings, peers.group, [each for each, _ in told_now])
+    if len({of_optimizers for _, of_optimizers in told_now}) > 1:
+        everyones = peers.gathered(content.values["optimizers"])
+        content.values["optimizers"] = merged_values(everyones)
     return content, local.beside
 
 

@@ -51,7 +51,7 @@ def why_refused(error: Exception) -> str:
     found = re.search(r"GLOBAL (\S+)", str(error))
     if found:
         return f"it would use {found[1]}"
-    return f"{type(error).__name__} {str(error).partition(chr(10))[0][:200]}".rstrip()
+    return f"it is damaged, or was not written by torch.save ({type(error).__name__})"
 
 
 class _Unpickler(pickle.Unpickler):

@@ -136,13 +136,20 @@ def opened(path: Location) -> SavedState:
 
 
 def _check_same_file(state: SavedState, peers: Peers) -> None:
-    digests = peers.gathered(state.digest)
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
+    seen = peers.gathered((state.digest, str(state.location)))
+    others = [rank for rank, (digest, _) in enumerate(seen) if digest != seen[0][0]]
+    if not others:
+        return
+    first, other = seen[0][1], seen[others[0]][1]
+    if first != other:
         raise CheckpointError(
-            f"{state.location}: ranks {others} see another checkpoint there than rank 0. Load from a filesystem "
-            "that all hosts share."
+            f"path is {first} on rank 0 and {other} on rank {others[0]}, where another checkpoint is. Give "
+            "all ranks the same."
         )
+    raise CheckpointError(
+        f"{first}: ranks {others} see another checkpoint there than rank 0. Load from a filesystem that all "
+        "hosts share."
+    )
 
 
 class _Load:
@@ -228,11 +235,16 @@ class _Load:
                 problems.append(
                     f"dtype {holding.name}: {saved.dtype} in the checkpoint, {holding.dtype} here"
                 )
+        mismatched = {
+            problem.partition(" ")[2].partition(":")[0]
+            for problem in problems
+            if problem.startswith("mismatched")
+        }
         sections = (*models, *optimizers)
         present = {name.partition("/")[0] for name in self._state.tensors}
         for name in self._state.tensors:
             section = name.partition("/")[0]
-            if section in sections and name not in taken:
+            if section in sections and name not in taken and name not in mismatched:
                 problems.append(f"unexpected {name}")
         for section in sections:
             if section not in present and section not in self._state.values.get("optimizers", {}):
@@ -241,10 +253,13 @@ class _Load:
             self._notes.append(
                 f"{key} is in the files and was left out; name it in extra= to load it"
             )
+        present |= {*self._state.values.get("optimizers", {})}
         for section in sorted(present - {*sections, "extra", "values"}):
-            self._notes.append(f"{section} is in the checkpoint and was not asked for")
-        fitting = {p.partition(" ")[2].partition(":")[0] for p in problems if p.startswith("mis")}
-        return [h for h in found if h.name not in fitting], destinations, problems
+            if section.partition(".")[0] == "optimizer" and not optimizers:
+                self._notes.append(f"{section} is in the checkpoint and was not asked for")
+            else:  # one of several, which would lose its state without a word
+                problems.append(f"unexpected {section}")
+        return [h for h in found if h.name not in mismatched], destinations, problems
 
     def _are_equal(self, names: Sequence[str], holding: Holding) -> bool:
         """Whether several tensors of the files have the same values, as far as this rank holds them.
@@ -388,6 +403,17 @@ class _Load:
         return self._decoded(tree, tensor)
 
     def _restore_random_states(self) -> None:
+        try:
+            self._restore_own_random_states()
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{self._state.location}: the states of random generators are of no known form ({error!r}). "
+                "Load with rng=False to leave them."
+            ) from error
+
+    def _restore_own_random_states(self) -> None:
         shared, by_rank = (
             self._state.values.get("extra", {}),
             self._state.values.get("extra_by_rank", {}),

@@ -136,6 +136,7 @@ class _LocalData(DataFile):
 class _NewLocalFile(NewFile):
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._path = path
         self._descriptor = os.open(path, flags, 0o644)
         self._nbytes = 0
 
@@ -143,7 +144,8 @@ class _NewLocalFile(NewFile):
         view = memoryview(data)
         start = self._nbytes
         while view:
-            count = os.write(self._descriptor, view)
+            with self._naming():
+                count = os.write(self._descriptor, view)
             self._nbytes += count
             view = view[count:]
         # Linux begins to write these pages to the disk now, while the next ones are copied and hashed;
@@ -153,12 +155,21 @@ class _NewLocalFile(NewFile):
 
     def finish(self) -> None:
         try:
-            os.fsync(self._descriptor)
+            with self._naming():
+                os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
 
     def discard(self) -> None:
         os.close(self._descriptor)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Say in errors of a descriptor which file it is."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 class LocalDraft(Draft):

@@ -155,12 +155,8 @@ class CheckpointManager:
                 return load_checkpoint(
                     path, self._model, self._optimizer, extra=self._extra, allow=allow
                 )
-            except CheckpointError as error:
-                # Every rank is here, as a load fails on all; what is damaged, not every rank has seen.
-                own = isinstance(error, DamagedCheckpointError) or isinstance(
-                    error.__cause__, DamagedCheckpointError
-                )
-                if not any(self._peers.gathered(own)) or number + 1 == len(paths):
+            except DamagedCheckpointError as error:  # on every rank, if on one
+                if number + 1 == len(paths):
                     raise
                 warnings.warn(
                     f"{path} is damaged, so the checkpoint before it is loaded: {error}",
@@ -278,7 +274,12 @@ def prune_checkpoints(
     """Remove checkpoints of a folder but the newest and those of steps that ``keep_every`` divides.
 
     Returns what was removed. It loses its name first, so that nobody takes half of one for complete.
+    Raises CheckpointError for a folder that is a checkpoint itself.
     """
+    if _is_complete(folder_at(folder)):
+        raise CheckpointError(
+            f"{folder}: is a checkpoint. Name the folder that holds it and others."
+        )
     complete = _complete_in(folder_at(folder))
     kept = {step for step, _ in complete[-keep_last:]}
     if keep_every:

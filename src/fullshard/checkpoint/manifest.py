@@ -316,6 +316,10 @@ class _Reader:
             )
             if not is_right:
                 raise _refused(self.where, f"{section}: its groups or scalars are of no known form")
+        sections = {name.partition("/")[0] for name in tensors}
+        for section in sections - {*content.get("optimizers", {})}:
+            if section.partition(".")[0] == "optimizer":
+                raise _refused(self.where, f"has tensors of {section}, and not its groups")
         names = [*tensors, *(alias for each in tensors.values() for alias in each.aliases)]
         if len(set(names)) < len(names):
             raise _refused(self.where, "gives two tensors the same name")

@@ -268,7 +268,10 @@ class Destination:
         self._units: dict[int, UnitState] = {}
         self._parts: dict[int, UnitParts] = {}
         self._plain: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        # State that says itself how it is divided, of parameters of units.
+        self._apart: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         self._kept: set[nn.Parameter] = set()
+        self._first: dict[nn.Parameter, dict[str, Any]] = {}
         self.holdings: dict[tuple[str, str], Holding] = {}
         self.problems: list[str] = []
         keys: dict[str, list[str]] = {}
@@ -310,12 +313,13 @@ class Destination:
             for key in wanted[name]:
                 shape, dtype = saved[name, key]
                 if shape != whole_shape(param):
-                    value: Any = (own or {}).get(key)
+                    value = self._made_by_optimizer(parameter, key)
                     full_name = f"{prefix}{name}/{key}"
-                    if _is_like(value, shape, dtype):
+                    if isinstance(value, DTensor) and _is_like(value, shape, dtype):
                         self.holdings[name, key] = tensor_holding(full_name, value)
+                        self._apart.setdefault(parameter, {})[key] = value
                     else:
-                        self.problems.append(f"mismatched {full_name}: {shape} in the checkpoint")
+                        self.problems.append(_mismatch(full_name, shape, value))
                     continue
                 local = there.locals.get(index, {}).get(key)
                 if local is None or local.dtype != dtype:
@@ -350,32 +354,33 @@ class Destination:
             shape, dtype = saved[name, key]
             if shape == tuple(parameter.shape):
                 state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            elif shape == self._own_shape(parameter, key, shape):
-                state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
             else:
-                full_name = f"{prefix}{name}/{key}"
-                self.problems.append(f"mismatched {full_name}: {shape} in the checkpoint")
-                continue
+                value = self._made_by_optimizer(parameter, key)
+                if value is not None and tuple(value.shape) != shape:
+                    self.problems.append(_mismatch(f"{prefix}{name}/{key}", shape, value))
+                    continue
+                state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
             self.holdings[name, key] = tensor_holding(f"{prefix}{name}/{key}", state[key])
 
-    def _own_shape(
-        self, parameter: nn.Parameter, key: str, unknown: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Return the shape of a state that is not of its parameter's; ``unknown`` if nobody can tell."""
+    def _made_by_optimizer(self, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
+        """Return a state as the optimizer has made it, or would in its first step; None if nobody can tell."""
         own: Any = self._optimizer.state.get(parameter)
         if not own:
-            places = (
-                (number, position)
-                for number, group in enumerate(self._optimizer.param_groups)
-                for position, each in enumerate(group["params"])
-                if each is parameter
-            )
-            try:
-                own = first_state(self._optimizer, *next(places))
-            except StateError:
-                return unknown
+            if parameter not in self._first:
+                self._first[parameter] = self._first_state(parameter)
+            own = self._first[parameter]
         value = own.get(key)
-        return tuple(value.shape) if isinstance(value, torch.Tensor) else unknown
+        return value if isinstance(value, torch.Tensor) else None
+
+    def _first_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        for number, group in enumerate(self._optimizer.param_groups):
+            for position, each in enumerate(group["params"]):
+                if each is parameter:
+                    try:
+                        return first_state(self._optimizer, number, position)
+                    except StateError:
+                        return {}
+        return {}
 
     @torch.no_grad()
     def assign(
@@ -383,10 +388,13 @@ class Destination:
     ) -> None:
         """Give the optimizer the state whose tensors have been read, and the options of its groups."""
         options = {name: each["options"] for each in groups for name in each["params"]}
-        for group in self._optimizer.param_groups:
+        for number, group in enumerate(self._optimizer.param_groups):
             names = [name for p in group["params"] for name in self._trained[p].names]
             known = next((name for name in names if name in options), None)
-            for key, value in options.get(known, {}).items():
+            own = options.get(known, {})
+            if not names and number < len(groups) and not groups[number]["params"]:
+                own = groups[number]["options"]  # of a group without parameters, by its place
+            for key, value in own.items():
                 _set_option(group, key, value)
             for parameter in group["params"]:
                 self._assign(parameter, scalars, group)
@@ -414,15 +422,20 @@ class Destination:
             unit_state = self._units[id(entry.unit)]
             for index, name in zip(entry.indices, entry.names, strict=True):
                 unit_state.others[index] = own(name)
-            state = put_together(entry, unit_state)
+            state = {**put_together(entry, unit_state), **self._apart.get(parameter, {})}
         if state:
             self._optimizer.state[parameter] = state
         else:
             self._optimizer.state.pop(parameter, None)
 
 
-def _is_like(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    return isinstance(value, DTensor) and tuple(value.shape) == shape and value.dtype == dtype
+def _is_like(value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return tuple(value.shape) == shape and value.dtype == dtype
+
+
+def _mismatch(name: str, shape: tuple[int, ...], value: torch.Tensor | None) -> str:
+    own = "" if value is None else f", {tuple(value.shape)} here"
+    return f"mismatched {name}: {shape} in the checkpoint{own}"
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:

@@ -5,6 +5,7 @@ Of their own, since a save in the background goes on while the program's groups 
 
 import contextlib
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -20,6 +21,7 @@ U = TypeVar("U")
 # What a value takes in one round: ranks send so many bytes, whatever they have to say.
 _SMALL_NBYTES = 4096
 _ROOM = _SMALL_NBYTES - 8
+_NAMES_RANK = re.compile(r"rank \d+: ")
 
 
 class Peers:
@@ -61,12 +63,12 @@ class Peers:
         raised: call it in `of_first`, so that all ranks hear of that.
         """
         value: Any = None
-        text: str | None = None
+        fault: _Fault | None = None
         try:
             value = function()
         except Exception as error:
-            text = said(error)
-        own = value, text
+            fault = _Fault.of(error)
+        own = value, fault
         everyones: list[Any] | None = [own]
         if self.group is not None:
             everyones = [None] * self.size if self.rank == 0 else None
@@ -75,10 +77,9 @@ class Peers:
 
         def results() -> list[T]:
             assert everyones is not None
-            texts = [text for _, text in everyones]
-            problems = [f"rank {n}: {text}" for n, text in enumerate(texts) if text is not None]
-            if problems:
-                raise CheckpointError("\n".join(problems) if self.size > 1 else str(texts[0]))
+            faults = {n: fault for n, (_, fault) in enumerate(everyones) if fault is not None}
+            if faults:
+                raise _joined(faults, are_ranks_named=self.size > 1)
             return [result for result, _ in everyones]
 
         return results
@@ -96,9 +97,9 @@ class Peers:
             except Exception as caught:
                 error = caught
         if self.group is not None:
-            value, text = self._from_first((value, None if error is None else said(error)))
-            if self.rank != 0 and text is not None:
-                error = CheckpointError(f"rank 0: {text}")
+            value, fault = self._from_first((value, None if error is None else _Fault.of(error)))
+            if self.rank != 0 and fault is not None:
+                error = _joined({0: fault})
         self._raise(error)
         result: T = value
         return result
@@ -141,12 +142,11 @@ class Peers:
         except Exception as caught:
             error = caught
         own = {name: repr(argument) for name, argument in (alike or {}).items()}
-        everyones = self.gathered((own, None if error is None else said(error), told))
+        everyones = self.gathered((own, None if error is None else _Fault.of(error), told))
         _check_alike([arguments for arguments, _, _ in everyones])
-        texts = [text for _, text, _ in everyones]
-        problems = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-        if problems and (error is None or len(set(texts)) > 1):
-            problem = CheckpointError("\n".join(dict.fromkeys(problems)))
+        faults = {n: fault for n, (_, fault, _) in enumerate(everyones) if fault is not None}
+        if faults and (error is None or len(faults) < self.size or len({*faults.values()}) > 1):
+            problem = _joined(faults)
             problem.__cause__ = error
             raise problem
         self._raise(error)
@@ -159,6 +159,30 @@ class Peers:
         if isinstance(error, OSError):
             raise CheckpointError(said(error)) from error
         raise error
+
+
+class _Fault(NamedTuple):
+    """An error as other ranks hear of it."""
+
+    text: str
+    is_damage: bool
+
+    @staticmethod
+    def of(error: Exception) -> "_Fault":
+        return _Fault(said(error), isinstance(error, DamagedCheckpointError))
+
+
+def _joined(faults: Mapping[int, _Fault], *, are_ranks_named: bool = True) -> CheckpointError:
+    """Return one error for those of some ranks. It is of damage if one of theirs is."""
+    lines = [
+        f"rank {rank}: {fault.text}"
+        if are_ranks_named and not _NAMES_RANK.match(fault.text)
+        else fault.text
+        for rank, fault in faults.items()
+    ]
+    is_damage = any(fault.is_damage for fault in faults.values())
+    kind = DamagedCheckpointError if is_damage else CheckpointError
+    return kind("\n".join(dict.fromkeys(lines)))
 
 
 class _Message(NamedTuple):
@@ -204,8 +228,8 @@ def _check_alike(everyones: Sequence[Mapping[str, str]]) -> None:
         if len(set(values)) > 1:
             other = next(rank for rank, value in enumerate(values) if value != values[0])
             raise CheckpointError(
-                f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}. Call this on all "
-                "ranks with the same arguments."
+                f"{name} is {values[0]:.200} on rank 0 and {values[other]:.200} on rank {other}. Call this "
+                "on all ranks with the same arguments."
             )
 
 

@@ -116,6 +116,7 @@ def prepare(request: SaveRequest, peers: Peers) -> SaveJob:
         alike={
             "path": str(request.path),
             "step": request.step,
+            "metadata": _comparable(request.metadata),
             "overwrite": request.overwrite,
             "rng": request.rng,
             "model": section_names(request.model, "model"),
@@ -134,6 +135,14 @@ def prepare(request: SaveRequest, peers: Peers) -> SaveJob:
     }
     items = list(to_write(content.holdings))
     return SaveJob(request, target, items, tensors, content, values)
+
+
+def _comparable(metadata: Mapping[str, Any]) -> Any:
+    """Return what ranks have alike that gave the same metadata; None for what cannot be saved."""
+    try:
+        return encoded(dict(metadata), "metadata", _refuse)
+    except CheckpointError:  # which is raised with what else the ranks find
+        return None
 
 
 def _refuse(name: str, _: torch.Tensor) -> None:

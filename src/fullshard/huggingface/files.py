@@ -165,6 +165,9 @@ def _read_header(path: Path, number: int) -> tuple[WeightFile, dict[str, Entry]]
         for name, fields in content.items()
     }
     _check_apart(path, entries)
+    end = max((entry.start + entry.nbytes for entry in entries.values()), default=data_start)
+    if end != nbytes:
+        raise _refused(path, f"has {nbytes - end} bytes behind its last tensor")
     digest = hashlib.sha256(header).hexdigest()
     return WeightFile(path, nbytes, data_start, digest), entries
 

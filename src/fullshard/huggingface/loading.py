@@ -77,7 +77,7 @@ def load_hf(
     finish_background()
     peers = Peers()
     mapping = sorted(rename.items()) if isinstance(rename, Mapping) else callable(rename)
-    peers.check_alike(allow=sorted(allow), rename=mapping)
+    peers.check_alike(path=str(path), allow=sorted(allow), rename=mapping)
     weights = peers.of_first(lambda: weights_of(Path(path)))
     with WeightsReader(weights) as reader, torch.inference_mode(False), torch.no_grad():
         plan = peers.together(lambda: _plan(model, weights, reader, rename))

@@ -4,6 +4,7 @@ model = LlamaForCausalLM(...)        its file has "model.layers.0..." and "lm_he
 model = LlamaModel(...)              the same file, rename={"model.": "", "lm_head.weight": None}
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
@@ -51,11 +52,19 @@ def is_wide_float(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
 
 
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
 def prefix_hint(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
     """Say which beginning of names would make the most of them fit; nothing if few would.
 
     A model may be the inner one of that in the file, or have it inside.
     """
+    if any(_OF_EXPERT.search(name) for name in unexpected) and missing:
+        return [
+            "  The files have a tensor for each expert, and the model has them joined: load them with "
+            "from_pretrained before sharding."
+        ]
     inner = Counter(prefix for name in unexpected for prefix in _prefixes(name, set(missing)))
     outer = Counter(prefix for name in missing for prefix in _prefixes(name, set(unexpected)))
     for found, is_inner in ((inner, True), (outer, False)):

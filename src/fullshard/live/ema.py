@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.checks.strays import registrations
+from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
@@ -93,8 +94,11 @@ class _Sources:
         )
 
     def _count(self) -> int:
-        """Count modules and buffers: no hook tells when one is added or taken away."""
-        return sum(1 + len(module._buffers) for module in self._model.modules())
+        """Count modules, buffers and shardings: no hook tells when one is added or taken away."""
+        return sum(
+            1 + len(module._buffers) + (state_of(module) is not None)
+            for module in self._model.modules()
+        )
 
 
 def _source(
@@ -284,6 +288,7 @@ class EMA:
         """Look where the model's values are now, and make averages of what is new."""
         self._sources.refresh()
         old, self._averages = self._averages, {}
+        moved = []
         with torch.inference_mode(False), torch.no_grad():
             for source in self._sources.all:
                 name = source.holding.name
@@ -292,17 +297,19 @@ class EMA:
                     self._averages[name] = known
                     continue
                 if known:
-                    warnings.warn(
-                        f"EMA: this rank holds another part of {name} than before. Its average begins "
-                        "again.",
-                        UserWarning,
-                        stacklevel=3,
-                    )
+                    moved.append(name)
                 dtype = self._dtype_of(source)
                 self._averages[name] = tuple(
                     torch.empty(box.shape, dtype=dtype, device=view().device).copy_(view())
                     for box, view in zip(source.boxes, source.views, strict=True)
                 )
+        if moved:
+            warnings.warn(
+                f"EMA: this rank holds other parts than before of {len(moved)} tensors, such as {moved[0]}. "
+                "Their averages begin again: create it after sharding.",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
         """Yield every average, the model's memory of the same box, and whether it is averaged."""

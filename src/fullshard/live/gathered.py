@@ -35,7 +35,7 @@ def gathered(param: torch.Tensor) -> torch.Tensor:
         parameter of the wrapper) or as ``module.weight``, also with ``use_orig_params=False``. Any other
         parameter is returned as it is.
 
-    Returns new memory, in the dtype of the shards. Inside the forward of the parameter's own unit, the
+    Returns new memory, in the dtype of the shards (under mixed precision: ``gathered(w).to(x.dtype)``). Inside the forward of the parameter's own unit, the
     unsharded parameter itself, which is whole and in the compute dtype. Tensor-parallel parameters stay
     DTensors over the tensor-parallel mesh.
 
@@ -52,6 +52,10 @@ def gathered(param: torch.Tensor) -> torch.Tensor:
     DTensors that no unit owns; StateError inside `full_parameters`, and in a backward before the model's
     first forward.
     """
+    if not isinstance(param, torch.Tensor):
+        raise UnsupportedError(
+            f"gathered: got a {type(param).__name__}. Pass a parameter, such as module.weight."
+        )
     if isinstance(param, FlatParameter):
         raise UnsupportedError(
             "gathered: a FlatParameter holds all parameters of its unit. Pass one of them, such as "

@@ -3,10 +3,13 @@
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from fullshard.engine.module_state import state_of
-from fullshard.engine.params.managed import manager_of
+from fullshard.engine.params.flat import FlatParameter
+from fullshard.engine.params.managed import ManagedParameter, manager_of
+from fullshard.engine.params.resharded import manager_of_placeholder
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import WholeOptions, whole_parameters
 from fullshard.errors import UnsupportedError
@@ -66,12 +69,23 @@ def _units(module: nn.Module) -> list[Unit]:
         state.check_idle("full_parameters")
     units = [unit for state in states for unit in state.units]
     managers = {param for unit in units for param in unit.params}
-    for name, parameter in module.named_parameters():
-        manager = manager_of(parameter)
-        if manager is not None and manager not in managers:
+    for name, manager in _managed_in(module):
+        if manager not in managers:
             raise UnsupportedError(
                 f"full_parameters: {name} of {type(module).__name__} is {manager.name} of a unit that "
                 "contains more than this module. Call it with the module that was sharded, or with the "
                 "whole model."
             )
     return units
+
+
+def _managed_in(module: nn.Module) -> Iterator[tuple[str, ManagedParameter]]:
+    """Yield what units manage of a module's parameters, those too that a flat parameter holds."""
+    for path, each in module.named_modules():
+        for name, value in (*each._parameters.items(), *vars(each).items()):
+            if isinstance(value, torch.Tensor) and not isinstance(value, FlatParameter):
+                manager = manager_of_placeholder(value)
+                if manager is None and isinstance(value, nn.Parameter):
+                    manager = manager_of(value)
+                if isinstance(manager, ManagedParameter):
+                    yield (f"{path}.{name}" if path else name), manager

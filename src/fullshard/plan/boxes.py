@@ -121,6 +121,33 @@ def common(one: Box, other: Box) -> Box | None:
     return Box(tuple(offset), tuple(shape))
 
 
+def without(box: Box, others: Iterable[Box]) -> list[Box]:
+    """Return what is left of a box without the elements of others, as boxes.
+
+    Rows 0 to 3 without rows 1 to 2: row 0 and row 3.
+    """
+    left = [box] if box.numel else []
+    for other in others:
+        left = [part for each in left for part in _without_one(each, other)]
+    return left
+
+
+def _without_one(box: Box, other: Box) -> Iterator[Box]:
+    shared = common(box, other)
+    if shared is None:
+        yield box
+        return
+    offset, shape = list(box.offset), list(box.shape)
+    for dim in range(len(shape)):  # what lies before and behind the shared part, dim by dim
+        begin, stop = offset[dim], offset[dim] + shape[dim]
+        first, last = shared.offset[dim], shared.offset[dim] + shared.shape[dim]
+        for low, high in ((begin, first), (last, stop)):
+            if low < high:
+                offset[dim], shape[dim] = low, high - low
+                yield Box(tuple(offset), tuple(shape))
+        offset[dim], shape[dim] = first, last - first
+
+
 def share(box: Box, part: int, parts: int) -> Box | None:
     """Return the part of a box that one of ``parts`` ranks takes that all hold it; None for nothing.
 

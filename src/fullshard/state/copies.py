@@ -2,13 +2,17 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.plan.boxes import share
+from fullshard.plan.boxes import Box, share, without
 from fullshard.state.holdings import BUFFER, REPLICATED, HeldBox, Holding
+
+_Boxes = tuple[Box, ...]
 
 # Boxes smaller than this are not divided among the ranks that all hold them.
 _WORTH_SHARING_NBYTES = 1 << 20
@@ -34,6 +38,9 @@ def numbered(
 
     digests: of all ranks' unnumbered holdings, if they are known. Nothing is sent if they are equal, as
     with plain modules.
+
+    Where ranks hold overlapping boxes that are not the same, those of a later rank lose what earlier ranks
+    hold: pieces of one parameter that flat units of different lengths have cut at other elements.
     """
     unknown = _unnumbered(holdings)
     size, rank = _group_size(group), _group_rank(group)
@@ -43,23 +50,43 @@ def numbered(
         gathered: list[Any] = [None] * size
         dist.all_gather_object(gathered, digest_of_unnumbered(holdings), group=group)
         digests = gathered
-    holders: dict[Any, list[int]] = {}
+    # By name, the different boxes that ranks hold, and the ranks that hold them.
+    holders: dict[str, dict[_Boxes, list[int]]] = {}
     if len(set(digests)) > 1:
         everyones: list[Any] = [None] * size
         dist.all_gather_object(everyones, unknown, group=group)
         for number, own in enumerate(everyones):
-            for key in own.items():
-                holders.setdefault(key, []).append(number)
+            for name, (_, boxes) in own.items():
+                holders.setdefault(name, {}).setdefault(boxes, []).append(number)
 
     def with_number(holding: Holding) -> Holding:
         if holding.copies:
             return holding
-        same = holders.get((holding.name, unknown[holding.name]))
-        if same is None:  # every rank has it
+        if not holders:  # every rank has it
             return dataclasses.replace(holding, copy=rank, copies=size)
-        return dataclasses.replace(holding, copy=same.index(rank), copies=len(same))
+        found, own = holders[holding.name], unknown[holding.name][1]
+        same = found[own]
+        return dataclasses.replace(
+            holding, boxes=_left(holding, found), copy=same.index(rank), copies=len(same)
+        )
 
     return [with_number(holding) for holding in holdings]
+
+
+def _left(holding: Holding, found: Mapping[_Boxes, Sequence[int]]) -> tuple[HeldBox, ...]:
+    """Return the boxes of a holding without what earlier ones hold.
+
+    found: all ranks' boxes, those of the first ranks first.
+    """
+    if sum(box.numel for boxes in found for box in boxes) == math.prod(holding.shape):
+        return holding.boxes  # nothing overlaps
+    own = tuple(held.box for held in holding.boxes)
+    earlier = list(itertools.chain(*itertools.takewhile(lambda boxes: boxes != own, found)))
+    return tuple(
+        HeldBox(part, held.view[part.within(held.box)])
+        for held in holding.boxes
+        for part in without(held.box, earlier)
+    )
 
 
 def own_shares(holdings: Iterable[Holding]) -> Iterator[tuple[Holding, HeldBox]]:

@@ -209,22 +209,25 @@ class UnitParts:
     def copies(self, index: int) -> tuple[int, int]:
         """Return this rank's number among those that hold the same part, and how many there are.
 
-        (0, 0) if the unit's mesh is not all of the job, as other ranks may hold it too.
+        (0, 0) if only the ranks together know: if the unit's mesh is not all of the job, as other ranks
+        may hold it too; and for pieces of what tensor parallel below has on several ranks. Their flat
+        buffers may differ in length, and so be cut at other elements.
         """
-        form, plan = self._unit.params[index].form, self._unit.mesh.plan
-        place = self._place(index)
-        if form.spec is not None:
+        plan, place = self._unit.mesh.plan, self._place(index)
+        if not self._unit.params.is_flat:
             copy, copies, num_ranks = place.copy, place.copies, place.num_ranks
+        elif place.copies > 1:
+            return 0, 0
         else:
-            copy = plan.replicate_rank * place.copies + place.copy
-            copies = plan.replicate_size * place.copies
+            copy, copies = plan.replicate_rank, plan.replicate_size
             num_ranks = plan.replicate_size * plan.shard_size * place.num_ranks
         return (copy, copies) if num_ranks == self.world_size else (0, 0)
 
     def _place(self, index: int) -> Place:
         """Return this rank's box of a parameter; of a flat unit, of what its pieces are cut from."""
         if index not in self._places:
-            spec = self.forms[index].spec or self.forms[index].unsharded
+            form = self.forms[index]
+            spec = form.unsharded if self._unit.params.is_flat else form.spec
             self._places[index] = Place(whole_box(()), 0, 1, 1) if spec is None else place_on(spec)
         return self._places[index]
 

@@ -189,7 +189,7 @@ def _guarded(command: str, run: Callable[[], Exit]) -> Exit:
     try:
         return run()
     except (CheckpointError, OSError) as error:
-        for line in str(error).splitlines():
+        for line in str(error).replace("pass overwrite=True", "add --overwrite").splitlines():
             print(f"fullshard ckpt {command}: {printable(line)}", file=sys.stderr)
         is_damaged = command == "verify" and isinstance(error, DamagedCheckpointError)
         return Exit.DAMAGED if is_damaged else Exit.FAILED

@@ -1,0 +1,75 @@
+"""Optimizers' values of all ranks as one: groups, options and scalars, where ranks have different ones.
+
+Mostly all ranks have the same. With pipeline parallel each trains other parameters:
+
+    rank 0   groups [{params: [0.weight], lr: 0.1}]  ->  [{params: [0.weight, 1.weight], lr: 0.1}]
+    rank 1   groups [{params: [1.weight], lr: 0.1}]
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fullshard.errors import CheckpointError
+
+# As a manifest has them: by section, "class", "groups" and "scalars".
+OptimizerValues = Mapping[str, Mapping[str, Any]]
+
+
+def merged_values(everyones: Sequence[OptimizerValues]) -> dict[str, dict[str, Any]]:
+    """Return one set of values for those of all ranks.
+
+    Scalars of what several ranks have are the first one's. Raises CheckpointError, with the ranks, where
+    they have different options for one parameter, or different classes of optimizers.
+    """
+    return {
+        section: _merged(section, [own[section] for own in everyones]) for section in everyones[0]
+    }
+
+
+def _merged(section: str, everyones: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    kinds = [own["class"] for own in everyones]
+    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{section}: is a {kinds[0]} on rank 0 and a {kinds[other]} on rank {other}. Save with the same "
+            "optimizers on all ranks."
+        )
+    groups: list[dict[str, Any]] = []
+    numbers: list[int] = []  # of each merged group among those of the rank that had it first
+    found: dict[str, tuple[int, dict[str, Any]]] = {}  # rank and group, by parameter
+    for rank, own in enumerate(everyones):
+        for number, group in enumerate(own["groups"]):
+            for name in group["params"]:
+                first, known = found.get(name, (rank, group))
+                _check_alike(
+                    f"{section}: {name}", known["options"], group["options"], (first, rank)
+                )
+            same = (
+                known
+                for n, known in zip(numbers, groups, strict=True)
+                if n == number and known["options"] == group["options"]
+            )
+            target = next(same, None)
+            if target is None:
+                groups.append(target := {"params": [], "options": group["options"]})
+                numbers.append(number)
+            new = [name for name in group["params"] if name not in found]
+            target["params"] += new
+            found.update((name, (rank, group)) for name in new)
+    scalars: dict[str, Any] = {}
+    for own in everyones:
+        for name, values in own["scalars"].items():
+            scalars.setdefault(name, values)
+    return {"class": kinds[0], "groups": groups, "scalars": scalars}
+
+
+def _check_alike(
+    what: str, first: Mapping[str, Any], second: Mapping[str, Any], ranks: tuple[int, int]
+) -> None:
+    for key in dict.fromkeys((*first, *second)):
+        if first.get(key) != second.get(key):
+            raise CheckpointError(
+                f"{what}: {key} is {first.get(key)!r} on rank {ranks[0]} and {second.get(key)!r} on rank "
+                f"{ranks[1]}, and a checkpoint has one. Give all ranks the same: a scheduler has to see the "
+                "same losses on all of them."
+            )
