@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard.errors import CommError, StateError, UnsupportedError
+from fullshard.errors import CommError, DivergenceError, StateError, UnsupportedError
 from tests.api import Api
 from tests.fsdp1.models import Block, batch, clean, net, quiet
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
@@ -392,6 +392,25 @@ def _alone(api: Api) -> None:
     if rank() == 0:
         with pytest.raises(CommError, match="gathering weight"):
             fullshard.gathered(model.weight)
+
+
+def _meets_another(call: str) -> None:
+    model = nn.Linear(4, 4)
+    fullshard.fully_shard(model, mesh=mesh_of(2))
+    model(torch.ones(1, 4)).sum().backward()
+    calls: dict[str, Callable[[], object]] = {
+        "gathering weight": lambda: fullshard.gathered(model.weight),
+        "gathering whole tensors": lambda: [*fullshard.iter_full_state(model)],
+    }
+    mine = calls[call] if rank() == 0 else lambda: model(torch.ones(1, 4))
+    with pytest.raises(DivergenceError, match=rf"rank 0: .*{call}; rank 1: "):
+        mine()
+
+
+@pytest.mark.parametrize("call", ["gathering weight", "gathering whole tensors"])
+def test_a_rank_that_calls_alone_is_told_at_once_where_memory_is_shared(call: str) -> None:
+    outcomes = run_fresh(2, _meets_another, limit_s=20, call=call)
+    assert [outcome.fate for outcome in outcomes] == [Fate.RETURNED] * 2, outcomes
 
 
 @pytest.mark.long

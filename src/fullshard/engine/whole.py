@@ -78,15 +78,17 @@ def gather_one(unit: Unit, index: int) -> torch.Tensor:
     if unit.mesh.shard_group is None or unit.mesh.plan.shard_size == 1:
         whole = own.clone() if own.data_ptr() == param.local.data_ptr() else own
         return param.as_unsharded(whole.view(param.shape))
+    label = f"{unit.path}: gathering {param.name}"
+    unit.comm.fence(
+        label
+    )  # where ranks share memory, one that does something else is named at once
     pieces = [bucket.pieces(place, rank) for rank in range(unit.mesh.plan.shard_size)]
     longest = max(sum(piece.numel for piece in each) for each in pieces)
     message = own.new_empty(longest)
     message[: own.numel()] = own
     comm = ProcessGroupComm(unit.mesh.shard_group, unit.device)
     # As bytes: not every backend knows every dtype.
-    received, work = comm.gather_bytes(
-        message.view(torch.uint8), f"{unit.path}: gathering {param.name}"
-    )
+    received, work = comm.gather_bytes(message.view(torch.uint8), label)
     work.wait()
     messages = received.view(own.dtype)
     whole = own.new_empty(place.spec.numel)

@@ -17,6 +17,7 @@ from fullshard.plan.units import without_compile
 from fullshard.state.copies import numbered
 from fullshard.state.gathering import gathered_wholes
 from fullshard.state.holdings import Holding, holdings_of
+from fullshard.state.optim_keys import units_of
 
 
 def iter_full_state(
@@ -126,6 +127,9 @@ def _held(model: nn.Module, bucket_mb: float) -> list[Holding]:
             for holding in holdings_of(model)
         ]
 
+    for unit in units_of(model)[:1]:
+        # Where ranks share memory, one that does something else is named at once.
+        unit.comm.fence("gathering whole tensors")
     return numbered(together(local), None)
 
 
