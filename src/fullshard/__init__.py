@@ -7,13 +7,13 @@ and torch with it: a command that only prints its help does not wait for torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fullshard.versions import check_torch_version
+from fullshard.versions import VERSION, check_torch_version
 
 if TYPE_CHECKING:  # type checkers and editors see every name at once
     from fullshard.public import *  # noqa: F403
     from fullshard.public import __all__ as __all__
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 import sys
 from importlib.util import find_spec
 
-from fullshard import __version__
 from fullshard.versions import installed
 
 _EXTRA = ("jinja2", "matplotlib", "numpy", "rich", "typer")
@@ -14,7 +13,7 @@ def main() -> None:
     """Run the command line, or say what has to be installed for it and exit with 2."""
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing and sys.argv[1:] == ["--version"]:
-        print(installed(__version__))
+        print(installed())
         return
     if missing:
         print(

@@ -1,22 +1,23 @@
-"""Which versions of torch this release runs with."""
+"""Which version this is, and which versions of torch it runs with."""
 
 import re
 import warnings
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 
+VERSION = "0.1.0"
 OLDEST, NEWEST = (2, 11), (2, 15)
 TESTED = f"torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 WHAT_TO_INSTALL = f"pip install 'torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
 
 
-def installed(own: str) -> str:
-    """Say which versions there are of fullshard (``own``) and of torch, without importing torch."""
+def installed() -> str:
+    """Say which versions there are of fullshard and of torch, without importing torch."""
     try:
         torch = f"torch {version_of('torch')}"
     except PackageNotFoundError:
         torch = "no torch"
-    return f"fullshard {own}, {torch}"
+    return f"fullshard {VERSION}, {torch}"
 
 
 def check_torch_version(version: str) -> None:

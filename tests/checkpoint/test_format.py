@@ -52,6 +52,7 @@ def test_files_are_safetensors_and_json(saved: Path) -> None:
         state = optimizer.state[parameter]
         assert tensors[f"optimizer/{name}/exp_avg_sq"].equal(state["exp_avg_sq"])
     assert manifest["step"] == 7
+    assert manifest["versions"]["fullshard"] == fullshard.__version__
     assert sorted(p.name for p in saved.iterdir()) == [
         MANIFEST,
         *(f["name"] for f in manifest["files"]),

@@ -34,6 +34,7 @@ from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
 from fullshard.errors import CheckpointError
 from fullshard.plan.boxes import tiling_fault
+from fullshard.versions import VERSION
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,7 +213,11 @@ def facts_of_today(num_ranks: int) -> dict[str, Any]:
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "ranks": num_ranks,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "fullshard": VERSION,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }
 
 

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import typer
 
-import fullshard
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
 from fullshard.tools.config import TINY_DEFAULTS, TrainConfig
 from fullshard.tools.exits import Exit
@@ -103,7 +102,7 @@ _DEFAULT = TrainConfig()
 
 def _show_version(asked: bool) -> None:
     if asked:
-        print(installed(fullshard.__version__))
+        print(installed())
         raise typer.Exit(Exit.OK)
 
 
