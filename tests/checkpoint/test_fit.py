@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import random
 from pathlib import Path
@@ -456,6 +457,76 @@ def test_each_rank_may_train_other_parameters(api: Api, tmp_path: Path) -> None:
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert p.equal(q)
         assert all(made.state[q][key].equal(value) for key, value in optimizer.state[p].items())
+
+
+@alone
+@on_ranks(4)
+def test_stages_that_are_sharded_may_differ_in_everything(api: Api, tmp_path: Path) -> None:
+    mesh, number = mesh_of(2, 2), rank() // 2  # the ranks of one row of the mesh are a stage
+
+    def stage() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(number)
+        named = {f"{number}-{n}": nn.Linear(4, 4) for n in range(2 + number)}
+        layers = nn.Sequential(collections.OrderedDict(named))
+        for layer in layers:
+            if number:
+                api.fully_shard(layer, mesh=mesh["shard"])
+        api.fully_shard(layers, mesh=mesh["shard"])
+        own = list(layers.parameters())
+        return layers, torch.optim.AdamW(own[number:], lr=0.25, amsgrad=number == 1)
+
+    model, optimizer = stage()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    other, made = stage()
+    for parameter in other.parameters():
+        torch.nn.init.zeros_(parameter)
+    fullshard.load_checkpoint(tmp_path / "a", other, made)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert p.full_tensor().equal(q.full_tensor())
+        assert set(optimizer.state.get(p, ())) == set(made.state.get(q, ()))
+        for key, value in optimizer.state.get(p, {}).items():
+            found = made.state[q][key]
+            assert getattr(value, "_local_tensor", value).equal(
+                getattr(found, "_local_tensor", found)
+            )
+
+
+@alone
+@on_ranks(4)
+def test_copies_that_nobody_keeps_equal_are_saved_as_the_first(api: Api, tmp_path: Path) -> None:
+    mesh = mesh_of(2, 2)
+    model = mlp()
+    api.fully_shard(model, mesh=mesh["shard"])  # twice in the job, without replication
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0 + rank() // 2)
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    wholes = dict(fullshard.iter_full_state(model))
+    fullshard.load_checkpoint(tmp_path / "a", model)
+    for name, parameter in model.named_parameters():
+        assert parameter.full_tensor().eq(1).all(), name
+        assert wholes[name].eq(1).all(), name
+
+
+def test_one_optimizer_of_two_models_keeps_the_state_of_both(tmp_path: Path) -> None:
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed)
+        models = {"a": _net(3, 4), "b": _net(3, 4)}
+        return models, torch.optim.AdamW([p for m in models.values() for p in m.parameters()])
+
+    models, optimizer = build(0)
+    sum(m(torch.randn(2, 3)).square().sum() for m in models.values()).backward()
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", models, optimizer)
+    others, made = build(1)
+    fullshard.load_checkpoint(tmp_path / "a", others, made)
+    for key, model in models.items():
+        for p, q in zip(model.parameters(), others[key].parameters(), strict=True):
+            assert made.state[q]["exp_avg"].equal(optimizer.state[p]["exp_avg"])
+    assert "optimizer/b.0.weight/exp_avg" in fullshard.inspect_checkpoint(tmp_path / "a").tensors
 
 
 def test_one_of_several_is_not_left_out_without_a_word(tmp_path: Path) -> None:

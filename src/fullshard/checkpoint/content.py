@@ -21,9 +21,9 @@ from fullshard.checkpoint.everyones_groups import merged_values
 from fullshard.checkpoint.optimizer_state import (
     LocalState,
     OptimizerState,
+    TrainedBy,
     agreed_state,
     local_state,
-    trained_by,
 )
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import decoded, encoded
@@ -98,9 +98,10 @@ def content_of(
 
     def local_part() -> tuple[_Local[T], tuple[dict[str, str], dict[str, Any]]]:
         done = beside()
-        trained = trained_by([*by_section.values()])
+        trained = TrainedBy(by_section)
+        every_model = [*by_section.values()]
         states = {
-            section: local_state(optimizer, trained, [*by_section.values()], f"{section}/")
+            section: local_state(optimizer, trained.of(optimizer), every_model, f"{section}/")
             for section, optimizer in named(optimizers, "optimizer").items()
         }
         extras = {}
@@ -113,15 +114,21 @@ def content_of(
         return _Local(held_by(by_section), states, extras, done), told
 
     local, told = peers.together_telling(local_part, alike=alike)
-    agreed = {
-        section: agreed_state(
-            state, f"{section}/", peers.group, [each[1][section] for each in told]
-        )
-        for section, state in local.states.items()
-    }
+    agreed: dict[str, OptimizerState] = {}
+    fault: Exception | None = None
+    try:
+        for section, state in local.states.items():
+            digests = [each[1][section] for each in told]
+            agreed[section] = agreed_state(state, f"{section}/", peers.group, digests)
+    except (
+        Exception
+    ) as error:  # of stages of a pipeline perhaps not on all ranks: raised below, on all
+        fault = error
     differing = _differing([digests for digests, _ in told])
 
     def joined() -> tuple[Content, tuple[bytes, str]]:
+        if fault is not None:
+            raise fault
         content = _joined(local, agreed, differing, peers.rank)
         content.values["models"] = sorted(by_section)
         of_optimizers = repr(content.values["optimizers"]).encode()

@@ -32,10 +32,10 @@ from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.optimizer_state import (
     Destination,
+    TrainedBy,
     check_trained,
     kind_of,
     state_keys,
-    trained_by,
 )
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.reading import Reader
@@ -193,7 +193,8 @@ class _Load:
         self, models: Mapping[str, Any], optimizers: Mapping[str, Any], extra: Mapping[str, Any]
     ) -> tuple[list[Holding], dict[str, Destination], list[str]]:
         holdings = held_by(models)
-        trained = trained_by([*models.values()])
+        all_trained = TrainedBy(models)
+        trained = {section: all_trained.of(each) for section, each in optimizers.items()}
         self._state.find(_names_of(models, holdings, optimizers, trained, extra))
         by_name = {
             name: first
@@ -219,8 +220,8 @@ class _Load:
             found.append(dataclasses.replace(holding, names=(names[0],)))
         destinations = {}
         for section, optimizer in optimizers.items():
-            check_trained(optimizer, trained)
-            destination, own_problems = self._destination(section, optimizer, trained)
+            check_trained(optimizer, trained[section])
+            destination, own_problems = self._destination(section, optimizer, trained[section])
             destinations[section] = destination
             problems += own_problems
             found += destination.holdings.values()
@@ -467,7 +468,7 @@ def _names_of(
     models: Mapping[str, Any],
     holdings: Sequence[Holding],
     optimizers: Mapping[str, Any],
-    trained: Mapping[nn.Parameter, Trained],
+    trained: Mapping[str, Mapping[nn.Parameter, Trained]],
     extra: Collection[str],
 ) -> Names:
     own: dict[str, list[str]] = {section: [] for section in models}
@@ -477,7 +478,7 @@ def _names_of(
             own[section].append(rest)
     parameters = {
         section: [
-            tuple(trained[p].names) if p in trained else ()
+            tuple(trained[section][p].names) if p in trained[section] else ()
             for group in optimizer.param_groups
             for p in group["params"]
         ]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.units import without_compile
-from fullshard.state.agreement import Report, agree, digests_of, merged_alone
+from fullshard.state.agreement import Digests, Report, agree, digests_of, merged_alone
 from fullshard.state.first_state import first_state
 from fullshard.state.holdings import (
     Holding,
@@ -68,9 +68,9 @@ class LocalState:
         """Return the state of each unit, as ranks compare it."""
         return [report(unit, state) for unit, state, _ in self.units]
 
-    def digest(self) -> tuple[bytes, bytes]:
+    def digest(self) -> Digests:
         """Return what ranks have alike that have the same kinds of state of the same parameters."""
-        return digests_of(self.reports())
+        return digests_of(self.reports(), [own for _, _, own in self.units])
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -145,14 +145,13 @@ def agreed_state(
     local: LocalState,
     prefix: str,
     group: dist.ProcessGroup | None,
-    digests: Sequence[Any],
+    digests: Sequence[Digests],
 ) -> OptimizerState:
     """Return a rank's state with what others have of the same parameters. Collective.
 
     digests: of all ranks' `LocalState`; if they are equal, nothing is sent.
 
-    Raises StateError, on all ranks alike, where ranks that have parts of a parameter differ in what
-    state they have.
+    Raises StateError where ranks that have parts of a parameter differ in what state they have.
     """
     tensors, scalars = dict(local.tensors), dict(local.scalars)
     reports = local.reports()
@@ -450,11 +449,40 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def trained_by(models: Sequence[nn.Module]) -> dict[nn.Parameter, Trained]:
-    """Return what each parameter stands for that an optimizer of the models may train."""
-    found: dict[nn.Parameter, Trained] = {}
-    for model in models:
-        for parameter, entry in trained_parameters(model).items():
-            names = tuple(without_compile(name) for name in entry.names)
-            found[parameter] = dataclasses.replace(entry, names=names)
-    return found
+class TrainedBy:
+    """What each parameter stands for that optimizers of some models may train.
+
+    models: by section. Of an optimizer that trains several of them, names of parameters begin with the
+    model's key if they would not be different otherwise: "actor.0.weight".
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self._by_section = {section: _clean_trained(model) for section, model in models.items()}
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Mapping[nn.Parameter, Trained]:
+        """Return it for the parameters of an optimizer, and for those of the models beside them."""
+        parameters = {*_parameters(optimizer)}
+        sections = [own for own in self._by_section.values() if parameters & own.keys()]
+        joined: dict[nn.Parameter, Trained] = {}
+        for own in self._by_section.values():
+            joined = {
+                **own,
+                **joined,
+            }  # of a parameter that several models have, the first one's name
+        trained = [name for p in parameters if p in joined for name in joined[p].names]
+        if len(sections) < 2 or len({*trained}) == len(trained):
+            return joined
+        qualified: dict[nn.Parameter, Trained] = {}
+        for section, own in self._by_section.items():
+            key = section.partition(".")[2]
+            for parameter, entry in own.items():
+                names = tuple(f"{key}.{name}" for name in entry.names)
+                qualified.setdefault(parameter, dataclasses.replace(entry, names=names))
+        return qualified
+
+
+def _clean_trained(model: nn.Module) -> dict[nn.Parameter, Trained]:
+    return {
+        parameter: dataclasses.replace(entry, names=tuple(map(without_compile, entry.names)))
+        for parameter, entry in trained_parameters(model).items()
+    }

@@ -52,36 +52,49 @@ class Agreed(NamedTuple):
     others: Others
 
 
-def digests_of(mine: Sequence[Report]) -> tuple[bytes, bytes]:
-    """Return what ranks with equal reports have alike: of their state, and of what they own of it."""
+class Digests(NamedTuple):
+    """What ranks have alike that have the same units, the same state of them, and own the same of it."""
+
+    units: bytes
+    state: bytes
+    owned: bytes
+
+
+def digests_of(mine: Sequence[Report], names: Sequence[Mapping[int, str]]) -> Digests:
+    """Return the digests of a rank's reports. names: of each unit's parameters."""
+    units = _digest([sorted(own.items()) for own in names])
     state = _digest([(r.dtypes, _map(r.others, lambda v: _text(_to_scalar(v)))) for r in mine])
-    return state, _digest([sorted(r.owned) for r in mine])
+    return Digests(units, state, _digest([sorted(r.owned) for r in mine]))
 
 
 def agree(
     mine: Sequence[Report],
     names: Sequence[Mapping[int, str]],
     group: dist.ProcessGroup | None,
-    everyones: Sequence[Any] | None = None,
+    everyones: Sequence[Digests] | None = None,
 ) -> list[Agreed]:
-    """Merge the reports of all ranks, unit by unit. Every rank has to call it.
+    """Merge the reports of all ranks that have the same units, unit by unit. Every rank has to call it.
 
-    names: of each unit's parameters. everyones: the ranks' `digests_of`, if they are known. Raises StateError, on all ranks alike, if a rank owns a part
-    of a parameter but has no state of it, while others have.
+    names: of each unit's parameters; ranks with others are stages of a pipeline, and agree among
+    themselves. everyones: the ranks' `digests_of`, if they are known. Raises StateError if a rank owns a
+    part of a parameter but has no state of it, while others have; on all ranks that have its units.
     """
     sent = [report._replace(others=_map(report.others, _to_scalar)) for report in mine]
     if everyones is None:
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, digests_of(mine), group=group)
+        dist.all_gather_object(gathered, digests_of(mine, names), group=group)
         everyones = gathered
-    if len({state for state, _ in everyones}) == 1:
+    if len({(each.units, each.state) for each in everyones}) == len({e.units for e in everyones}):
         return [_merge([report]) for report in mine]
-    reports = _distinct(sent, everyones, group)
+    own = everyones[dist.get_rank(group)].units
+    found = _distinct(sent, everyones, group)
+    reports = {digest: each for digest, each in found.items() if digest.units == own}
     result = [_merge([each[unit] for each in reports.values()]) for unit in range(len(mine))]
     problems = [
         f"rank {rank} has none of {', '.join(names[unit][index] for index in lacking)}"
         for unit, agreed in enumerate(result)
         for rank, digest in enumerate(everyones)
+        if digest.units == own
         if (lacking := _lacking(reports[digest][unit], agreed))
     ]
     if problems:
@@ -99,8 +112,8 @@ def merged_alone(mine: Sequence[Report]) -> list[Agreed]:
 
 
 def _distinct(
-    mine: list[Report], everyones: Sequence[Any], group: dist.ProcessGroup | None
-) -> dict[Any, list[Report]]:
+    mine: list[Report], everyones: Sequence[Digests], group: dist.ProcessGroup | None
+) -> dict[Digests, list[Report]]:
     """Return each distinct report by its digest, in the order of the first ranks that have them."""
     first = {digest: everyones.index(digest) for digest in dict.fromkeys(everyones)}
     rank = dist.get_rank(group)

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.plan.boxes import Box, share, without
-from fullshard.state.holdings import BUFFER, REPLICATED, HeldBox, Holding
+from fullshard.state.holdings import ELSEWHERE, HeldBox, Holding
 
 _Boxes = tuple[Box, ...]
 
@@ -39,8 +39,10 @@ def numbered(
     digests: of all ranks' unnumbered holdings, if they are known. Nothing is sent if they are equal, as
     with plain modules.
 
-    Where ranks hold overlapping boxes that are not the same, those of a later rank lose what earlier ranks
-    hold: pieces of one parameter that flat units of different lengths have cut at other elements.
+    What is numbered here, the engine does not keep equal, so it is the first rank's that holds it: were
+    ranks to differ, a mixture would be a model that no rank had. Where boxes overlap that are not the
+    same, later ranks lose what earlier ones hold: pieces of one parameter that flat units of different
+    lengths have cut at other elements.
     """
     unknown = _unnumbered(holdings)
     size, rank = _group_size(group), _group_rank(group)
@@ -62,13 +64,12 @@ def numbered(
     def with_number(holding: Holding) -> Holding:
         if holding.copies:
             return holding
-        if not holders:  # every rank has it
-            return dataclasses.replace(holding, copy=rank, copies=size)
-        found, own = holders[holding.name], unknown[holding.name][1]
-        same = found[own]
-        return dataclasses.replace(
-            holding, boxes=_left(holding, found), copy=same.index(rank), copies=len(same)
-        )
+        found = holders.get(holding.name, {})  # empty if every rank has the same
+        first = found[unknown[holding.name][1]][0] if found else 0
+        if first != rank:
+            return dataclasses.replace(holding, copy=ELSEWHERE, copies=1)
+        boxes = _left(holding, found) if found else holding.boxes
+        return dataclasses.replace(holding, boxes=boxes, copies=1)
 
     return [with_number(holding) for holding in holdings]
 
@@ -95,13 +96,9 @@ def own_shares(holdings: Iterable[Holding]) -> Iterator[tuple[Holding, HeldBox]]
     holdings: numbered, and in the same order on all ranks that hold copies.
     """
     for number, holding in enumerate(holdings):
-        is_whole_copy = holding.placement in (REPLICATED, BUFFER)
-        for held in holding.boxes:
-            nbytes = held.view.numel() * held.view.itemsize
-            if nbytes < _WORTH_SHARING_NBYTES or is_whole_copy:
-                # What the engine keeps equal is dealt out. What it does not know of is the first
-                # holder's: were ranks to differ, a mixture would be a model that no rank had.
-                if holding.copy == (0 if is_whole_copy else number % holding.copies):
+        for held in () if holding.copy == ELSEWHERE else holding.boxes:
+            if held.view.numel() * held.view.itemsize < _WORTH_SHARING_NBYTES:
+                if holding.copy == number % holding.copies:
                     yield holding, held
                 continue
             part = share(held.box, holding.copy, holding.copies)

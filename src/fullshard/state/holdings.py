@@ -37,6 +37,9 @@ _TORCH_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 REPLICATED = "replicated"
 BUFFER = "buffer"
 
+# The number of a copy of which this rank hands on nothing.
+ELSEWHERE = -1
+
 
 class HeldBox(NamedTuple):
     """A box of a tensor, and this rank's memory of it: a view of the box's shape."""
@@ -53,7 +56,7 @@ class Holding:
     shape, dtype: of the whole tensor. boxes: none where this rank has no elements.
     placement: how the ranks divide it, for readers.
     copy, copies: this rank is number ``copy`` of the ``copies`` ranks that hold these boxes. 0 copies:
-        not known yet (see `copies.numbered`).
+        not known yet (see `copies.numbered`). Copy `ELSEWHERE`: another rank hands on all of it.
     after_loading: is called once new values are in the views; None if that is all.
     is_buffer: whether it is a module's buffer.
     """
