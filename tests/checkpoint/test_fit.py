@@ -529,6 +529,32 @@ def test_one_optimizer_of_two_models_keeps_the_state_of_both(tmp_path: Path) -> 
     assert "optimizer/b.0.weight/exp_avg" in fullshard.inspect_checkpoint(tmp_path / "a").tensors
 
 
+@alone
+@on_ranks(2)
+def test_models_may_share_a_weight(api: Api, tmp_path: Path) -> None:
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed)
+        models = {"a": _net(4, 6, 2), "b": _net(4, 6, 2)}
+        models["b"][0].weight = models["a"][0].weight
+        for model in models.values():
+            api.fully_shard(model, mesh=mesh_of(2))
+        return models, torch.optim.SGD(models["a"].parameters(), momentum=0.9)
+
+    models, optimizer = build(0)
+    for parameter in models["a"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", models, {"a": optimizer})
+    others, made = build(1)
+    fullshard.load_checkpoint(tmp_path / "a", others, {"a": made})
+    for key, model in models.items():
+        for p, q in zip(model.parameters(), others[key].parameters(), strict=True):
+            assert p.full_tensor().equal(q.full_tensor())
+    for p, q in zip(models["a"].parameters(), others["a"].parameters(), strict=True):
+        own, found = (o.state[x]["momentum_buffer"] for o, x in ((optimizer, p), (made, q)))
+        assert own.full_tensor().equal(found.full_tensor())
+
+
 def test_one_of_several_is_not_left_out_without_a_word(tmp_path: Path) -> None:
     models = {key: _net(3, 4) for key in ("a", "b")}
     optimizers = {key: torch.optim.SGD(model.parameters()) for key, model in models.items()}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.module_state import state_of
+from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError
 from fullshard.plan.units import clean_name
@@ -56,15 +57,17 @@ def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
 
 
 def all_names(model: nn.Module) -> list[tuple[Unit, list[list[str]]]]:
-    """Return every unit with, per parameter, its names before sharding; a tied one has several."""
+    """Return every unit with, per parameter, its names before sharding; a tied one has several.
+
+    Names that a parameter has in another model, with which this one shares it, are left out.
+    """
     paths = _paths(model)
-    return [
-        (
-            unit,
-            [[f"{paths[id(slot.module())]}{slot.name}" for slot in p.slots] for p in unit.params],
-        )
-        for unit in units_of(model)
-    ]
+
+    def names(param: ManagedParameter) -> list[str]:
+        slots = ((paths.get(id(slot.module())), slot.name) for slot in param.slots)
+        return [f"{path}{name}" for path, name in slots if path is not None]
+
+    return [(unit, [*map(names, unit.params)]) for unit in units_of(model)]
 
 
 def _paths(model: nn.Module) -> dict[int, str]:
