@@ -531,6 +531,30 @@ def test_one_optimizer_of_two_models_keeps_the_state_of_both(tmp_path: Path) -> 
 
 @alone
 @on_ranks(2)
+def test_a_unit_may_change_between_saves(api: Api, tmp_path: Path) -> None:
+    """What is known of a unit's rows is kept from one save to the next."""
+    model = _net(4, 4, 4)
+    model[1].weight = model[0].weight  # moves to the root's unit at the first forward
+    for layer in model:
+        api.fully_shard(layer, mesh=mesh_of(2))
+    api.fully_shard(model, mesh=mesh_of(2))
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    fullshard.save_checkpoint(tmp_path / "b", model)
+    model.double()
+    fullshard.save_checkpoint(tmp_path / "c", model)
+    wholes = dict(fullshard.iter_full_state(model))
+    for name, dtype in (("a", torch.float32), ("b", torch.float32), ("c", torch.float64)):
+        other = _net(4, 4, 4).to(dtype)
+        other[1].weight = other[0].weight
+        fullshard.load_checkpoint(tmp_path / name, other)
+        same = [value.double().equal(wholes[key]) for key, value in other.state_dict().items()]
+        assert all(same) == (name != "a")
+
+
+@alone
+@on_ranks(2)
 def test_models_may_share_a_weight(api: Api, tmp_path: Path) -> None:
     def build(seed: int) -> Any:
         torch.manual_seed(seed)

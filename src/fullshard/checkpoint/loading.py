@@ -30,8 +30,8 @@ from fullshard.checkpoint.folder import SHARD_SUFFIX
 from fullshard.checkpoint.foreign import ForeignState
 from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.optimizer_loading import Destination
 from fullshard.checkpoint.optimizer_state import (
-    Destination,
     TrainedBy,
     check_trained,
     kind_of,

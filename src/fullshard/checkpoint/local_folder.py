@@ -150,7 +150,7 @@ class _NewLocalFile(NewFile):
             view = view[count:]
         # Linux begins to write these pages to the disk now, while the next ones are copied and hashed;
         # else all of them wait for `fsync`. Saves take half the time. Source: mm/fadvise.c.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # not every system has it
             os.posix_fadvise(self._descriptor, start, self._nbytes - start, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
