@@ -7,7 +7,8 @@
 A pool of ranks is started once per world size and serves test after test; functions travel by
 module and name, so a body must be importable. The first failing rank's traceback comes back. A
 test that exceeds its limit fails with the stack of every rank that hangs; its pool is killed and
-the next test gets a new one. `run_fresh` gives a body processes of its own and reports what became
+the next test gets a new one. A rank that dies is shown with its native stack and with the bodies that
+its pool ran before, since a damaged heap is met later than it is damaged. `run_fresh` gives a body processes of its own and reports what became
 of each rank, which is what a test that kills ranks needs.
 
 A rank's life, in order: forked from a server that has only imported what all tests need; joins its
@@ -50,6 +51,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 DEFAULT_LIMIT_S = 30.0
 # Ranks that still run this long after the first failure wait for the failed one.
 GRACE_S = 2.0
+NUM_BODIES_SHOWN = 5  # of those that a pool ran before the one in which a rank died
 # Ranks with more process groups make room for new ones. Each group of Gloo's has threads that wake
 # up every few milliseconds: after 80 groups four idle ranks take a third of a processor.
 MAX_GROUPS = 24
@@ -115,6 +117,7 @@ class Rank:
     connection: Connection
     lifeline: Connection
     dump: Path
+    stderr: Path
 
     def kill(self) -> None:
         """Kill the rank and whatever it has started."""
@@ -131,6 +134,14 @@ class Rank:
         time.sleep(0.2)
         return _main_thread_first(self.dump.read_text())
 
+    def remains(self) -> str:
+        """Return how a dead rank ended: its exit code, and what it wrote about it."""
+        self.process.join(5)
+        parts = [f"exit code {self.process.exitcode}", self.dump.read_text()]
+        if parts[1]:  # a fault: what was written before it is no evidence otherwise
+            parts.append(self.stderr.read_text(errors="replace")[-8000:])
+        return "\n".join(parts).rstrip()
+
 
 class Pool:
     """`world_size` ranks that run one body after another until one of them fails."""
@@ -143,6 +154,7 @@ class Pool:
         context.set_forkserver_preload(PRELOADED)
         self.ranks = [self._start(context, rank) for rank in range(world_size)]
         self._num_joining = world_size
+        self._ran: list[str] = []
 
     def run(self, task: Task, limit_s: float, *, grace_s: float = GRACE_S) -> list[Outcome]:
         """Run a body on every rank; unless all return, the pool cannot be used again.
@@ -167,6 +179,7 @@ class Pool:
             seconds = time.monotonic() - begin
             stack = self.ranks[number].stack()
             outcomes[number] = Outcome(number, Fate.HUNG, seconds, text=stack)
+        self._ran.append(f"{task.module}.{task.name}")
         return [outcomes[number] for number in range(self.world_size)]
 
     def close(self) -> None:
@@ -186,7 +199,7 @@ class Pool:
     def _start(self, context: Any, number: int) -> Rank:
         ours, theirs = context.Pipe()
         their_lifeline, our_lifeline = context.Pipe(duplex=False)
-        dump = self.folder / f"stack-{number}"
+        dump, stderr = self.folder / f"stack-{number}", self.folder / f"stderr-{number}"
         process = context.Process(
             target=_serve,
             args=(number, self.world_size, self.folder, theirs, their_lifeline),
@@ -196,7 +209,7 @@ class Pool:
         process.start()
         theirs.close()
         their_lifeline.close()
-        return Rank(process, ours, our_lifeline, dump)
+        return Rank(process, ours, our_lifeline, dump, stderr)
 
     def _wait_until_all_serve(self, deadline: float) -> None:
         """Wait for ranks that still join: one whose body ends it at once would take them along."""
@@ -219,10 +232,9 @@ class Pool:
             try:
                 yield number, pickle.loads(self.ranks[number].connection.recv_bytes())
             except (EOFError, OSError):
-                self.ranks[number].process.join(5)
-                code = self.ranks[number].process.exitcode
-                seconds = time.monotonic() - begin
-                text = f"exit code {code}\n{self.ranks[number].dump.read_text()}".rstrip()
+                text, seconds = self.ranks[number].remains(), time.monotonic() - begin
+                if self._ran:
+                    text += f"\nRan before: {', '.join(self._ran[-NUM_BODIES_SHOWN:])}"
                 yield number, Outcome(number, Fate.DIED, seconds, text=text)
 
 
@@ -338,8 +350,11 @@ def _serve(
     number: int, size: int, folder: Path, connection: Connection, lifeline: Connection
 ) -> None:
     os.setpgid(0, 0)
-    # Of a fault in a thread of Gloo, `faulthandler` does not show the stack: this goes to stderr.
+    # Of a fault in a thread of Gloo, `faulthandler` does not show the stack. This one goes to stderr,
+    # as do the words with which the C library or C++ ends a process.
     torch._C._set_print_stack_traces_on_fatal_signal(True)
+    with (folder / f"stderr-{number}").open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     dump = (folder / f"stack-{number}").open("w")
     faulthandler.enable(dump)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -53,6 +54,14 @@ def test_fresh_run_reports_a_killed_rank() -> None:
     assert outcomes[1].text == "exit code -9"
 
 
+def test_fault_outside_python_is_shown_with_its_native_stack(pools: Pools) -> None:
+    pools.run(2, _task(_pid))
+    with pytest.raises(RankError, match=r"(?s)rank 1 died.*exit code -6.*Ran before: .*_pid") as found:
+        pools.run(2, _task(_end_in_a_thread_of_c_on_rank_1))
+    assert "terminate called without an active exception" in str(found.value)
+    assert "libc.so" in str(found.value)
+
+
 def _pid() -> int:
     return os.getpid()
 
@@ -70,6 +79,12 @@ def _sleep_on_rank_0() -> None:
 def _extra_collective_on_rank_0() -> None:
     if rank() == 0:
         dist.all_reduce(torch.ones(3))
+
+
+def _end_in_a_thread_of_c_on_rank_1() -> None:
+    if rank() == 1:
+        os.write(2, b"terminate called without an active exception")
+        ctypes.CDLL(None).abort()
 
 
 def _kill_rank_1() -> None:
