@@ -6,7 +6,8 @@ Model and AdamW state of a given size, float32, sharded by `fully_shard`, ours a
 turn, on the same ranks:
 
     plain      every rank writes the bytes that it owns to one file, and waits for the disk (fsync)
-    copy       every rank copies these bytes in memory
+    copy       every rank copies these bytes to memory that it keeps from one round to the next, as a save
+               in the background does
     save       ours and DCP, both with fsync
     load       into a fresh model and optimizer state of the same ranks, and (resharded) of half as many
     stall      how long `async_save_checkpoint` keeps the program
@@ -139,12 +140,11 @@ def run_rank(rank: int, size: int, options: argparse.Namespace, folder: Path, st
         dcp.load({"model": model_state, "optimizer": optim_state}, checkpoint_id=path)
 
     local = _locals(*ours)
+    copies = [torch.empty_like(tensor).fill_(0) for tensor in local]
 
     def run_round(here: Path) -> None:
         measure("plain", lambda: plain_write(here / f"plain{rank}", local))
-        copies = [torch.empty_like(tensor).fill_(0) for tensor in local]
         measure("copy", lambda: torch._foreach_copy_(copies, local))
-        copies.clear()
         measure("save", lambda: fullshard.save_checkpoint(here / "ours", *ours, rng=False))
         measure("dcp save", lambda: dcp_save(here / "dcp"))
         stalls: list[Any] = []

@@ -50,22 +50,20 @@ class OptimizerState:
 class LocalState:
     """What this rank alone knows of an optimizer's state.
 
-    units: by unit, its state and the names of its parameters. tensors, scalars: of what is not sharded.
+    units: by unit, its state and the names of its parameters. reports: the state of each unit, as ranks
+    compare it. tensors, scalars: of what is not sharded.
     """
 
     units: Sequence[tuple[Unit, UnitState, Mapping[int, str]]]
+    reports: Sequence[Report]
     tensors: dict[tuple[str, str], Holding]
     scalars: Scalars
     groups: list[dict[str, Any]]
     kind: str
 
-    def reports(self) -> list[Report]:
-        """Return the state of each unit, as ranks compare it."""
-        return [report(unit, state) for unit, state, _ in self.units]
-
     def digest(self) -> Digests:
         """Return what ranks have alike that have the same kinds of state of the same parameters."""
-        return digests_of(self.reports(), [own for _, _, own in self.units])
+        return digests_of(self.reports, [own for _, _, own in self.units])
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -133,7 +131,9 @@ def local_state(
         tensors.update(_of_plain(name, {k: v for k, v in own.items() if _is_tensor(v)}, prefix))
         scalars[name] = {key: value for key, value in own.items() if not _is_tensor(value)}
     of_units = [(unit, states[id(unit)], names.get(id(unit), {})) for unit in units]
-    return LocalState(of_units, tensors, scalars, _groups(optimizer, trained), kind_of(optimizer))
+    reports = [report(unit, states[id(unit)]) for unit in units]
+    groups = _groups(optimizer, trained)
+    return LocalState(of_units, reports, tensors, scalars, groups, kind_of(optimizer))
 
 
 def agreed_state(
@@ -149,9 +149,10 @@ def agreed_state(
     Raises StateError where ranks that have parts of a parameter differ in what state they have.
     """
     tensors, scalars = dict(local.tensors), dict(local.scalars)
-    reports = local.reports()
-    names = [own for _, _, own in local.units]
-    found = merged_alone(reports) if group is None else agree(reports, names, group, digests)
+    if group is None:
+        found = merged_alone(local.reports)
+    else:
+        found = agree(local.reports, [own for _, _, own in local.units], group, digests)
     for (unit, state, own_names), agreed in zip(local.units, found, strict=True):
         parts = parts_of(unit)
         for index, kinds in agreed.kinds.items():

@@ -96,7 +96,12 @@ def own_shares(holdings: Iterable[Holding]) -> Iterator[tuple[Holding, HeldBox]]
     holdings: numbered, and in the same order on all ranks that hold copies.
     """
     for number, holding in enumerate(holdings):
-        for held in () if holding.copy == ELSEWHERE else holding.boxes:
+        if holding.copy == ELSEWHERE:
+            continue
+        for held in holding.boxes:
+            if holding.copies == 1:
+                yield holding, held
+                continue
             if held.view.numel() * held.view.itemsize < _WORTH_SHARING_NBYTES:
                 if holding.copy == number % holding.copies:
                     yield holding, held
