@@ -115,6 +115,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
     """Yield the pools of ranks, and stop them at the end of the session."""
-    pools = Pools()
+    pools = Pools(num_repeats=1)
     yield pools
     pools.close()

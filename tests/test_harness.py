@@ -6,12 +6,24 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import Fate, Pools, RankError, Task, on_ranks, rank, run_fresh, world_size
+from tests.harness import (
+    FAULT,
+    Fate,
+    Pools,
+    RankError,
+    Task,
+    on_ranks,
+    rank,
+    run_fresh,
+    world_size,
+)
 
 
 def _task(body: object) -> Task:
@@ -54,12 +66,37 @@ def test_fresh_run_reports_a_killed_rank() -> None:
     assert outcomes[1].text == "exit code -9"
 
 
-def test_fault_outside_python_is_shown_with_its_native_stack(pools: Pools) -> None:
-    pools.run(2, _task(_pid))
-    with pytest.raises(RankError, match=r"(?s)rank 1 died.*exit code -6.*Ran before: .*_pid") as found:
-        pools.run(2, _task(_end_in_a_thread_of_c_on_rank_1))
-    assert "terminate called without an active exception" in str(found.value)
-    assert "libc.so" in str(found.value)
+@pytest.fixture
+def own_pools() -> Iterator[Pools]:
+    pools = Pools(num_repeats=1)
+    yield pools
+    pools.close()
+
+
+def test_fault_outside_python_is_shown_with_its_native_stack(own_pools: Pools) -> None:
+    own_pools.run(2, _task(_pid))
+    with (
+        pytest.warns(UserWarning, match="_abort_on_rank_1") as warned,
+        pytest.raises(RankError, match=r"(?s)rank 1 died.*exit code -6"),
+    ):
+        own_pools.run(2, _task(_abort_on_rank_1))
+    shown = str(warned[0].message)
+    assert "terminate called" in shown
+    assert "libc.so" in shown
+    assert shown.endswith("Ran before: tests.test_harness._pid")
+
+
+def test_fault_that_does_not_come_again_fails_no_test(own_pools: Pools, tmp_path: Path) -> None:
+    task = Task(__name__, "_abort_on_rank_1", {"once": tmp_path / "once"})
+    with pytest.warns(UserWarning, match=FAULT):
+        own_pools.run(2, task)
+    with pytest.raises(RankError):  # once in a session, not once in a test
+        own_pools.run(2, _task(_abort_on_rank_1))
+
+
+def test_a_rank_that_ends_by_itself_is_not_run_again(own_pools: Pools) -> None:
+    with pytest.raises(RankError, match="exit code 3"):
+        own_pools.run(2, _task(_exit_on_rank_1))
 
 
 def _pid() -> int:
@@ -81,10 +118,17 @@ def _extra_collective_on_rank_0() -> None:
         dist.all_reduce(torch.ones(3))
 
 
-def _end_in_a_thread_of_c_on_rank_1() -> None:
-    if rank() == 1:
-        os.write(2, b"terminate called without an active exception")
+def _abort_on_rank_1(once: Path | None = None) -> None:
+    if rank() == 1 and not (once and once.exists()):
+        if once:
+            once.touch()
+        os.write(2, b"terminate called")
         ctypes.CDLL(None).abort()
+
+
+def _exit_on_rank_1() -> None:
+    if rank() == 1:
+        os._exit(3)
 
 
 def _kill_rank_1() -> None:
