@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.optimizer_state import is_apart, parameters_of
 from fullshard.errors import StateError
 from fullshard.state.first_state import first_state
-from fullshard.state.holdings import Holding, UnitParts, parts_of, tensor_holding, whole_shape
+from fullshard.state.holdings import Holding, tensor_holding
 from fullshard.state.optim_keys import Trained
 from fullshard.state.optim_units import UnitState, put_together, take_apart
+from fullshard.state.unit_parts import UnitParts, parts_of, whole_shape
 
 # Shape and dtype of each tensor state in a checkpoint, by name of the parameter and of the state.
 SavedTensors = Mapping[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]

@@ -18,15 +18,10 @@ from fullshard.errors import StateError
 from fullshard.plan.units import without_compile
 from fullshard.state.agreement import Digests, Report, agree, digests_of, merged_alone
 from fullshard.state.first_state import first_state
-from fullshard.state.holdings import (
-    Holding,
-    UnitParts,
-    parts_of,
-    tensor_holding,
-    whole_shape,
-)
+from fullshard.state.holdings import Holding, tensor_holding
 from fullshard.state.optim_keys import Trained, names_of_trained, trained_parameters, units_of
 from fullshard.state.optim_units import UnitState, report, take_apart
+from fullshard.state.unit_parts import UnitParts, parts_of, whole_shape
 
 Scalars = dict[str, dict[str, Any]]  # by name of the parameter, by name of the state
 

@@ -25,8 +25,9 @@ from fullshard.errors import ShardingError, StateError
 from fullshard.plan.boxes import Box, whole_box
 from fullshard.plan.layout import Shape
 from fullshard.plan.units import clean_name, without_compile
-from fullshard.state.holdings import HeldBox, HeldTensor, Holding, holdings_of, plain_memory
+from fullshard.state.holdings import HeldTensor, Holding, holdings_of, plain_memory
 from fullshard.state.optim_keys import all_names, units_of
+from fullshard.state.unit_parts import HeldBox
 
 Decay = float | Callable[[int], float]
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.plan.boxes import Box, share, without
-from fullshard.state.holdings import ELSEWHERE, HeldBox, Holding
+from fullshard.state.holdings import ELSEWHERE, Holding
+from fullshard.state.unit_parts import HeldBox
 
 _Boxes = tuple[Box, ...]
 

@@ -21,7 +21,8 @@ from fullshard.errors import StateError
 from fullshard.plan.boxes import tiling_fault, whole_box
 from fullshard.plan.gathering import Bucket, Divided, Part, plan_buckets
 from fullshard.state.copies import own_shares
-from fullshard.state.holdings import HeldBox, Holding
+from fullshard.state.holdings import Holding
+from fullshard.state.unit_parts import HeldBox
 
 # An all-gather pads messages to the longest. If that moves more than this many times what there is, each
 # rank's message is broadcast instead.

@@ -12,24 +12,23 @@ numbered, so that each can write its share of it.
 """
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError, UnsupportedError
-from fullshard.plan.boxes import Box, Cut, box_after, boxes_of_run, whole_box
+from fullshard.plan.boxes import whole_box
 from fullshard.plan.layout import Shape
 from fullshard.plan.units import clean_name
 from fullshard.state.optim_keys import all_names, units_of
-from fullshard.torch_private import DTensorSpec, StridedShard
+from fullshard.state.unit_parts import HeldBox, parts_of, place_on, whole_shape
+from fullshard.torch_private import DTensorSpec
 
 _TORCH_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
@@ -39,13 +38,6 @@ BUFFER = "buffer"
 
 # The number of a copy of which this rank hands on nothing.
 ELSEWHERE = -1
-
-
-class HeldBox(NamedTuple):
-    """A box of a tensor, and this rank's memory of it: a view of the box's shape."""
-
-    box: Box
-    view: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,18 +81,6 @@ class HeldTensor:
     def __repr__(self) -> str:
         shapes = ", ".join(str(held.box.shape) for held in self.holding.boxes)
         return f"HeldTensor({self.holding.name}, shape {self.holding.shape}, boxes [{shapes}])"
-
-
-class Place(NamedTuple):
-    """This rank's box of a tensor on a mesh.
-
-    copy, copies: its number among the ranks of the mesh that hold the same box. num_ranks: of the mesh.
-    """
-
-    box: Box
-    copy: int
-    copies: int
-    num_ranks: int
 
 
 @torch.no_grad()
@@ -150,138 +130,6 @@ def refuse_others(model: nn.Module) -> None:
                 f"{path or 'The model'} is wrapped by PyTorch's FullyShardedDataParallel, whose parts of "
                 "parameters only it can tell. Wrap it with fullshard's, or call fullshard.install() first."
             )
-
-
-class UnitParts:
-    """Which parts of a unit's parameters this rank holds, and of the optimizer state of their size.
-
-    Made by `parts_of`.
-    """
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = weakref.proxy(unit)
-        # What was planned from; a parameter gets another form if its unit changes.
-        self.forms = tuple(param.form for param in unit.params)
-        self.world_size = _world_size()
-        self._places: dict[int, Place] = {}
-        self._pieces: dict[int, Sequence[tuple[int, int, int]]] = {}
-        if unit.params.is_flat:
-            rank = unit.mesh.plan.shard_rank
-            for bucket in unit.plan_layout().buckets:
-                for place in bucket.params:
-                    pieces = bucket.pieces(place, rank)
-                    first = pieces[0].shard_start if pieces else 0
-                    self._pieces[place.index] = [
-                        (p.param_start, p.shard_start - first, p.numel) for p in pieces
-                    ]
-
-    def is_current(self, params: Sequence[ManagedParameter]) -> bool:
-        """Whether what it was planned from has stayed."""
-        return (
-            self.world_size == _world_size()
-            and len(params) == len(self.forms)
-            and all(form is param.form for form, param in zip(self.forms, params, strict=True))
-        )
-
-    def boxes(self, index: int, local: torch.Tensor) -> tuple[HeldBox, ...]:
-        """Return the boxes of a tensor of a parameter's size of which ``local`` is this rank's part.
-
-        local: contiguous; of the parameter's `shard_shape`, or flattened. For the parameter itself, and
-        for its optimizer state.
-        """
-        param = self._unit.params[index]
-        if not self._unit.params.is_flat:
-            box = self._place(index).box
-            if box.numel != local.numel():
-                raise StateError(
-                    f"{param.name}: this rank's part has shape {tuple(local.shape)}, but its mesh and "
-                    f"placements give it {box.shape}."
-                )
-            return (HeldBox(box, local.view(box.shape)),) if local.numel() else ()
-        base = None if param.form.unsharded is None else self._place(index).box.offset
-        flat = local.reshape(-1)
-        held: list[HeldBox] = []
-        for start, own_start, numel in self._pieces[index]:
-            position = own_start
-            for box in boxes_of_run(tuple(param.shape), start, numel):
-                view = flat[position : position + box.numel].view(box.shape)
-                held.append(HeldBox(box if base is None else box.moved(base), view))
-                position += box.numel
-        return tuple(held)
-
-    def copies(self, index: int) -> tuple[int, int]:
-        """Return this rank's number among those that hold the same part, and how many there are.
-
-        (0, 0) if only the ranks together know: if the unit's mesh is not all of the job, as other ranks
-        may hold it too; and for pieces of what tensor parallel below has on several ranks. Their flat
-        buffers may differ in length, and so be cut at other elements.
-        """
-        plan, place = self._unit.mesh.plan, self._place(index)
-        if not self._unit.params.is_flat:
-            copy, copies, num_ranks = place.copy, place.copies, place.num_ranks
-        elif place.copies > 1:
-            return 0, 0
-        else:
-            copy, copies = plan.replicate_rank, plan.replicate_size
-            num_ranks = plan.replicate_size * plan.shard_size * place.num_ranks
-        return (copy, copies) if num_ranks == self.world_size else (0, 0)
-
-    def _place(self, index: int) -> Place:
-        """Return this rank's box of a parameter; of a flat unit, of what its pieces are cut from."""
-        if index not in self._places:
-            form = self.forms[index]
-            spec = form.unsharded if self._unit.params.is_flat else form.spec
-            self._places[index] = Place(whole_box(()), 0, 1, 1) if spec is None else place_on(spec)
-        return self._places[index]
-
-
-_parts: "weakref.WeakKeyDictionary[Unit, UnitParts]" = weakref.WeakKeyDictionary()
-
-
-def parts_of(unit: Unit) -> UnitParts:
-    """Return which parts of a unit's parameters this rank holds.
-
-    Kept for rows, which follow from the mesh alone. A flat unit is planned anew: its pieces follow from
-    dtypes too, which may change.
-    """
-    if unit.params.is_flat:
-        return UnitParts(unit)
-    known = _parts.get(unit)
-    if known is None or not known.is_current(unit.params.all):
-        known = _parts[unit] = UnitParts(unit)
-    return known
-
-
-def whole_shape(param: ManagedParameter) -> Shape:
-    """Return the shape of a managed parameter before any sharding, tensor parallel included."""
-    spec = param.form.spec or param.form.unsharded
-    return tuple(param.shape if spec is None else spec.shape)
-
-
-def place_on(spec: DTensorSpec) -> Place:
-    """Return this rank's box of a DTensor.
-
-    Raises UnsupportedError for a partial sum, of which no rank has the values.
-    """
-    coordinate = spec.mesh.get_coordinate()
-    assert coordinate is not None  # DTensors are made on the ranks of their mesh
-    cuts: list[Cut] = []
-    later: list[Cut] = []  # a strided axis cuts what the axes behind it have left
-    copy, copies = 0, 1
-    for axis, placement in enumerate(spec.placements):
-        size, number = spec.mesh.size(axis), coordinate[axis]
-        if placement.is_replicate():
-            copy, copies = copy * size + number, copies * size
-        elif isinstance(placement, StridedShard):
-            later.append(Cut(placement.dim, number, size))
-        elif isinstance(placement, Shard):
-            cuts.append(Cut(placement.dim, number, size))
-        else:
-            raise UnsupportedError(
-                f"A DTensor of shape {tuple(spec.shape)} is {placement} on {spec.mesh}: each rank has "
-                "a term of a sum, which cannot be saved. Reduce it first."
-            )
-    return Place(box_after(tuple(spec.shape), [*cuts, *later]), copy, copies, spec.mesh.size())
 
 
 def dtensor_boxes(value: DTensor) -> tuple[HeldBox, ...]:
@@ -467,7 +315,3 @@ def _text(spec: DTensorSpec) -> str:
         kind = f"dim {placement.dim}" if hasattr(placement, "dim") else "replicated"
         parts.append(f"{kind} over{axis_name} {spec.mesh.size(axis)}")
     return ", ".join(parts)
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
