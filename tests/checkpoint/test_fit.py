@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +226,9 @@ def test_ranks_keep_their_own_random_states_and_values(api: Api, tmp_path: Path)
 
 
 def _save_own(api: Api, folder: Path) -> None:
+    model = mlp()
     torch.manual_seed(rank())
-    fullshard.save_checkpoint(folder, mlp(), extra={"position": rank()})
+    fullshard.save_checkpoint(folder, model, extra={"position": rank()})
 
 
 def _load_own(api: Api, folder: Path) -> tuple[Any, float]:
@@ -386,7 +389,8 @@ def test_plain_models_that_differ_are_never_mixed(api: Api, tmp_path: Path) -> N
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(rank())
-    fullshard.save_checkpoint(tmp_path / "a", model)
+    with _told_of_differing("model/0.weight"):
+        fullshard.save_checkpoint(tmp_path / "a", model)
     fullshard.load_checkpoint(tmp_path / "a", model)
     assert all(parameter.eq(0).all() for parameter in model.parameters())
 
@@ -460,6 +464,27 @@ def test_each_rank_may_train_other_parameters(api: Api, tmp_path: Path) -> None:
 
 
 @alone
+@on_ranks(2)
+def test_groups_without_parameters_are_each_ranks_own(api: Api, tmp_path: Path) -> None:
+    model = nn.ModuleDict({f"stage{rank()}": nn.Linear(3, 3)})
+
+    def check(options: list[float], *, filled: int) -> None:
+        groups: list[Any] = [{"params": [], "lr": lr} for lr in options]
+        groups[filled]["params"] = list(model.parameters())
+        optimizer = torch.optim.AdamW(groups)
+        fullshard.save_checkpoint(tmp_path / "a", model, optimizer, overwrite=True)
+        for group in optimizer.param_groups:
+            group["lr"] = 77.0
+        fullshard.load_checkpoint(tmp_path / "a", model, optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == options
+
+    check([9.0 + rank(), 0.5], filled=1)
+    check([0.1, 0.5][: 1 + rank()], filled=rank())  # other numbers of groups
+    check([0.1, 0.2], filled=rank())  # what is empty on one rank is not on the other
+    check([3.0, 0.5], filled=1)
+
+
+@alone
 @on_ranks(4)
 def test_stages_that_are_sharded_may_differ_in_everything(api: Api, tmp_path: Path) -> None:
     mesh, number = mesh_of(2, 2), rank() // 2  # the ranks of one row of the mesh are a stage
@@ -494,6 +519,29 @@ def test_stages_that_are_sharded_may_differ_in_everything(api: Api, tmp_path: Pa
             )
 
 
+@contextlib.contextmanager
+def _told_of_differing(names: str) -> Iterator[None]:
+    """Expect the warning on rank 0, and none elsewhere."""
+    with pytest.warns(UserWarning, match=names) if rank() == 0 else contextlib.nullcontext():
+        yield
+
+
+@alone
+@on_ranks(3)
+def test_stages_with_parameters_of_one_name_are_named(api: Api, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for value in model.state_dict().values():
+        torch.distributed.broadcast(value, 0)
+    model[1].running_mean.fill_(float(rank()))  # buffers differ in training as well
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    extra = {"loss": torch.tensor([1.0 + rank()])}
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer, extra=extra)
+    if rank() == 2:
+        nn.init.ones_(model[0].bias)
+    with _told_of_differing("^model/0.bias: rank 2 has other values than rank 0"):
+        fullshard.async_save_checkpoint(tmp_path / "b", model, optimizer).wait()
+
+
 @alone
 @on_ranks(4)
 def test_copies_that_nobody_keeps_equal_are_saved_as_the_first(api: Api, tmp_path: Path) -> None:
@@ -503,7 +551,8 @@ def test_copies_that_nobody_keeps_equal_are_saved_as_the_first(api: Api, tmp_pat
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0 + rank() // 2)
-    fullshard.save_checkpoint(tmp_path / "a", model)
+    with _told_of_differing("model/0.0.weight, .* and 3 more: rank 2 has other values than rank 0"):
+        fullshard.save_checkpoint(tmp_path / "a", model)
     wholes = dict(fullshard.iter_full_state(model))
     fullshard.load_checkpoint(tmp_path / "a", model)
     for name, parameter in model.named_parameters():

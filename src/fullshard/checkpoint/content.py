@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.differing import digest_of_values, said_of_differing
 from fullshard.checkpoint.everyones_groups import merged_values
 from fullshard.checkpoint.optimizer_state import (
     LocalState,
@@ -46,12 +47,13 @@ class Content:
     """What one rank brings to a checkpoint.
 
     holdings: tensors. values: of the manifest, by key; of this rank alone in ``own_values``, which
-    differ between ranks.
+    differ between ranks. warning: what to tell the user once ranks do not wait for each other any more.
     """
 
     holdings: list[Holding]
     values: dict[str, Any]
     own_values: dict[str, Any]
+    warning: str = ""
 
 
 def named(objects: Any, section: str) -> dict[str, Any]:
@@ -126,17 +128,21 @@ def content_of(
         fault = error
     differing = _differing([digests for digests, _ in told])
 
-    def joined() -> tuple[Content, tuple[bytes, str]]:
+    def joined() -> tuple[Content, tuple[bytes, str, str]]:
         if fault is not None:
             raise fault
         content = _joined(local, agreed, differing, peers.rank)
         content.values["models"] = sorted(by_section)
         of_optimizers = repr(content.values["optimizers"]).encode()
-        return content, (digest_of_unnumbered(content.holdings), checksum(of_optimizers))
+        of_values = "" if peers.size == 1 else digest_of_values(content.holdings)
+        held = digest_of_unnumbered(content.holdings)
+        return content, (held, checksum(of_optimizers), of_values)
 
     content, told_now = peers.together_telling(joined)
-    content.holdings = numbered(content.holdings, peers.group, [each for each, _ in told_now])
-    if len({of_optimizers for _, of_optimizers in told_now}) > 1:
+    if len({(held, of_values) for held, _, of_values in told_now}) > 1:
+        content.warning = said_of_differing(content.holdings, peers)
+    content.holdings = numbered(content.holdings, peers.group, [held for held, *_ in told_now])
+    if len({of_optimizers for _, of_optimizers, _ in told_now}) > 1:
         everyones = peers.gathered(content.values["optimizers"])
         content.values["optimizers"] = merged_values(everyones)
     return content, local.beside

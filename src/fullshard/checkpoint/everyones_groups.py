@@ -4,6 +4,8 @@ Mostly all ranks have the same. With pipeline parallel each trains other paramet
 
     rank 0   groups [{params: [0.weight], lr: 0.1}]  ->  [{params: [0.weight, 1.weight], lr: 0.1}]
     rank 1   groups [{params: [1.weight], lr: 0.1}]
+
+A group without parameters is known by the rank that has it, and its number there: `EMPTY_ON`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,9 @@ from fullshard.errors import CheckpointError
 
 # As a manifest has them: by section, "class", "groups" and "scalars".
 OptimizerValues = Mapping[str, Mapping[str, Any]]
+
+# Of a group: [rank, number] of each group without parameters that is part of it.
+EMPTY_ON = "empty_on"
 
 
 def merged_values(everyones: Sequence[OptimizerValues]) -> dict[str, dict[str, Any]]:
@@ -53,6 +58,8 @@ def _merged(section: str, everyones: Sequence[Mapping[str, Any]]) -> dict[str, A
             if target is None:
                 groups.append(target := {"params": [], "options": group["options"]})
                 numbers.append(number)
+            if not group["params"]:
+                target.setdefault(EMPTY_ON, []).append([rank, number])
             new = [name for name in group["params"] if name not in found]
             target["params"] += new
             found.update((name, (rank, group)) for name in new)
@@ -61,6 +68,25 @@ def _merged(section: str, everyones: Sequence[Mapping[str, Any]]) -> dict[str, A
         for name, values in own["scalars"].items():
             scalars.setdefault(name, values)
     return {"class": kinds[0], "groups": groups, "scalars": scalars}
+
+
+def options_of_empty(
+    groups: Sequence[Mapping[str, Any]], rank: int, number: int
+) -> Mapping[str, Any]:
+    """Return the options that were saved of a rank's group ``number``, which has no parameters.
+
+    groups: as they were saved, by any number of ranks. Empty if there is none, or ranks had different
+    ones and none was this rank's.
+    """
+    placed = [(place, group["options"]) for group in groups for place in group.get(EMPTY_ON, ())]
+    if not placed:  # all ranks had the same groups
+        is_empty = number < len(groups) and not groups[number]["params"]
+        return groups[number]["options"] if is_empty else {}
+    own = [options for place, options in placed if place == [rank, number]]
+    others = [options for place, options in placed if place[1] == number]
+    if own or (others and all(options == others[0] for options in others)):
+        return (own or others)[0]
+    return {}
 
 
 def _check_alike(

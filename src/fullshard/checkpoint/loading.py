@@ -357,6 +357,7 @@ class _Load:
                 destination.assign(
                     self._decoded(values["scalars"]),
                     self._decoded(values["groups"]),
+                    self._peers.rank,
                 )
         shared, by_rank = (
             self._state.values.get("extra", {}),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.everyones_groups import options_of_empty
 from fullshard.checkpoint.optimizer_state import is_apart, parameters_of
 from fullshard.errors import StateError
 from fullshard.state.first_state import first_state
@@ -157,16 +158,20 @@ class Destination:
 
     @torch.no_grad()
     def assign(
-        self, scalars: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+        self,
+        scalars: Mapping[str, Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        rank: int,
     ) -> None:
         """Give the optimizer the state whose tensors have been read, and the options of its groups."""
         options = {name: each["options"] for each in groups for name in each["params"]}
         for number, group in enumerate(self._optimizer.param_groups):
             names = [name for p in group["params"] for name in self._trained[p].names]
-            known = next((name for name in names if name in options), None)
-            own = options.get(known, {})
-            if not names and number < len(groups) and not groups[number]["params"]:
-                own = groups[number]["options"]  # of a group without parameters, by its place
+            if names:
+                known = next((name for name in names if name in options), None)
+                own = options.get(known, {})
+            else:
+                own = options_of_empty(groups, rank, number)
             for key, value in own.items():
                 _set_option(group, key, value)
             for parameter in group["params"]:

@@ -71,7 +71,9 @@ def save_now(request: SaveRequest) -> SavedCheckpoint:
     peers = Peers()
     job = prepare(request, peers)
     nbytes = execute(job, peers)
-    return job.saved(nbytes, begun=begun, stall_seconds=time.perf_counter() - begun)
+    saved = job.saved(nbytes, begun=begun, stall_seconds=time.perf_counter() - begun)
+    job.warn(peers.rank)
+    return saved
 
 
 def save_later(request: SaveRequest) -> PendingSave:
@@ -80,4 +82,6 @@ def save_later(request: SaveRequest) -> PendingSave:
     finish_background()
     peers = Peers()
     job = prepare(request, peers)
-    return PendingSave(dataclasses.replace(job, items=staging.staged(job.items)), peers, begun)
+    pending = PendingSave(dataclasses.replace(job, items=staging.staged(job.items)), peers, begun)
+    job.warn(peers.rank)
+    return pending

@@ -12,6 +12,7 @@ import dataclasses
 import platform
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,11 @@ class SaveJob:
         return SavedCheckpoint(
             self.target.location, self.request.step, nbytes, seconds, stall_seconds
         )
+
+    def warn(self, rank: int) -> None:
+        """Tell rank 0's user what was noticed. Last: a warning may be an error, and peers would wait."""
+        if self.content.warning and rank == 0:
+            warnings.warn(self.content.warning, stacklevel=4)
 
 
 @torch.no_grad()
