@@ -543,6 +543,18 @@ def test_stages_with_parameters_of_one_name_are_named(api: Api, tmp_path: Path) 
 
 
 @alone
+@on_ranks(2)
+def test_values_that_ddp_keeps_equal_are_not_compared(api: Api, tmp_path: Path) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    with torch.no_grad():
+        model.module.bias.fill_(rank())  # behind its back: no warning tells that nobody looked
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    with _told_of_differing("model.other/bias"):
+        models = {"first": model, "other": model.module}
+        fullshard.save_checkpoint(tmp_path / "b", models)
+
+
+@alone
 @on_ranks(4)
 def test_copies_that_nobody_keeps_equal_are_saved_as_the_first(api: Api, tmp_path: Path) -> None:
     mesh = mesh_of(2, 2)

@@ -119,7 +119,12 @@ def holdings_of(model: nn.Module) -> list[Holding]:
 
 def without_ddp(model: Any) -> Any:
     """Return what DistributedDataParallel wraps; anything else as it is. Names are those inside."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return model.module if is_ddp(model) else model
+
+
+def is_ddp(model: Any) -> bool:
+    """Whether DistributedDataParallel wraps a model, and keeps it equal on all ranks."""
+    return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
 def refuse_others(model: nn.Module) -> None:
