@@ -9,7 +9,9 @@ turn, on the same ranks:
     copy       every rank copies these bytes to memory that it keeps from one round to the next, as a save
                in the background does
     save       ours and DCP, both with fsync
-    load       into a fresh model and optimizer state of the same ranks, and (resharded) of half as many
+    load       into a model and optimizer state of the same ranks
+    others     of what another number of ranks has saved: 4 for 2, and half as many for more
+    hybrid     of what these ranks have saved, into two replicas over half of the ranks each
     stall      how long `async_save_checkpoint` keeps the program
 
 Host memory: the most that a rank held beyond what it held before, as the kernel counts it.
@@ -117,27 +119,43 @@ def _locals(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     return found
 
 
-def run_rank(rank: int, size: int, options: argparse.Namespace, folder: Path, store: str) -> None:
-    """Measure everything on one rank; rank 0 writes the results."""
+def dcp_save(path: Path, model: nn.Module, optimizer: Any) -> None:
+    model_state, optim_state = get_state_dict(model, optimizer)
+    writer = dcp.FileSystemWriter(path, sync_files=True, thread_count=4)
+    dcp.save({"model": model_state, "optimizer": optim_state}, storage_writer=writer)
+
+
+def dcp_load(path: Path, model: nn.Module, optimizer: Any) -> None:
+    model_state, optim_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optim_state}, checkpoint_id=path)
+
+
+def start(rank: int, size: int, store: Path) -> Any:
+    """Join the job; return its mesh."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,))
+    return init_device_mesh("cpu", (size,))
+
+
+def save_for_others(rank: int, size: int, nbytes: int, folder: Path) -> None:
+    """Save what another number of ranks will load, in both formats."""
+    mesh = start(rank, size, folder / "store of others")
+    ours, theirs = (build(s, mesh, nbytes) for s in (fullshard.fully_shard, torch_fully_shard))
+    fullshard.save_checkpoint(folder / "others", *ours, rng=False)
+    dcp_save(folder / "dcp others", *theirs)
+    dist.destroy_process_group()
+
+
+def run_rank(rank: int, size: int, options: argparse.Namespace, folder: Path) -> None:
+    """Measure everything on one rank; rank 0 writes the results."""
+    mesh = start(rank, size, folder / "store")
     nbytes = options.megabytes * 2**20
     ours, theirs = (build(s, mesh, nbytes) for s in (fullshard.fully_shard, torch_fully_shard))
     results: dict[str, list[tuple[float, float]]] = {}
 
     def measure(name: str, body: Callable[[], object]) -> None:
         results.setdefault(name, []).append(timed(body))
-
-    def dcp_save(path: Path) -> None:
-        model_state, optim_state = get_state_dict(*theirs)
-        writer = dcp.FileSystemWriter(path, sync_files=True, thread_count=4)
-        dcp.save({"model": model_state, "optimizer": optim_state}, storage_writer=writer)
-
-    def dcp_load(path: Path, model: Any) -> None:
-        model_state, optim_state = get_state_dict(*model)
-        dcp.load({"model": model_state, "optimizer": optim_state}, checkpoint_id=path)
 
     local = _locals(*ours)
     copies = [torch.empty_like(tensor).fill_(0) for tensor in local]
@@ -146,7 +164,7 @@ def run_rank(rank: int, size: int, options: argparse.Namespace, folder: Path, st
         measure("plain", lambda: plain_write(here / f"plain{rank}", local))
         measure("copy", lambda: torch._foreach_copy_(copies, local))
         measure("save", lambda: fullshard.save_checkpoint(here / "ours", *ours, rng=False))
-        measure("dcp save", lambda: dcp_save(here / "dcp"))
+        measure("dcp save", lambda: dcp_save(here / "dcp", *theirs))
         stalls: list[Any] = []
         measure(
             "stall",
@@ -156,13 +174,13 @@ def run_rank(rank: int, size: int, options: argparse.Namespace, folder: Path, st
         )
         stalls[0].wait()
         measure("load", lambda: fullshard.load_checkpoint(here / "ours", *ours, rng=False))
-        measure("dcp load", lambda: dcp_load(here / "dcp", theirs))
+        measure("dcp load", lambda: dcp_load(here / "dcp", *theirs))
+        measure("others", lambda: fullshard.load_checkpoint(folder / "others", *ours, rng=False))
+        measure("dcp others", lambda: dcp_load(folder / "dcp others", *theirs))
         halves = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
         hybrid = [build(s, halves, nbytes) for s in (fullshard.fully_shard, torch_fully_shard)]
-        measure(
-            "resharded", lambda: fullshard.load_checkpoint(here / "ours", *hybrid[0], rng=False)
-        )
-        measure("dcp resharded", lambda: dcp_load(here / "dcp", hybrid[1]))
+        measure("hybrid", lambda: fullshard.load_checkpoint(here / "ours", *hybrid[0], rng=False))
+        measure("dcp hybrid", lambda: dcp_load(here / "dcp", *hybrid[1]))
 
     for number in range(options.rounds):
         here = folder / f"round{number}"
@@ -182,7 +200,8 @@ def run_rank(rank: int, size: int, options: argparse.Namespace, folder: Path, st
 RATIOS = {
     "save": ("plain", "dcp save"),
     "load": ("dcp load",),
-    "resharded": ("dcp resharded",),
+    "others": ("dcp others",),
+    "hybrid": ("dcp hybrid",),
     "stall": ("copy",),
 }
 
@@ -200,8 +219,10 @@ def main() -> None:
     for size in options.world_sizes:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             folder = Path(name)
-            arguments = (size, options, folder, f"{folder}/store")
-            torch.multiprocessing.spawn(run_rank, arguments, nprocs=size)
+            others = 4 if size == 2 else max(1, size // 2)
+            for_others = (others, options.megabytes * 2**20, folder)
+            torch.multiprocessing.spawn(save_for_others, for_others, nprocs=others)
+            torch.multiprocessing.spawn(run_rank, (size, options, folder), nprocs=size)
             results = json.loads((folder / "results.json").read_text())
         print(f"\n{size} ranks, {options.megabytes} MB of state, {options.rounds} rounds")
         for what, found in results.items():

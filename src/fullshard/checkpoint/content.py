@@ -210,9 +210,7 @@ def _joined(
         own: dict[str, torch.Tensor] = {}
         decoded_state = decoded(each.tree, each.tensors.__getitem__)
         own_values[key] = encoded(decoded_state, f"extra/{key}@{rank}", own.__setitem__)
-        holdings += [
-            dataclasses.replace(tensor_holding(name, t), copies=1) for name, t in own.items()
-        ]
+        holdings += [tensor_holding(name, t)._replace(copies=1) for name, t in own.items()]
     return Content(holdings, values, own_values)
 
 
@@ -237,7 +235,7 @@ def section_names(objects: Any, section: str) -> list[str]:
 def prefixed(holding: Holding, prefix: str) -> Holding:
     """Return a holding with a prefix before its names."""
     names = tuple(dict.fromkeys(prefix + without_compile(name) for name in holding.names))
-    return dataclasses.replace(holding, names=names)
+    return holding._replace(names=names)
 
 
 def to_write(holdings: list[Holding]) -> Iterator[ToWrite]:

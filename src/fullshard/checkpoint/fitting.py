@@ -8,7 +8,6 @@ import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from fullshard.checkpoint.peers import Peers
 from fullshard.errors import CheckpointError
 
 _MOST_LISTED = 10
@@ -43,13 +42,13 @@ class Source:
 
 
 def check_fits(
-    source: Source, problems: Sequence[str], allow: Collection[str], peers: Peers
+    source: Source, everyones: Sequence[Sequence[str]], allow: Collection[str]
 ) -> dict[str, list[str]]:
-    """Refuse, on all ranks alike, what does not fit and is not allowed. Collective.
+    """Refuse what does not fit and is not allowed.
 
-    Returns all problems of all ranks by kind, which are allowed ones then. Raises CheckpointError.
+    everyones: the problems that each rank has found. Returns them by kind, allowed ones then. Raises
+    CheckpointError.
     """
-    everyones = peers.gathered(list(problems))
     groups: dict[str, list[str]] = {}
     for problem in dict.fromkeys(p for own in everyones for p in own):
         kind, _, text = problem.partition(" ")

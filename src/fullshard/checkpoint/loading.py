@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.background import finish_background
+from fullshard.checkpoint.collector import collector_waits
 from fullshard.checkpoint.content import (
     RNG,
     Models,
@@ -100,17 +101,23 @@ def load_checkpoint(
     allow = check_allowed(allow, ALLOWED)
     finish_background()
     peers = Peers()
-    peers.check_alike(
-        rng=rng,
-        allow=sorted(allow),
-        model=section_names(model, "model"),
-        optimizer=section_names(optimizer, "optimizer"),
-    )
-    state = peers.together(lambda: opened(path))
-    with state:
-        _check_same_file(state, peers)
-        load = _Load(state, frozenset(allow), peers)
-        with torch.inference_mode(False):  # else optimizer state would be of no use for training
+
+    def begin() -> tuple[SavedState, tuple[str, str]]:
+        state = opened(path)
+        return state, (state.digest, str(state.location))
+
+    alike = {
+        "rng": rng,
+        "allow": sorted(allow),
+        "model": section_names(model, "model"),
+        "optimizer": section_names(optimizer, "optimizer"),
+    }
+    # Outside of inference mode, in which optimizer state would be of no use for training.
+    with collector_waits(), torch.inference_mode(False):
+        state, seen = peers.together_telling(begin, alike=alike)
+        with state:
+            _check_same_file(seen)
+            load = _Load(state, frozenset(allow), peers)
             return load.run(model, optimizer, extra or {}, rng=rng)
 
 
@@ -135,8 +142,8 @@ def opened(path: Location) -> SavedState:
     )
 
 
-def _check_same_file(state: SavedState, peers: Peers) -> None:
-    seen = peers.gathered((state.digest, str(state.location)))
+def _check_same_file(seen: Sequence[tuple[str, str]]) -> None:
+    """Raise CheckpointError if ranks see different files. seen: each one's digest and location."""
     others = [rank for rank, (digest, _) in enumerate(seen) if digest != seen[0][0]]
     if not others:
         return
@@ -168,11 +175,12 @@ class _Load:
         by_section = named(models, "model")
         opts = named(optimizers, "optimizer")
 
-        def plan() -> tuple[list[Holding], dict[str, Destination], list[str]]:
-            return self._plan(by_section, opts, extra)
+        def plan() -> tuple[tuple[list[Holding], dict[str, Destination]], list[str]]:
+            holdings, destinations, problems = self._plan(by_section, opts, extra)
+            return (holdings, destinations), problems
 
-        holdings, destinations, problems = self._peers.together(plan)
-        differing = check_fits(_source(self._state.location), problems, self._allow, self._peers)
+        (holdings, destinations), problems = self._peers.together_telling(plan)
+        differing = check_fits(_source(self._state.location), problems, self._allow)
         self._left_out.update(differing.get("missing", ()), differing.get("unexpected", ()))
         nbytes = self._peers.together(lambda: self._read(holdings))
         values = self._peers.together(lambda: self._hand_on(destinations, extra, rng=rng))
@@ -217,7 +225,7 @@ class _Load:
             if not self._are_equal([*dict.fromkeys(names)], holding):
                 problems.append(f"untied {' and '.join(dict.fromkeys(names))}")
                 continue
-            found.append(dataclasses.replace(holding, names=(names[0],)))
+            found.append(holding._replace(names=(names[0],)))
         destinations = {}
         for section, optimizer in optimizers.items():
             check_trained(optimizer, trained[section])

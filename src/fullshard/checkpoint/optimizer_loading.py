@@ -15,10 +15,10 @@ from fullshard.checkpoint.everyones_groups import options_of_empty
 from fullshard.checkpoint.optimizer_state import is_apart, parameters_of
 from fullshard.errors import StateError
 from fullshard.state.first_state import first_state
-from fullshard.state.holdings import Holding, tensor_holding
+from fullshard.state.holdings import Holding, tensor_holding, unit_holding
 from fullshard.state.optim_keys import Trained
 from fullshard.state.optim_units import UnitState, put_together, take_apart
-from fullshard.state.unit_parts import UnitParts, parts_of, whole_shape
+from fullshard.state.unit_parts import UnitParts, parts_of
 
 # Shape and dtype of each tensor state in a checkpoint, by name of the parameter and of the state.
 SavedTensors = Mapping[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]
@@ -86,7 +86,7 @@ class Destination:
             state.locals[index], state.others[index] = {}, {}
             for key in wanted[name]:
                 shape, dtype = saved[name, key]
-                if shape != whole_shape(param):
+                if shape != self._parts[id(unit)].part(index).shape:
                     value = self._made_by_optimizer(parameter, key)
                     full_name = f"{prefix}{name}/{key}"
                     if isinstance(value, DTensor) and _is_like(value, shape, dtype):
@@ -102,12 +102,8 @@ class Destination:
                 elif local.numel() == 0:
                     local = local.view(param.shard_shape)
                 state.locals[index][key] = local.view(param.shard_shape)
-                self.holdings[name, key] = Holding(
-                    (f"{prefix}{name}/{key}",),
-                    whole_shape(param),
-                    dtype,
-                    self._parts[id(unit)].boxes(index, local),
-                    "",
+                self.holdings[name, key] = unit_holding(
+                    self._parts[id(unit)], index, (f"{prefix}{name}/{key}",), local
                 )
             if set(there.locals.get(index, {})) != set(state.locals[index]):
                 is_kept = False

@@ -18,10 +18,10 @@ from fullshard.errors import StateError
 from fullshard.plan.units import without_compile
 from fullshard.state.agreement import Digests, Report, agree, digests_of, merged_alone
 from fullshard.state.first_state import first_state
-from fullshard.state.holdings import Holding, tensor_holding
+from fullshard.state.holdings import Holding, tensor_holding, unit_holding
 from fullshard.state.optim_keys import Trained, names_of_trained, trained_parameters, units_of
 from fullshard.state.optim_units import UnitState, report, take_apart
-from fullshard.state.unit_parts import UnitParts, parts_of, whole_shape
+from fullshard.state.unit_parts import parts_of
 
 Scalars = dict[str, dict[str, Any]]  # by name of the parameter, by name of the state
 
@@ -157,7 +157,10 @@ def agreed_state(
                 if dtype is not None:
                     own = state.locals.get(index, {}).get(key)
                     full_name = f"{prefix}{name}/{key}"
-                    tensors[name, key] = _of_local(unit, parts, index, full_name, own, dtype)
+                    if own is None:  # this rank owns nothing of it
+                        own = torch.empty(unit.params[index].shard_shape, dtype=dtype)
+                    _check_plain(full_name, own)
+                    tensors[name, key] = unit_holding(parts, index, (full_name,), own)
     return OptimizerState(tensors, scalars, local.groups, local.kind)
 
 
@@ -211,32 +214,12 @@ def _of_plain(
         yield (name, key), tensor_holding(f"{prefix}{name}/{key}", value)
 
 
-def _of_local(
-    unit: Unit,
-    parts: UnitParts,
-    index: int,
-    name: str,
-    local: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> Holding:
-    copy, copies = parts.copies(index)
-    if local is None:  # this rank owns nothing of it
-        local = torch.empty(unit.params[index].shard_shape, dtype=dtype)
+def _check_plain(name: str, local: torch.Tensor) -> None:
     if type(local) is not torch.Tensor:
         raise StateError(
             f"{name}: the optimizer's state is a {type(local).__name__}, which keeps its values in "
             "several tensors. Save it through torch.distributed.checkpoint."
         )
-    param = unit.params[index]
-    return Holding(
-        (name,),
-        whole_shape(param),
-        dtype,
-        parts.boxes(index, local),
-        "as its parameter",
-        copy,
-        copies,
-    )
 
 
 class TrainedBy:
@@ -272,7 +255,9 @@ class TrainedBy:
 
 
 def _clean_trained(model: nn.Module) -> dict[nn.Parameter, Trained]:
-    return {
-        parameter: dataclasses.replace(entry, names=tuple(map(without_compile, entry.names)))
-        for parameter, entry in trained_parameters(model).items()
-    }
+    found = trained_parameters(model)
+    for parameter, entry in found.items():
+        names = tuple(map(without_compile, entry.names))
+        if names != entry.names:
+            found[parameter] = dataclasses.replace(entry, names=names)
+    return found

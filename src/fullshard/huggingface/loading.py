@@ -80,9 +80,14 @@ def load_hf(
     peers.check_alike(path=str(path), allow=sorted(allow), rename=mapping)
     weights = peers.of_first(lambda: weights_of(Path(path)))
     with WeightsReader(weights) as reader, torch.inference_mode(False), torch.no_grad():
-        plan = peers.together(lambda: _plan(model, weights, reader, rename))
+
+        def planned() -> tuple[_Plan, list[str]]:
+            plan = _plan(model, weights, reader, rename)
+            return plan, plan.problems
+
+        plan, problems = peers.together_telling(planned)
         source = Source(weights.source, "folder", _ADVICE, prefix_hint)
-        differing = check_fits(source, plan.problems, allow, peers)
+        differing = check_fits(source, problems, allow)
 
         def read() -> int:
             nbytes = reader.read(plan.wanted)

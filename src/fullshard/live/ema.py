@@ -117,7 +117,7 @@ def _source(
             views.append(functools.partial(_registered, *plain))
     names = tuple(dict.fromkeys(map(without_compile, holding.names)))
     boxes = tuple(held.box for held in holding.boxes)
-    return _Source(dataclasses.replace(holding, names=names, boxes=()), boxes, tuple(views))
+    return _Source(holding._replace(names=names, boxes=()), boxes, tuple(views))
 
 
 def _same(view: torch.Tensor) -> torch.Tensor:
@@ -237,8 +237,7 @@ class EMA:
         for source in self._sources.all:
             own = self._averages[source.holding.name]
             averages[source.holding.name] = HeldTensor(
-                dataclasses.replace(
-                    source.holding,
+                source.holding._replace(
                     names=(source.holding.name,),
                     dtype=self._dtype_of(source),
                     boxes=tuple(map(HeldBox, source.boxes, own)),

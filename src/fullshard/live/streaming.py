@@ -4,7 +4,6 @@ Both gather from the model's own memory, whatever sharded it, and hold a bucket 
 their peak. The model has to stay as it is until they end: a step in between would mix its values.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -121,9 +120,7 @@ def _held(model: nn.Module, bucket_mb: float) -> list[Holding]:
     def local() -> list[Holding]:
         _nbytes(bucket_mb)
         return [
-            dataclasses.replace(
-                holding, names=tuple(dict.fromkeys(map(without_compile, holding.names)))
-            )
+            holding._replace(names=tuple(dict.fromkeys(map(without_compile, holding.names))))
             for holding in holdings_of(model)
         ]
 

@@ -79,13 +79,13 @@ def agree(
     themselves. everyones: the ranks' `digests_of`, if they are known. Raises StateError if a rank owns a
     part of a parameter but has no state of it, while others have; on all ranks that have its units.
     """
-    sent = [report._replace(others=_map(report.others, _to_scalar)) for report in mine]
     if everyones is None:
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, digests_of(mine, names), group=group)
         everyones = gathered
     if len({(each.units, each.state) for each in everyones}) == len({e.units for e in everyones}):
         return [_merge([report]) for report in mine]
+    sent = [report._replace(others=_map(report.others, _to_scalar)) for report in mine]
     own = everyones[dist.get_rank(group)].units
     found = _distinct(sent, everyones, group)
     reports = {digest: each for digest, each in found.items() if digest.units == own}

@@ -1,6 +1,5 @@
 """Which of the ranks that hold the same boxes hands them on: every element is one rank's to send or write."""
 
-import dataclasses
 import hashlib
 import itertools
 import math
@@ -48,7 +47,7 @@ def numbered(
     unknown = _unnumbered(holdings)
     size, rank = _group_size(group), _group_rank(group)
     if size == 1:
-        return [h if h.copies else dataclasses.replace(h, copies=1) for h in holdings]
+        return [h if h.copies else h._replace(copies=1) for h in holdings]
     if digests is None:
         gathered: list[Any] = [None] * size
         dist.all_gather_object(gathered, digest_of_unnumbered(holdings), group=group)
@@ -68,9 +67,9 @@ def numbered(
         found = holders.get(holding.name, {})  # empty if every rank has the same
         first = found[unknown[holding.name][1]][0] if found else 0
         if first != rank:
-            return dataclasses.replace(holding, copy=ELSEWHERE, copies=1)
+            return holding._replace(copy=ELSEWHERE, copies=1)
         boxes = _left(holding, found) if found else holding.boxes
-        return dataclasses.replace(holding, boxes=boxes, copies=1)
+        return holding._replace(boxes=boxes, copies=1)
 
     return [with_number(holding) for holding in holdings]
 

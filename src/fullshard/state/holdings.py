@@ -11,24 +11,21 @@ Several ranks may hold the same box: replicas, and every rank of what is not sha
 numbered, so that each can write its share of it.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.module_state import state_of
-from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError, UnsupportedError
 from fullshard.plan.boxes import whole_box
 from fullshard.plan.layout import Shape
 from fullshard.plan.units import clean_name
-from fullshard.state.optim_keys import all_names, units_of
-from fullshard.state.unit_parts import HeldBox, parts_of, place_on, whole_shape
-from fullshard.torch_private import DTensorSpec
+from fullshard.state.optim_keys import NamedUnit, all_names, units_of
+from fullshard.state.unit_parts import HeldBox, UnitParts, parts_of, place_on, placement_of
 
 _TORCH_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
@@ -40,8 +37,7 @@ BUFFER = "buffer"
 ELSEWHERE = -1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """What this rank holds of one tensor.
 
     names: the first is its own; the others are those of parameters that are tied to it.
@@ -93,7 +89,8 @@ def holdings_of(model: nn.Module) -> list[Holding]:
     """
     refuse_others(model)
     model = without_ddp(model)
-    for unit in units_of(model):
+    units = units_of(model)
+    for unit in units:
         if unit.is_whole:
             raise StateError(
                 f"{unit.label}: its parameters are shown whole now (summon_full_params, "
@@ -101,8 +98,9 @@ def holdings_of(model: nn.Module) -> list[Holding]:
             )
         unit.settle()
         unit.follow_changes()
-    found = [holding for unit, names in all_names(model) for holding in _of_unit(unit, names)]
-    managed = {id(param) for unit in units_of(model) for param in _shown(unit)}
+    of_units = all_names(model)
+    found = [holding for unit, names in of_units for holding in _of_unit(unit, names)]
+    managed = {id(param) for unit in units for param in _shown(unit)}
     found += _plain_parameters(model, managed)
     found += _buffers(model)
     for holding in found:
@@ -112,7 +110,7 @@ def holdings_of(model: nn.Module) -> list[Holding]:
                 "model.to_empty(device=...) first."
             )
     order: dict[str, int] = {}
-    for position, name in enumerate(_names_in_order(model)):
+    for position, name in enumerate(_names_in_order(model, of_units)):
         order.setdefault(name, position)  # where a tied parameter comes first
     return sorted(found, key=lambda holding: order.get(holding.name, len(order)))
 
@@ -152,14 +150,25 @@ def dtensor_boxes(value: DTensor) -> tuple[HeldBox, ...]:
 def tensor_holding(name: str, tensor: torch.Tensor | HeldTensor) -> Holding:
     """Return the holding of a tensor of a state: a held one, a DTensor or a plain one."""
     if isinstance(tensor, HeldTensor):
-        return dataclasses.replace(tensor.holding, names=(name,))
+        return tensor.holding._replace(names=(name,))
     tensor = plain_memory(tensor.detach(), name)
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
         boxes = dtensor_boxes(tensor)
-        return Holding((name,), shape, tensor.dtype, boxes, _text(tensor._spec))
+        return Holding((name,), shape, tensor.dtype, boxes, placement_of(tensor._spec))
     boxes = (HeldBox(whole_box(shape), tensor),) if tensor.numel() else ()
     return Holding((name,), shape, tensor.dtype, boxes, REPLICATED)
+
+
+def unit_holding(
+    parts: UnitParts, index: int, names: tuple[str, ...], local: torch.Tensor
+) -> Holding:
+    """Return the holding of a unit's parameter, or of state of its size.
+
+    local: this rank's part, as `UnitParts.boxes` takes it.
+    """
+    shape, placement, copy, copies = parts.part(index)
+    return Holding(names, shape, local.dtype, parts.boxes(index, local), placement, copy, copies)
 
 
 def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -201,16 +210,7 @@ def _of_unit(unit: Unit, names: Sequence[Sequence[str]]) -> Iterator[Holding]:
     parts = parts_of(unit)
     for index, (param, own_names) in enumerate(zip(unit.params, names, strict=True)):
         local = plain_memory(param.local.detach(), own_names[0])
-        copy, copies = parts.copies(index)
-        yield Holding(
-            tuple(own_names),
-            whole_shape(param),
-            local.dtype,
-            parts.boxes(index, local),
-            _placement(unit, param),
-            copy,
-            copies,
-        )
+        yield unit_holding(parts, index, tuple(own_names), local)
 
 
 def _plain_parameters(model: nn.Module, managed: set[int]) -> Iterator[Holding]:
@@ -222,7 +222,7 @@ def _plain_parameters(model: nn.Module, managed: set[int]) -> Iterator[Holding]:
             parameters[id(parameter)] = parameter
     for key, parameter in parameters.items():
         own = tuple(dict.fromkeys(names[key]))
-        yield dataclasses.replace(tensor_holding(own[0], parameter), names=own)
+        yield tensor_holding(own[0], parameter)._replace(names=own)
 
 
 def _buffers(model: nn.Module) -> Iterator[Holding]:
@@ -241,12 +241,11 @@ def _buffers(model: nn.Module) -> Iterator[Holding]:
         if dtype == buffer.dtype:
             holding = tensor_holding(names[0], buffer)
             placement = BUFFER if holding.placement == REPLICATED else holding.placement
-            yield dataclasses.replace(holding, names=names, placement=placement, is_buffer=True)
+            yield holding._replace(names=names, placement=placement, is_buffer=True)
             continue
         widened = buffer.detach().to(dtype)
         holding = tensor_holding(names[0], widened)
-        yield dataclasses.replace(
-            holding,
+        yield holding._replace(
             names=names,
             placement=BUFFER,
             after_loading=_copier(buffer.detach(), widened),
@@ -277,10 +276,10 @@ def _shown(unit: Unit) -> Iterator[nn.Parameter]:
         yield param.sharded
 
 
-def _names_in_order(model: nn.Module) -> Iterator[str]:
+def _names_in_order(model: nn.Module, of_units: Sequence[NamedUnit]) -> Iterator[str]:
     """Yield the names of parameters and buffers in the order of modules, wherever they are kept."""
     names: dict[int, list[str]] = {}
-    for unit, own in all_names(model):
+    for unit, own in of_units:
         for param, each in zip(unit.params, own, strict=True):
             for slot in param.slots:
                 names.setdefault(id(slot.module()), []).extend(each)
@@ -300,23 +299,3 @@ def _wrapped(local: torch.Tensor) -> torch.Tensor | None:
         tensor: torch.Tensor = inner[0]
         return tensor if type(tensor) is torch.Tensor else _wrapped(tensor)
     return None
-
-
-def _placement(unit: Unit, param: ManagedParameter) -> str:
-    if param.form.spec is not None:
-        return _text(param.form.spec)
-    inner = param.form.unsharded
-    outer = f"flat over {unit.mesh.plan.shard_size}"
-    if unit.mesh.plan.replicate_size > 1:
-        outer = f"replicated over {unit.mesh.plan.replicate_size}, {outer}"
-    return outer if inner is None else f"{outer}; {_text(inner)}"
-
-
-def _text(spec: DTensorSpec) -> str:
-    parts = []
-    for axis, placement in enumerate(spec.placements):
-        names = spec.mesh.mesh_dim_names
-        axis_name = f" {names[axis]}" if names else ""
-        kind = f"dim {placement.dim}" if hasattr(placement, "dim") else "replicated"
-        parts.append(f"{kind} over{axis_name} {spec.mesh.size(axis)}")
-    return ", ".join(parts)

@@ -23,6 +23,7 @@ from fullshard.state.options import OptimStateKeyType
 
 StateDict = dict[str, Any]
 ParamKey = int | str
+NamedUnit = tuple[Unit, list[list[str]]]  # and the names of each of its parameters
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
@@ -56,7 +57,7 @@ def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
     return found
 
 
-def all_names(model: nn.Module) -> list[tuple[Unit, list[list[str]]]]:
+def all_names(model: nn.Module) -> list[NamedUnit]:
     """Return every unit with, per parameter, its names before sharding; a tied one has several.
 
     Names that a parameter has in another model, with which this one shares it, are left out.

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
+from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import StateError, UnsupportedError
 from fullshard.plan.boxes import Box, Cut, box_after, boxes_of_run, whole_box
 from fullshard.plan.layout import Shape
@@ -27,6 +28,22 @@ class HeldBox(NamedTuple):
 
     box: Box
     view: torch.Tensor
+
+
+class Part(NamedTuple):
+    """What follows of one parameter from its unit's mesh alone.
+
+    shape: of the whole parameter, before any sharding, tensor parallel included. placement: how ranks
+    divide it, for readers. copy, copies: this rank's number among those that hold the same part, and how
+    many there are. (0, 0) if only the ranks together know: if the unit's mesh is not all of the job, as
+    other ranks may hold it too; and for pieces of what tensor parallel below has on several ranks. Their
+    flat buffers may differ in length, and so be cut at other elements.
+    """
+
+    shape: Shape
+    placement: str
+    copy: int
+    copies: int
 
 
 class Place(NamedTuple):
@@ -49,12 +66,14 @@ class UnitParts:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.proxy(unit)
+        self._is_flat = unit.params.is_flat
         # What was planned from; a parameter gets another form if its unit changes.
         self.forms = tuple(param.form for param in unit.params)
         self.world_size = _world_size()
+        self._parts: dict[int, Part] = {}
         self._places: dict[int, Place] = {}
         self._pieces: dict[int, Sequence[tuple[int, int, int]]] = {}
-        if unit.params.is_flat:
+        if self._is_flat:
             rank = unit.mesh.plan.shard_rank
             for bucket in unit.plan_layout().buckets:
                 for place in bucket.params:
@@ -78,15 +97,15 @@ class UnitParts:
         local: contiguous; of the parameter's `shard_shape`, or flattened. For the parameter itself, and
         for its optimizer state.
         """
-        param = self._unit.params[index]
-        if not self._unit.params.is_flat:
-            box = self._place(index).box
-            if box.numel != local.numel():
+        if not self._is_flat:
+            box, numel = self._place(index).box, local.numel()
+            if box.numel != numel:
                 raise StateError(
-                    f"{param.name}: this rank's part has shape {tuple(local.shape)}, but its mesh and "
-                    f"placements give it {box.shape}."
+                    f"{self._unit.params[index].name}: this rank's part has shape {tuple(local.shape)}, but "
+                    f"its mesh and placements give it {box.shape}."
                 )
-            return (HeldBox(box, local.view(box.shape)),) if local.numel() else ()
+            return (HeldBox(box, local.view(box.shape)),) if numel else ()
+        param = self._unit.params[index]
         base = None if param.form.unsharded is None else self._place(index).box.offset
         flat = local.reshape(-1)
         held: list[HeldBox] = []
@@ -98,15 +117,17 @@ class UnitParts:
                 position += box.numel
         return tuple(held)
 
-    def copies(self, index: int) -> tuple[int, int]:
-        """Return this rank's number among those that hold the same part, and how many there are.
+    def part(self, index: int) -> Part:
+        """Return what follows of a parameter from the mesh alone."""
+        if index not in self._parts:
+            param, mesh = self._unit.params[index], self._unit.mesh
+            shape, placement = _whole_shape(param), _placement(mesh, param)
+            self._parts[index] = Part(shape, placement, *self._copies(index))
+        return self._parts[index]
 
-        (0, 0) if only the ranks together know: if the unit's mesh is not all of the job, as other ranks
-        may hold it too; and for pieces of what tensor parallel below has on several ranks. Their flat
-        buffers may differ in length, and so be cut at other elements.
-        """
+    def _copies(self, index: int) -> tuple[int, int]:
         plan, place = self._unit.mesh.plan, self._place(index)
-        if not self._unit.params.is_flat:
+        if not self._is_flat:
             copy, copies, num_ranks = place.copy, place.copies, place.num_ranks
         elif place.copies > 1:
             return 0, 0
@@ -119,7 +140,7 @@ class UnitParts:
         """Return this rank's box of a parameter; of a flat unit, of what its pieces are cut from."""
         if index not in self._places:
             form = self.forms[index]
-            spec = form.unsharded if self._unit.params.is_flat else form.spec
+            spec = form.unsharded if self._is_flat else form.spec
             self._places[index] = Place(whole_box(()), 0, 1, 1) if spec is None else place_on(spec)
         return self._places[index]
 
@@ -141,10 +162,30 @@ def parts_of(unit: Unit) -> UnitParts:
     return known
 
 
-def whole_shape(param: ManagedParameter) -> Shape:
-    """Return the shape of a managed parameter before any sharding, tensor parallel included."""
+def _whole_shape(param: ManagedParameter) -> Shape:
     spec = param.form.spec or param.form.unsharded
     return tuple(param.shape if spec is None else spec.shape)
+
+
+def _placement(mesh: UnitMesh, param: ManagedParameter) -> str:
+    if param.form.spec is not None:
+        return placement_of(param.form.spec)
+    inner = param.form.unsharded
+    outer = f"flat over {mesh.plan.shard_size}"
+    if mesh.plan.replicate_size > 1:
+        outer = f"replicated over {mesh.plan.replicate_size}, {outer}"
+    return outer if inner is None else f"{outer}; {placement_of(inner)}"
+
+
+def placement_of(spec: DTensorSpec) -> str:
+    """Say how a DTensor is divided: "dim 0 over dp 4, replicated over tp 2"."""
+    parts = []
+    for axis, placement in enumerate(spec.placements):
+        names = spec.mesh.mesh_dim_names
+        axis_name = f" {names[axis]}" if names else ""
+        kind = f"dim {placement.dim}" if hasattr(placement, "dim") else "replicated"
+        parts.append(f"{kind} over{axis_name} {spec.mesh.size(axis)}")
+    return ", ".join(parts)
 
 
 def place_on(spec: DTensorSpec) -> Place:
