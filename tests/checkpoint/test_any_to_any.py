@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fullshard
 from tests.api import Api
 from tests.fsdp1.models import batch, net, quiet
-from tests.harness import Pools, Task, mesh_of, on_ranks, world_size
+from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
 from tests.models import mlp
 from tests.selection import Settings, repeats
 from tests.test_transfer import HYBRID, MORE_OPTIMIZERS, WAYS, _whole
@@ -81,8 +81,13 @@ def _write(
     model, made = _model(api, way, seed=1, steps=2, optimizer=optimizer)
     before = _state(api, model, made)
     fullshard.save_checkpoint(folder, model, made, step=2)
+    pending = fullshard.async_save_checkpoint(folder.with_name("later"), model, made, step=2)
     assert_equal(_state(api, model, made), before)  # saving changes nothing
-    return before, _train(model, made, steps=3)
+    losses = _train(model, made, steps=3)
+    pending.wait()
+    if rank() == 0:
+        assert fullshard.diff_checkpoints(folder, folder.with_name("later")) == []
+    return before, losses
 
 
 def _read(

@@ -9,16 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
 from fullshard.checkpoint import folder as folder_module
+from fullshard.checkpoint import local_content
 from fullshard.checkpoint.local_folder import LocalDraft
 from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
@@ -65,6 +67,95 @@ def test_background_saves_what_was_there_at_the_call(api: Api, tmp_path: Path) -
     assert saved.stall_seconds <= saved.seconds
     assert fullshard.load_checkpoint(saved.path, model, optimizer).step == 1
     assert all(p.full_tensor().equal(before[n]) for n, p in model.named_parameters())
+
+
+@alone
+@pytest.mark.parametrize("most_nbytes", [64 << 20, 0])
+@on_ranks(2)
+def test_background_saves_nothing_that_changes_after_the_call(
+    api: Api, most_nbytes: int, tmp_path: Path
+) -> None:
+    """Whether a rank copies what it may have to write, or the ranks agree first who writes what."""
+    torch.manual_seed(0)
+    model = mlp()
+    api.fully_shard(model, mesh=mesh_of(2), ignored_params={model[0][0].weight})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model.register_buffer("seen", torch.zeros(3))
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    same, mine = torch.ones(4), torch.full((2, 2), float(rank()))
+    extra = {"same": [same, {"a": 1}], "mine": mine, "sharded": model[1][0].weight.detach().clone()}
+    now = {"same": [torch.ones(4), {"a": 1}], "mine": mine.clone()}
+    generator = torch.get_rng_state()
+    fullshard.save_checkpoint(tmp_path / "now", model, optimizer, extra=extra)
+    changed = tmp_path / "rank 0 has changed everything"
+    while most_nbytes and rank() == 1 and not changed.exists():
+        time.sleep(0.01)  # so that nothing is agreed before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_content, "_MOST_COPIED_NBYTES", most_nbytes)
+        pending = fullshard.async_save_checkpoint(tmp_path / "later", model, optimizer, extra=extra)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for value in (parameter, *optimizer.state[parameter].values()):
+                (value._local_tensor if isinstance(value, DTensor) else value).fill_(7)
+        for tensor in (model.seen, same, mine, extra["sharded"]._local_tensor):
+            tensor.fill_(7)
+    extra["same"][1]["a"] = 7
+    optimizer.param_groups[0]["lr"].fill_(7)
+    optimizer.param_groups[0]["betas"] = (0.7, 0.7)
+    torch.rand(7)
+    changed.touch()
+    pending.wait()
+    if rank() == 0:
+        assert fullshard.diff_checkpoints(tmp_path / "now", tmp_path / "later") == []
+    loaded = fullshard.load_checkpoint(tmp_path / "later", model, optimizer)
+    assert loaded.extra["same"][0].equal(now["same"][0])
+    assert loaded.extra["same"][1] == {"a": 1}
+    assert loaded.extra["mine"].equal(now["mine"])
+    assert torch.get_rng_state().equal(generator)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+@alone
+@on_ranks(2)
+def test_background_does_not_wait_for_the_other_ranks(api: Api, tmp_path: Path) -> None:
+    """Rank 1 begins its save once rank 0 has come out of its own, and trained on."""
+    model, optimizer = _sharded(api)
+    _step(model, optimizer, 0)
+    fullshard.save_checkpoint(tmp_path / "now", model, optimizer)
+    seen = tmp_path / "rank 0 is out"
+    if rank() == 1:
+        while not seen.exists():
+            time.sleep(0.01)
+    pending = fullshard.async_save_checkpoint(tmp_path / "later", model, optimizer)
+    if rank() == 0:
+        assert not pending.done()
+        seen.touch()
+    _step(model, optimizer, 1)
+    pending.wait()
+    if rank() == 0:
+        assert fullshard.diff_checkpoints(tmp_path / "now", tmp_path / "later") == []
+
+
+@alone
+@on_ranks(2)
+def test_what_keeps_one_rank_from_saving_in_the_background_is_named_on_all(
+    api: Api, tmp_path: Path
+) -> None:
+    model, _ = _sharded(api)
+    fault = "rank 1: metadata/a is a builtins.object"
+    if rank() == 1:  # which is told at once
+        with pytest.raises(CheckpointError, match=fault):
+            fullshard.async_save_checkpoint(tmp_path / "a", model, metadata={"a": object()})
+    else:
+        pending = fullshard.async_save_checkpoint(tmp_path / "a", model, metadata={"a": 1})
+        with pytest.raises(CheckpointError, match=fault):
+            pending.wait()
+    fullshard.async_save_checkpoint(tmp_path / str(rank()), model)
+    with pytest.raises(CheckpointError, match=r"path is .*0' on rank 0 and .*1' on rank 1"):
+        fullshard.async_save_checkpoint(tmp_path / "a", model)
+    assert not list(tmp_path.iterdir())
 
 
 @alone

@@ -4,14 +4,15 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.peers import Peers, said
-from fullshard.checkpoint.stages import SavedCheckpoint, SaveJob, execute
-from fullshard.checkpoint.writing import ToWrite
+from fullshard.checkpoint.stages import SavedCheckpoint, SaveJob, SaveRequest, execute
 from fullshard.errors import CheckpointError, FullshardError
 
 
@@ -21,10 +22,15 @@ class PendingSave:
     stall_seconds: how long the program waited for the copy to host memory.
     """
 
-    def __init__(self, job: SaveJob, peers: Peers, begun: float) -> None:
-        self._job, self._peers, self._begun = job, peers, begun
+    def __init__(
+        self, request: SaveRequest, decided: Callable[[], SaveJob], peers: Peers, begun: float
+    ) -> None:
+        """Begin it. decided: returns what this rank writes. begun: when, by ``time.perf_counter``."""
+        self._decided, self._peers, self._begun = decided, peers, begun
+        self.path: Path | str = folder_at(request.path).location
         self._error: BaseException | None = None
         self._saved: SavedCheckpoint | None = None
+        self._warning = ""
         self.stall_seconds = time.perf_counter() - begun
         # Not a daemon: a program that ends waits for its last checkpoint.
         self._thread = threading.Thread(target=self._run, name="fullshard-checkpoint")
@@ -32,13 +38,9 @@ class PendingSave:
         self._thread.start()
 
     @property
-    def path(self) -> Path | str:
-        return self._job.target.location
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What went wrong and has not been raised yet."""
-        return self._error
+    def left_unsaid(self) -> str:
+        """What nobody has been told yet: an error or a warning; "" if nothing."""
+        return self._warning if self._error is None else str(self._error)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -54,14 +56,17 @@ class PendingSave:
             raise error
         if self._saved is None:
             raise CheckpointError(f"{self.path}: was not saved; the error has been raised before.")
+        if self._warning:
+            warning, self._warning = self._warning, ""
+            warnings.warn(warning, stacklevel=2)
         return self._saved
 
     def _run(self) -> None:
         try:
-            nbytes = execute(self._job, self._peers)
-            self._saved = self._job.saved(
-                nbytes, begun=self._begun, stall_seconds=self.stall_seconds
-            )
+            job = self._decided()
+            nbytes = execute(job, self._peers)
+            self._warning = job.warning(self._peers)
+            self._saved = job.saved(nbytes, begun=self._begun, stall_seconds=self.stall_seconds)
         except FullshardError as error:
             self._error = error
         except BaseException as error:  # raised where somebody waits
@@ -77,10 +82,10 @@ _in_flight: list[PendingSave] = []
 
 @atexit.register
 def _say_what_was_lost() -> None:
-    """Name the save that failed while the program ended. Its thread has ended by now."""
+    """Say what went wrong with the save while the program ended. Its thread has ended by now."""
     for pending in _in_flight:
-        if pending.failure is not None:
-            print(f"fullshard: {pending.failure}", file=sys.stderr)
+        if pending.left_unsaid:
+            print(f"fullshard: {pending.left_unsaid}", file=sys.stderr)
 
 
 def finish_background() -> None:
@@ -93,23 +98,26 @@ class Staging:
     """Host memory that saves in the background copy to, kept from one to the next."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def staged(self, items: Sequence[ToWrite]) -> list[ToWrite]:
-        """Return the same boxes over copies of their elements."""
-        total = sum(_aligned(item.nbytes) for item in items)
+    @torch.no_grad()
+    def copies(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of tensors, which last until the next call."""
+        sizes = [view.numel() * view.itemsize for view in views]
+        total = sum(map(_aligned, sizes))
         if self._memory.numel() < total:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            on_device = any(item.view.device.type != "cpu" for item in items)
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
-        copies, position = [], 0
-        for item in items:
-            memory = self._memory[position : position + item.nbytes].view(item.view.dtype)
-            copies.append(memory.view(item.view.shape))
-            position += _aligned(item.nbytes)
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes first
+            on_device = any(view.device.type != "cpu" for view in views)
+            self._memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=on_device)
+        copies: list[torch.Tensor] = []
+        position = 0
+        for view, nbytes in zip(views, sizes, strict=True):
+            memory = self._memory[position : position + nbytes].view(view.dtype)
+            copies.append(memory.view(view.shape))
+            position += _aligned(nbytes)
         if copies:
-            torch._foreach_copy_(copies, [item.view for item in items])
-        return [item._replace(view=copy) for item, copy in zip(items, copies, strict=True)]
+            torch._foreach_copy_(copies, [*views])
+        return copies
 
 
 staging = Staging()

@@ -227,7 +227,7 @@ class ForeignState(SavedState):
             raise CheckpointError(
                 f"{self.location}: {raw} is a tensor of shape {tensor.shape}, but an option of a group."
             )
-        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self.files.read([_whole(raw, value)], None)
         return value
 

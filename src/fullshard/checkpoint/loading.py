@@ -16,21 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.background import finish_background
 from fullshard.checkpoint.collector import collector_waits
-from fullshard.checkpoint.content import (
-    RNG,
+from fullshard.checkpoint.fitting import Source, check_allowed, check_fits
+from fullshard.checkpoint.local_content import (
     Models,
     Optimizers,
     held_by,
     named,
     section_names,
-    set_random_states,
 )
-from fullshard.checkpoint.dcp_files import METADATA, DcpFiles
-from fullshard.checkpoint.fitting import Source, check_allowed, check_fits
-from fullshard.checkpoint.folder import SHARD_SUFFIX
-from fullshard.checkpoint.foreign import ForeignState
-from fullshard.checkpoint.locations import Location, folder_at
-from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.locations import Location
+from fullshard.checkpoint.opening import check_same_files, opened
 from fullshard.checkpoint.optimizer_loading import Destination
 from fullshard.checkpoint.optimizer_state import (
     TrainedBy,
@@ -39,10 +34,9 @@ from fullshard.checkpoint.optimizer_state import (
     state_keys,
 )
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.reading import Reader
+from fullshard.checkpoint.random_states import RNG, set_random_states
 from fullshard.checkpoint.saved_state import Names, SavedState
 from fullshard.checkpoint.spans import Wanted
-from fullshard.checkpoint.torch_files import TorchFile
 from fullshard.checkpoint.values import decoded, encoded, tensor_names
 from fullshard.checkpoint.writing import bytes_of
 from fullshard.errors import CheckpointError
@@ -116,47 +110,9 @@ def load_checkpoint(
     with collector_waits(), torch.inference_mode(False):
         state, seen = peers.together_telling(begin, alike=alike)
         with state:
-            _check_same_file(seen)
+            check_same_files(seen)
             load = _Load(state, frozenset(allow), peers)
             return load.run(model, optimizer, extra or {}, rng=rng)
-
-
-def opened(path: Location) -> SavedState:
-    """Open what was saved at a path, in whichever form.
-
-    Raises CheckpointError if there is nothing that can be loaded.
-    """
-    folder = folder_at(path)
-    if folder.size_of(MANIFEST) is not None:
-        return Reader(folder)
-    if folder.size_of(METADATA) is not None:
-        return ForeignState(DcpFiles(folder))
-    location = folder.location
-    if isinstance(location, Path) and location.is_file():
-        if location.suffix == SHARD_SUFFIX:
-            raise CheckpointError(f"{location}: holds weights alone. Load it with load_hf.")
-        return ForeignState(TorchFile(location))
-    why = "has no manifest, so no save was completed there" if folder.exists() else "is no folder"
-    raise CheckpointError(
-        f"{folder}: {why}. Name a complete checkpoint, on a filesystem that all hosts share."
-    )
-
-
-def _check_same_file(seen: Sequence[tuple[str, str]]) -> None:
-    """Raise CheckpointError if ranks see different files. seen: each one's digest and location."""
-    others = [rank for rank, (digest, _) in enumerate(seen) if digest != seen[0][0]]
-    if not others:
-        return
-    first, other = seen[0][1], seen[others[0]][1]
-    if first != other:
-        raise CheckpointError(
-            f"path is {first} on rank 0 and {other} on rank {others[0]}, where another checkpoint is. Give "
-            "all ranks the same."
-        )
-    raise CheckpointError(
-        f"{first}: ranks {others} see another checkpoint there than rank 0. Load from a filesystem that all "
-        "hosts share."
-    )
 
 
 class _Load:
@@ -281,7 +237,9 @@ class _Load:
             if (other.shape, other.dtype) != (first.shape, first.dtype):
                 return False
             for box, _ in holding.boxes:
-                one, two = (torch.empty(box.shape, dtype=first.dtype) for _ in range(2))
+                one, two = (
+                    torch.empty(box.shape, dtype=first.dtype, device="cpu") for _ in range(2)
+                )
                 self._state.read([Wanted(names[0], box, one), Wanted(name, box, two)])
                 if bytes_of(one) != bytes_of(two):
                     return False
@@ -339,7 +297,7 @@ class _Load:
             raise CheckpointError(
                 f"{self._state.location}: has no tensor {name}, which a value names."
             )
-        result = torch.empty(saved.shape, dtype=saved.dtype)
+        result = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
         if result.numel():
             self._state.read([Wanted(name, whole_box(saved.shape), result)])
         return result
@@ -442,7 +400,7 @@ class _Load:
         # A rank more than saved: it begins a sequence of its own, the same in every such load.
         set_random_states(self._decoded(states["0"]))
         rank = self._peers.rank
-        seeds = torch.randint(2**31, (rank + 1,))
+        seeds = torch.randint(2**31, (rank + 1,), device="cpu")
         torch.manual_seed(int(seeds[rank]))
         self._notes.append(f"rank {rank} has new random generators: fewer ranks saved")
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.checkpoint.background import PendingSave, finish_background
-from fullshard.checkpoint.content import Models, Optimizers
 from fullshard.checkpoint.folder import Folder
 from fullshard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from fullshard.checkpoint.local_content import Models, Optimizers
 from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manifest import MANIFEST, loads
 from fullshard.checkpoint.peers import Peers
@@ -237,7 +237,7 @@ class CheckpointManager:
             self._every_minutes is not None
             and time.monotonic() - self._last_saved_at >= 60 * self._every_minutes
         )
-        mine = torch.tensor([int(self._asked), int(late and self._peers.rank == 0)])
+        mine = torch.tensor([int(self._asked), int(late and self._peers.rank == 0)], device="cpu")
         if self._voters is None:
             self._asked = False
             return bool(mine[0]), bool(mine[1])

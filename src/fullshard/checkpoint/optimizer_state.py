@@ -5,7 +5,7 @@ as step counters, is a value. Both are read from the optimizer's own memory.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.units import without_compile
 from fullshard.state.agreement import Digests, Report, agree, digests_of, merged_alone
+from fullshard.state.copies import own_share
 from fullshard.state.first_state import first_state
 from fullshard.state.holdings import Holding, tensor_holding, unit_holding
 from fullshard.state.optim_keys import Trained, names_of_trained, trained_parameters, units_of
-from fullshard.state.optim_units import UnitState, report, take_apart
+from fullshard.state.optim_units import UnitState, copied, report, take_apart
 from fullshard.state.unit_parts import parts_of
 
 Scalars = dict[str, dict[str, Any]]  # by name of the parameter, by name of the state
@@ -45,20 +46,41 @@ class OptimizerState:
 class LocalState:
     """What this rank alone knows of an optimizer's state.
 
-    units: by unit, its state and the names of its parameters. reports: the state of each unit, as ranks
-    compare it. tensors, scalars: of what is not sharded.
+    units: each unit, and the names of its parameters. reports: the state of each unit, as ranks compare
+    it. of_units, of_others: tensors of units' parameters and of others, without what other ranks are
+    known to write. scalars: of others.
     """
 
-    units: Sequence[tuple[Unit, UnitState, Mapping[int, str]]]
+    units: Sequence[tuple[Unit, Mapping[int, str]]]
     reports: Sequence[Report]
-    tensors: dict[tuple[str, str], Holding]
+    of_units: dict[tuple[str, str], Holding]
+    of_others: dict[tuple[str, str], Holding]
     scalars: Scalars
     groups: list[dict[str, Any]]
     kind: str
 
     def digest(self) -> Digests:
         """Return what ranks have alike that have the same kinds of state of the same parameters."""
-        return digests_of(self.reports, [own for _, _, own in self.units])
+        return digests_of(self.reports, [names for _, names in self.units])
+
+    def holdings(self) -> Iterator[Holding]:
+        """Yield what it has of all tensors."""
+        yield from self.of_units.values()
+        yield from self.of_others.values()
+
+    def staged(self, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> "LocalState":
+        """Return the same over copies of its memory, and with copies of all values."""
+        return dataclasses.replace(
+            self,
+            reports=[
+                each._replace(others={index: _copied(own) for index, own in each.others.items()})
+                for each in self.reports
+            ],
+            of_units={key: each.over(copy_of) for key, each in self.of_units.items()},
+            of_others={key: each.over(copy_of) for key, each in self.of_others.items()},
+            scalars={name: _copied(own) for name, own in self.scalars.items()},
+            groups=[{**group, "options": _copied(group["options"])} for group in self.groups],
+        )
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -125,10 +147,21 @@ def local_state(
         name = entry.names[0]
         tensors.update(_of_plain(name, {k: v for k, v in own.items() if _is_tensor(v)}, prefix))
         scalars[name] = {key: value for key, value in own.items() if not _is_tensor(value)}
-    of_units = [(unit, states[id(unit)], names.get(id(unit), {})) for unit in units]
+    named_units = [(unit, names.get(id(unit), {})) for unit in units]
     reports = [report(unit, states[id(unit)]) for unit in units]
+    of_units: dict[tuple[str, str], Holding] = {}
+    for unit, own_names in named_units:
+        parts = parts_of(unit)
+        for index, locals_ in states[id(unit)].locals.items():
+            for key, local in locals_.items():
+                full_name = f"{prefix}{own_names[index]}/{key}"
+                _check_plain(full_name, local)
+                holding = unit_holding(parts, index, (full_name,), local)
+                of_units[own_names[index], key] = own_share(holding)
+    of_others = {key: own_share(holding) for key, holding in tensors.items()}
     groups = _groups(optimizer, trained)
-    return LocalState(of_units, reports, tensors, scalars, groups, kind_of(optimizer))
+    kind = kind_of(optimizer)
+    return LocalState(named_units, reports, of_units, of_others, scalars, groups, kind)
 
 
 def agreed_state(
@@ -143,24 +176,24 @@ def agreed_state(
 
     Raises StateError where ranks that have parts of a parameter differ in what state they have.
     """
-    tensors, scalars = dict(local.tensors), dict(local.scalars)
+    tensors, scalars = dict(local.of_others), dict(local.scalars)
     if group is None:
         found = merged_alone(local.reports)
     else:
-        found = agree(local.reports, [own for _, _, own in local.units], group, digests)
-    for (unit, state, own_names), agreed in zip(local.units, found, strict=True):
-        parts = parts_of(unit)
+        found = agree(local.reports, [names for _, names in local.units], group, digests)
+    for (unit, names), agreed in zip(local.units, found, strict=True):
         for index, kinds in agreed.kinds.items():
-            name = own_names[index]
+            name = names[index]
             scalars[name] = dict(agreed.others.get(index, {}))
             for key, dtype in kinds.items():
-                if dtype is not None:
-                    own = state.locals.get(index, {}).get(key)
+                if dtype is None:
+                    continue
+                own = local.of_units.get((name, key))
+                if own is None:  # this rank owns nothing of it
+                    nothing = torch.empty(unit.params[index].shard_shape, dtype=dtype, device="cpu")
                     full_name = f"{prefix}{name}/{key}"
-                    if own is None:  # this rank owns nothing of it
-                        own = torch.empty(unit.params[index].shard_shape, dtype=dtype)
-                    _check_plain(full_name, own)
-                    tensors[name, key] = unit_holding(parts, index, (full_name,), own)
+                    own = unit_holding(parts_of(unit), index, (full_name,), nothing)
+                tensors[name, key] = own
     return OptimizerState(tensors, scalars, local.groups, local.kind)
 
 
@@ -212,6 +245,10 @@ def _of_plain(
 ) -> Iterator[tuple[tuple[str, str], Holding]]:
     for key, value in tensors.items():
         yield (name, key), tensor_holding(f"{prefix}{name}/{key}", value)
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copied(value) for name, value in values.items()}
 
 
 def _check_plain(name: str, local: torch.Tensor) -> None:

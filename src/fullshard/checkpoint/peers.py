@@ -41,13 +41,13 @@ class Peers:
         if self.group is None:
             return [value]
         own = _Message.of(value)
-        beginnings = torch.empty(self.size, _SMALL_NBYTES, dtype=torch.uint8)
+        beginnings = torch.empty(self.size, _SMALL_NBYTES, dtype=torch.uint8, device="cpu")
         with _naming_loss():
             dist.all_gather([*beginnings.unbind()], own.beginning, group=self.group)
         longest = max(map(_length, beginnings)) - _ROOM
         if longest <= 0:
             return [_value(row) for row in beginnings]
-        rests = torch.empty(self.size, longest, dtype=torch.uint8)
+        rests = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
         with _naming_loss():
             dist.all_gather([*rests.unbind()], own.rest(longest), group=self.group)
         return [_value(*rows) for rows in zip(beginnings, rests, strict=True)]
@@ -143,13 +143,13 @@ class Peers:
             error = caught
         own = {name: repr(argument) for name, argument in (alike or {}).items()}
         everyones = self.gathered((own, None if error is None else _Fault.of(error), told))
-        _check_alike([arguments for arguments, _, _ in everyones])
         faults = {n: fault for n, (_, fault, _) in enumerate(everyones) if fault is not None}
         if faults and (error is None or len(faults) < self.size or len({*faults.values()}) > 1):
             problem = _joined(faults)
             problem.__cause__ = error
             raise problem
         self._raise(error)
+        _check_alike([arguments for arguments, _, _ in everyones])
         return value, [each for _, _, each in everyones]
 
     @staticmethod
@@ -194,7 +194,7 @@ class _Message(NamedTuple):
     @staticmethod
     def of(value: Any) -> "_Message":
         data = pickle.dumps(value)
-        beginning = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8)
+        beginning = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8, device="cpu")
         beginning[:8] = torch.frombuffer(
             bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8
         )
@@ -203,7 +203,7 @@ class _Message(NamedTuple):
 
     def rest(self, nbytes: int) -> torch.Tensor:
         """Return what did not fit into the beginning, as so many bytes."""
-        rest = torch.zeros(nbytes, dtype=torch.uint8)
+        rest = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         _put(rest, self.data[_ROOM:])
         return rest
 

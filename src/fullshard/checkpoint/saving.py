@@ -1,15 +1,24 @@
 """Saving: `save_checkpoint` and `async_save_checkpoint`."""
 
-import dataclasses
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fullshard.checkpoint.background import PendingSave, finish_background, staging
-from fullshard.checkpoint.content import Models, Optimizers
+from fullshard.checkpoint.collector import collector_waits
+from fullshard.checkpoint.local_content import Models, Optimizers
 from fullshard.checkpoint.locations import Location
 from fullshard.checkpoint.peers import Peers
-from fullshard.checkpoint.stages import SavedCheckpoint, SaveRequest, execute, prepare
+from fullshard.checkpoint.stages import (
+    Captured,
+    SavedCheckpoint,
+    SaveJob,
+    SaveRequest,
+    capture,
+    decide,
+    execute,
+)
 
 
 def save_checkpoint(
@@ -56,9 +65,10 @@ def async_save_checkpoint(
 ) -> PendingSave:
     """Save in the background what `save_checkpoint` would save now. Collective.
 
-    Returns once everything is copied to host memory, which is kept for the next time: as much as this
-    rank writes. One save at a time: a second one waits for the first. An error of a save is raised by its
-    ``wait()``, or else by the next save or load.
+    Returns once this rank's part is copied to host memory, which is kept for the next time; mostly without
+    waiting for other ranks. One save at a time: a second one waits for the first. Raises CheckpointError
+    for what this rank cannot save. Any other error of a save is raised by its ``wait()``, or else by the
+    next save or load.
     """
     request = SaveRequest(path, model, optimizer, extra or {}, step, metadata or {}, rng, overwrite)
     return save_later(request)
@@ -69,10 +79,11 @@ def save_now(request: SaveRequest) -> SavedCheckpoint:
     begun = time.perf_counter()
     finish_background()
     peers = Peers()
-    job = prepare(request, peers)
+    job = decide(request, lambda: capture(request), peers)
     nbytes = execute(job, peers)
     saved = job.saved(nbytes, begun=begun, stall_seconds=time.perf_counter() - begun)
-    job.warn(peers.rank)
+    if warning := job.warning(peers):  # last: it may be an error, and peers would wait
+        warnings.warn(warning, stacklevel=3)
     return saved
 
 
@@ -81,7 +92,28 @@ def save_later(request: SaveRequest) -> PendingSave:
     begun = time.perf_counter()
     finish_background()
     peers = Peers()
-    job = prepare(request, peers)
-    pending = PendingSave(dataclasses.replace(job, items=staging.staged(job.items)), peers, begun)
-    job.warn(peers.rank)
-    return pending
+    with collector_waits():
+        return PendingSave(request, _decided_later(request, peers), peers, begun)
+
+
+def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
+    """Copy what this rank may have to write; return what decides, in the background, what it writes.
+
+    Where a rank has much of which it cannot know alone who writes it, the ranks decide first.
+    """
+    try:
+        captured = capture(request)
+        knows = peers.size == 1 or captured.content.is_mostly_numbered
+        own = captured.staged(staging.copies) if knows else captured
+    except Exception as error:
+        fault = error
+
+        def fail() -> Captured:
+            raise fault
+
+        decide(request, fail, peers)  # raises, on all ranks
+        raise
+    if knows:
+        return lambda: decide(request, lambda: own, peers)
+    job = decide(request, lambda: own, peers).staged(staging.copies)
+    return lambda: job

@@ -1,33 +1,36 @@
 """One save, stage by stage: every rank writes what it owns, then rank 0 makes it a checkpoint.
 
-    prepare   on the program's thread: what each rank holds (for a save in the background: copied)
+    capture   what this rank alone knows and holds; for a save in the background, copied
+    decide    the ranks agree on what there is, and who writes what
     begin     rank 0 makes the draft, and every rank sees it
     write     every rank its files
     commit    rank 0 puts the manifest together, checks that every element is in it once, and completes
 
-Each stage ends on all ranks together, so an error on one is an error on all, and nothing is left behind.
+Capturing is done on the program's thread, everything else may be in the background. Each stage after it ends
+on all ranks together, so an error on one is an error on all, and nothing is left behind.
 """
 
 import dataclasses
 import platform
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fullshard.checkpoint.content import (
-    Content,
+from fullshard.checkpoint.content import Content, agreed_content, to_write
+from fullshard.checkpoint.folder import Draft, Folder
+from fullshard.checkpoint.local_content import (
+    LocalContent,
     Models,
     Optimizers,
-    content_of,
+    Stage,
+    Told,
+    local_content,
     section_names,
-    to_write,
 )
-from fullshard.checkpoint.folder import Draft, Folder
 from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, dumps
 from fullshard.checkpoint.peers import Peers
@@ -71,6 +74,20 @@ class SaveRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Captured:
+    """What one rank alone brings to a save. values: of the manifest."""
+
+    request: SaveRequest
+    target: Folder
+    content: LocalContent
+    values: Mapping[str, Any]
+
+    def staged(self, stage: Stage) -> "Captured":
+        """Return the same over copies, which training does not change."""
+        return dataclasses.replace(self, content=self.content.staged(stage))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SaveJob:
     """What one rank writes, once it is decided."""
 
@@ -81,6 +98,16 @@ class SaveJob:
     content: Content
     values: Mapping[str, Any]
 
+    def staged(self, stage: Stage) -> "SaveJob":
+        """Return the same over copies, which training does not change."""
+        copies = stage([item.view for item in self.items])
+        items = [item._replace(view=copy) for item, copy in zip(self.items, copies, strict=True)]
+        return dataclasses.replace(self, items=items)
+
+    def warning(self, peers: Peers) -> str:
+        """Return what to tell this rank's user; "" if nothing."""
+        return self.content.warning if peers.rank == 0 else ""
+
     def saved(self, nbytes: int, *, begun: float, stall_seconds: float) -> SavedCheckpoint:
         """Return what users are told of it. begun: when, by ``time.perf_counter``."""
         seconds = time.perf_counter() - begun
@@ -88,49 +115,47 @@ class SaveJob:
             self.target.location, self.request.step, nbytes, seconds, stall_seconds
         )
 
-    def warn(self, rank: int) -> None:
-        """Tell rank 0's user what was noticed. Last: a warning may be an error, and peers would wait."""
-        if self.content.warning and rank == 0:
-            warnings.warn(self.content.warning, stacklevel=4)
+
+@torch.no_grad()
+def capture(request: SaveRequest) -> Captured:
+    """Return what this rank alone brings to a save. Raises FullshardError for what cannot be saved."""
+    if not isinstance(request.step, int | None):
+        raise CheckpointError(f"step is {request.step!r}: give an int, or None.")
+    target = folder_at(request.path)
+    if not target.name:
+        raise CheckpointError(f"path is {str(request.path)!r}: name a folder.")
+    values = {
+        "step": encoded(request.step, "step", _refuse),
+        "metadata": encoded(dict(request.metadata), "metadata", _refuse),
+    }
+    content = local_content(request.model, request.optimizer, request.extra, rng=request.rng)
+    return Captured(request, target, content, values)
 
 
 @torch.no_grad()
-def prepare(request: SaveRequest, peers: Peers) -> SaveJob:
-    """Decide what this rank writes. Collective.
+def decide(request: SaveRequest, captured: Callable[[], Captured], peers: Peers) -> SaveJob:
+    """Agree with the other ranks on what there is, and decide what this rank writes. Collective.
 
-    Raises CheckpointError, on all ranks, for arguments that differ between them or cannot be saved.
+    captured: returns what this rank brings; its error is raised on all ranks. Raises CheckpointError, on
+    all ranks, for arguments that differ between them or cannot be saved.
     """
 
-    def beside() -> tuple[Folder, dict[str, Any]]:
-        if not isinstance(request.step, int | None):
-            raise CheckpointError(f"step is {request.step!r}: give an int, or None.")
-        target = folder_at(request.path)
-        if not target.name:
-            raise CheckpointError(f"path is {str(request.path)!r}: name a folder.")
-        values = {
-            "step": encoded(request.step, "step", _refuse),
-            "metadata": encoded(dict(request.metadata), "metadata", _refuse),
-        }
-        return target, values
+    def known() -> tuple[Captured, Told]:
+        own = captured()
+        return own, own.content.told()
 
-    content, (target, values) = content_of(
-        request.model,
-        request.optimizer,
-        request.extra,
-        beside,
-        rng=request.rng,
-        peers=peers,
-        alike={
-            "path": str(request.path),
-            "step": request.step,
-            "metadata": _comparable(request.metadata),
-            "overwrite": request.overwrite,
-            "rng": request.rng,
-            "model": section_names(request.model, "model"),
-            "optimizer": section_names(request.optimizer, "optimizer"),
-            "extra": sorted(request.extra),
-        },
-    )
+    alike = {
+        "path": str(request.path),
+        "step": request.step,
+        "metadata": _comparable(request.metadata),
+        "overwrite": request.overwrite,
+        "rng": request.rng,
+        "model": section_names(request.model, "model"),
+        "optimizer": section_names(request.optimizer, "optimizer"),
+        "extra": sorted(request.extra),
+    }
+    own, told = peers.together_telling(known, alike=alike)
+    content = agreed_content(own.content, told, peers)
     tensors = {
         holding.name: {
             "shape": holding.shape,
@@ -140,8 +165,7 @@ def prepare(request: SaveRequest, peers: Peers) -> SaveJob:
         }
         for holding in content.holdings
     }
-    items = list(to_write(content.holdings))
-    return SaveJob(request, target, items, tensors, content, values)
+    return SaveJob(request, own.target, to_write(content.holdings), tensors, content, own.values)
 
 
 def _comparable(metadata: Mapping[str, Any]) -> Any:

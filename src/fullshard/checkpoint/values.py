@@ -131,7 +131,7 @@ def _encoded_tensor(
 
 def _scalar(content: Any, dtype: str) -> torch.Tensor:
     number = float(content["$float"]) if isinstance(content, dict) else content
-    return torch.tensor(number, dtype=DTYPES[dtype])
+    return torch.tensor(number, dtype=DTYPES[dtype], device="cpu")
 
 
 def _without(fields: dict[str, Any], key: str) -> dict[str, Any]:

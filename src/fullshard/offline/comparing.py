@@ -119,7 +119,7 @@ def _checked(state: SavedState) -> Iterator[tuple[str, int, CheckpointError | No
 
 
 def _part(state: SavedState, name: str, box: Box) -> torch.Tensor:
-    value = torch.empty(box.shape, dtype=state.tensors[name].dtype)
+    value = torch.empty(box.shape, dtype=state.tensors[name].dtype, device="cpu")
     if value.numel():
         state.read([Wanted(name, box, value)])
     return value

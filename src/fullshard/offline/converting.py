@@ -84,7 +84,7 @@ class _Copy:
         self._lock = threading.Lock()
 
     def data_of(self, item: ToWrite) -> memoryview:
-        part = torch.empty(item.box.shape, dtype=item.view.dtype)
+        part = torch.empty(item.box.shape, dtype=item.view.dtype, device="cpu")
         self._state.read([Wanted(item.name, item.box, part)])
         with self._lock:
             self._done += item.nbytes

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from fullshard.checkpoint.content import RNG
 from fullshard.checkpoint.dcp_files import METADATA
 from fullshard.checkpoint.locations import Location
+from fullshard.checkpoint.random_states import RNG
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.values import decoded
@@ -172,7 +172,7 @@ def _without_arrays(value: Any) -> Any:
 
 
 def _read(state: SavedState, name: str, box: Box) -> torch.Tensor:
-    value = torch.empty(box.shape, dtype=state.tensors[name].dtype)
+    value = torch.empty(box.shape, dtype=state.tensors[name].dtype, device="cpu")
     if value.numel():
         state.read([Wanted(name, box, value)])
     return value

@@ -10,10 +10,10 @@ from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.dcp_files import METADATA
 from fullshard.checkpoint.folder import SHARD_SUFFIX, Folder
 from fullshard.checkpoint.foreign import VALUES, ForeignState, ForeignTensor
-from fullshard.checkpoint.loading import opened
 from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manager import latest_checkpoint
 from fullshard.checkpoint.manifest import DTYPES, MANIFEST
+from fullshard.checkpoint.opening import opened
 from fullshard.checkpoint.reading import Reader
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.spans import Wanted
@@ -66,7 +66,7 @@ def _with_scalars(tree: Any, state: SavedState) -> Any:
         return tree
     name = tree.get("$tensor")
     if isinstance(name, str) and name.startswith(VALUES):
-        value = torch.empty((), dtype=state.tensors[name].dtype)
+        value = torch.empty((), dtype=state.tensors[name].dtype, device="cpu")
         state.read([Wanted(name, whole_box(()), value)])
         return encoded(value, name, lambda *_: None)
     return {key: _with_scalars(each, state) for key, each in tree.items()}

@@ -3,7 +3,8 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -90,25 +91,25 @@ def _left(holding: Holding, found: Mapping[_Boxes, Sequence[int]]) -> tuple[Held
     )
 
 
-def own_shares(holdings: Iterable[Holding]) -> Iterator[tuple[Holding, HeldBox]]:
-    """Yield this rank's share of the boxes that it holds: every element is one rank's to hand on.
+def own_share(holding: Holding) -> Holding:
+    """Return what of a holding this rank hands on: every element is one rank's.
 
-    holdings: numbered, and in the same order on all ranks that hold copies.
+    What is not numbered yet stays as it is. All ranks that hold copies have to know it by the same name.
     """
-    for number, holding in enumerate(holdings):
-        if holding.copy == ELSEWHERE:
+    if holding.copy == ELSEWHERE:
+        return holding._replace(boxes=())
+    if holding.copies <= 1:
+        return holding
+    of_small = zlib.crc32(holding.name.encode()) % holding.copies
+    own: list[HeldBox] = []
+    for held in holding.boxes:
+        if held.view.numel() * held.view.itemsize < _WORTH_SHARING_NBYTES:
+            own += [held][: holding.copy == of_small]
             continue
-        for held in holding.boxes:
-            if holding.copies == 1:
-                yield holding, held
-                continue
-            if held.view.numel() * held.view.itemsize < _WORTH_SHARING_NBYTES:
-                if holding.copy == number % holding.copies:
-                    yield holding, held
-                continue
-            part = share(held.box, holding.copy, holding.copies)
-            if part is not None:
-                yield holding, HeldBox(part, held.view[part.within(held.box)])
+        part = share(held.box, holding.copy, holding.copies)
+        if part is not None:
+            own.append(HeldBox(part, held.view[part.within(held.box)]))
+    return holding._replace(boxes=tuple(own), copy=0, copies=1)
 
 
 def _group_size(group: dist.ProcessGroup | None) -> int:

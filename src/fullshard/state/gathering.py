@@ -20,7 +20,7 @@ from fullshard.comm.calls import all_gather
 from fullshard.errors import StateError
 from fullshard.plan.boxes import tiling_fault, whole_box
 from fullshard.plan.gathering import Bucket, Divided, Part, plan_buckets
-from fullshard.state.copies import own_shares
+from fullshard.state.copies import own_share
 from fullshard.state.holdings import Holding
 from fullshard.state.unit_parts import HeldBox
 
@@ -58,8 +58,8 @@ def gathered_wholes(
     if to_rank is not None and not 0 <= to_rank < num_ranks:
         raise StateError(f"to_rank is {to_rank!r}, but there are ranks 0 to {num_ranks - 1}.")
     shares: dict[str, list[HeldBox]] = {}
-    for holding, held in own_shares(holdings):
-        shares.setdefault(holding.name, []).append(held)
+    for holding in map(own_share, holdings):
+        shares.setdefault(holding.name, []).extend(holding.boxes)
     own = _Facts(
         tuple((h.name, tuple(h.shape), h.dtype) for h in holdings),
         tuple(tuple(held.box for held in shares.get(h.name, ())) for h in holdings),
@@ -189,7 +189,7 @@ class _Wire:
         This rank's own is not among them where that saves sending it.
         """
         if self.num_ranks == 1 or not any(self._sent(bucket)):
-            return [torch.empty(0)] * self.num_ranks
+            return [torch.empty(0, device="cpu")] * self.num_ranks
         nbytes = self._sent(bucket)
         if self._to_rank is not None:
             return self._to_one(self._message(bucket, view_of, nbytes[self.rank]), nbytes)

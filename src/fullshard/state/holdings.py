@@ -63,6 +63,10 @@ class Holding(NamedTuple):
     def name(self) -> str:
         return self.names[0]
 
+    def over(self, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> "Holding":
+        """Return the same boxes over copies of their memory."""
+        return self._replace(boxes=tuple(HeldBox(box, copy_of(view)) for box, view in self.boxes))
+
 
 class HeldTensor:
     """A tensor of a state dict of which this rank holds some boxes, in any division.

@@ -98,7 +98,7 @@ def complete(unit: Unit, state: UnitState, kinds: Kinds) -> dict[tuple[int, str]
                 continue
             local = state.locals.get(index, {}).get(name)
             if local is None:  # this rank owns nothing of it
-                local = torch.zeros(unit.params[index].shard_shape, dtype=dtype)
+                local = torch.zeros(unit.params[index].shard_shape, dtype=dtype, device=unit.device)
             locals_[index, name] = local.to(unit.device)
     return locals_
 
@@ -186,7 +186,7 @@ def _check_same(values: Sequence[Any], entry: Trained, name: str) -> None:
     first = values[0]
     for value in values[1:]:
         same = (
-            torch.equal(torch.as_tensor(value), torch.as_tensor(first))
+            torch.equal(value.cpu(), first.cpu())
             if isinstance(first, torch.Tensor) and isinstance(value, torch.Tensor)
             else value == first
         )

@@ -205,7 +205,7 @@ def _mesh_around(group: dist.ProcessGroup, inner: DeviceMesh) -> DeviceMesh:
     mesh = DeviceMesh.from_group(
         [group, *inner.get_all_groups()],
         inner.device_type,
-        mesh=torch.tensor(everyones, dtype=torch.int),
+        mesh=torch.tensor(everyones, dtype=torch.int, device="cpu"),
         mesh_dim_names=("dp", *names) if names and "dp" not in names else None,
     )
     known.append((weakref.ref(inner), mesh))

@@ -1,0 +1,235 @@
+"""What one rank brings to a checkpoint, before it has heard of the others.
+
+`local_content` looks at models, optimizers and extra state, and communicates with nobody. What it returns
+refers to their memory; `LocalContent.staged` refers to copies of it, which training does not change.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.optimizer_state import LocalState, TrainedBy, local_state
+from fullshard.checkpoint.random_states import RNG, random_states
+from fullshard.checkpoint.values import encoded
+from fullshard.checkpoint.writing import host_bytes
+from fullshard.errors import CheckpointError, FullshardError
+from fullshard.plan.units import without_compile
+from fullshard.state.agreement import Digests
+from fullshard.state.copies import own_share
+from fullshard.state.holdings import (
+    HeldTensor,
+    Holding,
+    holdings_of,
+    is_ddp,
+    plain_memory,
+    tensor_holding,
+    without_ddp,
+)
+
+Models = nn.Module | Mapping[str, nn.Module]
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
+
+# Returns copies of tensors, in the same order.
+Stage = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+# What a rank copies before it is known who writes it, at most.
+_MOST_COPIED_NBYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extra:
+    """An entry of the extra state: its encoded value, and the tensors inside it by name.
+
+    A DTensor is a `HeldTensor` here.
+    """
+
+    tree: Any
+    tensors: Mapping[str, torch.Tensor | HeldTensor]
+
+    def digest(self) -> str:
+        """Return what is alike on ranks that have the same value, but for parts of sharded tensors."""
+        parts = [repr(self.tree)]
+        for name, tensor in self.tensors.items():
+            if isinstance(tensor, torch.Tensor):
+                data = checksum(host_bytes(tensor))
+                parts += [name, str(tensor.dtype), str(tuple(tensor.shape)), data]
+        return checksum("\n".join(parts).encode())
+
+    def views(self) -> Iterator[torch.Tensor]:
+        """Yield the memory of its tensors."""
+        for tensor in self.tensors.values():
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+            else:
+                yield from (held.view for held in tensor.holding.boxes)
+
+    def over(self, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> "Extra":
+        """Return the same over copies of its memory."""
+        return Extra(
+            self.tree,
+            {
+                name: copy_of(tensor)
+                if isinstance(tensor, torch.Tensor)
+                else HeldTensor(tensor.holding.over(copy_of))
+                for name, tensor in self.tensors.items()
+            },
+        )
+
+
+class Told(NamedTuple):
+    """What is equal on ranks that have the same. extras: digests by key. states: by section."""
+
+    extras: dict[str, str]
+    states: dict[str, Digests]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalContent:
+    """What this rank alone knows of a checkpoint's content.
+
+    models: their sections. holdings: of the models, without what others are known to write.
+    states: of optimizers, by section. extras: by key.
+    compares: whether ranks may differ in values that nothing keeps equal, so that they are compared.
+    """
+
+    models: Sequence[str]
+    holdings: Sequence[Holding]
+    states: Mapping[str, LocalState]
+    extras: Mapping[str, Extra]
+    compares: bool
+
+    def told(self) -> Told:
+        """Return what other ranks are told of it at first."""
+        return Told(
+            {key: each.digest() for key, each in self.extras.items()},
+            {section: each.digest() for section, each in self.states.items()},
+        )
+
+    @property
+    def is_mostly_numbered(self) -> bool:
+        """Whether this rank knows who writes what, but for a little, without hearing of others."""
+        unknown = [held.view for each in self._holdings() if not each.copies for held in each.boxes]
+        unknown += [view for extra in self.extras.values() for view in extra.views()]
+        return sum(view.numel() * view.itemsize for view in unknown) <= _MOST_COPIED_NBYTES
+
+    def staged(self, stage: Stage) -> "LocalContent":
+        """Return the same over copies, which training does not change."""
+        views = [held.view for holding in self._holdings() for held in holding.boxes]
+        views += [view for extra in self.extras.values() for view in extra.views()]
+        copies = dict(zip(map(id, views), stage(views), strict=True))
+
+        def copy_of(view: torch.Tensor) -> torch.Tensor:
+            return copies[id(view)]
+
+        return LocalContent(
+            self.models,
+            [holding.over(copy_of) for holding in self.holdings],
+            {key: each.staged(copy_of) for key, each in self.states.items()},
+            {key: each.over(copy_of) for key, each in self.extras.items()},
+            self.compares,
+        )
+
+    def _holdings(self) -> Iterator[Holding]:
+        yield from self.holdings
+        for state in self.states.values():
+            yield from state.holdings()
+
+
+def local_content(
+    models: Models, optimizers: Optimizers, extra: Mapping[str, Any], *, rng: bool
+) -> LocalContent:
+    """Return what this rank has of models, optimizers and extra state.
+
+    Raises FullshardError for what cannot be saved.
+    """
+    by_section = named(models, "model")
+    holdings = [*map(own_share, held_by(by_section))]  # first: what users have moved is adopted
+    trained = TrainedBy(by_section)
+    every_model = [*by_section.values()]
+    states = {
+        section: local_state(optimizer, trained.of(optimizer), every_model, f"{section}/")
+        for section, optimizer in named(optimizers, "optimizer").items()
+    }
+    extras = {key: _extra_of(key, state) for key, state in extra_states(extra, rng=rng).items()}
+    # Reading all values takes as long as copying them. DistributedDataParallel keeps them equal.
+    compares = not all(map(is_ddp, _each(models)))
+    return LocalContent(sorted(by_section), holdings, states, extras, compares)
+
+
+def _extra_of(key: str, state: Any) -> Extra:
+    """Return an entry of the extra state. Raises CheckpointError, with the key, if it cannot be saved."""
+    tensors: dict[str, torch.Tensor | HeldTensor] = {}
+    try:
+        tree = encoded(state, f"extra/{key}", tensors.__setitem__)
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                tensors[name] = HeldTensor(tensor_holding(name, tensor))
+            elif isinstance(tensor, torch.Tensor):
+                tensors[name] = plain_memory(tensor.detach(), name)
+    except FullshardError:
+        raise
+    except Exception as error:  # whatever arrays and tensors without plain memory raise
+        raise CheckpointError(
+            f"extra {key!r}: cannot be saved: {type(error).__name__}: {error}. Convert it to plain tensors, "
+            "numbers, strings, or lists and dicts of them."
+        ) from error
+    return Extra(tree, tensors)
+
+
+def extra_states(extra: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
+    """Return the state of each extra object: what its ``state_dict()`` returns, or the value itself."""
+    found = {}
+    for key, value in extra.items():
+        if not key or key == RNG or {"/", "@"} & set(key):
+            raise CheckpointError(
+                f"extra: {key!r} is no key. Use strings without / and @, other than {RNG!r}."
+            )
+        found[key] = value.state_dict() if hasattr(value, "state_dict") else value
+    if rng:
+        found[RNG] = random_states()
+    return found
+
+
+def named(objects: Any, section: str) -> dict[str, Any]:
+    """Return objects by the section that their tensors' names begin with.
+
+    A model alone is in "model", {"actor": model} in "model.actor". Raises CheckpointError for a key with
+    a slash.
+    """
+    if objects is None:
+        return {}
+    if not isinstance(objects, Mapping):
+        return {section: without_ddp(objects)}
+    for key in objects:
+        if not isinstance(key, str) or not key or "/" in key:
+            raise CheckpointError(f"{section}: {key!r} is no key. Use strings without slashes.")
+    return {f"{section}.{key}": without_ddp(each) for key, each in objects.items()}
+
+
+def held_by(models: Mapping[str, nn.Module]) -> list[Holding]:
+    """Return what this rank holds of models, by names with their sections."""
+    return [
+        prefixed(holding, f"{section}/")
+        for section, model in models.items()
+        for holding in holdings_of(model)
+    ]
+
+
+def _each(objects: Any) -> list[Any]:
+    return [*objects.values()] if isinstance(objects, Mapping) else [objects]
+
+
+def section_names(objects: Any, section: str) -> list[str]:
+    """Return the sections of objects as far as they are known; see `named`."""
+    return sorted(objects) if isinstance(objects, Mapping) else [section][: objects is not None]
+
+
+def prefixed(holding: Holding, prefix: str) -> Holding:
+    """Return a holding with a prefix before its names."""
+    names = tuple(dict.fromkeys(prefix + without_compile(name) for name in holding.names))
+    return holding._replace(names=names)
