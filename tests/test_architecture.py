@@ -177,6 +177,25 @@ def test_accelerators_are_those_that_are_there(module: Path) -> None:
             assert [keyword.arg for keyword in node.keywords] == ["check_available"]
 
 
+# A program may say where new tensors go (`torch.set_default_device`). The model of `fullshard train` is
+# meant to follow it.
+@every_module(but=("models/llama.py",))
+def test_new_tensors_say_where_they_are(module: Path) -> None:
+    makers = {f"torch.{name}" for name in _MAKERS}
+    calls = [node for node in _nodes(module) if isinstance(node, ast.Call)]
+    unsaid = [
+        f"line {call.lineno}: {ast.unparse(call)}"
+        for call in calls
+        if ast.unparse(call.func) in makers
+        if not {"device", None} & {keyword.arg for keyword in call.keywords}
+    ]
+    assert not unsaid
+
+
+_MAKERS = ("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace")
+_MAKERS += ("ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros")
+
+
 def test_public_names_are_sorted_and_there() -> None:
     import fullshard
 

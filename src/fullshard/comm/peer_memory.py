@@ -188,7 +188,7 @@ class PeerMemoryComm(Comm):
     def _stage_flags(self, stretch: Stretch, present: Sequence[bool]) -> None:
         """Write which gradients this rank has: one byte per parameter, at the stretch's start."""
         flags = self._part(stretch, self.rank, 0, len(present), torch.uint8)
-        flags.copy_(torch.tensor(present, dtype=torch.uint8))
+        flags.copy_(torch.tensor(present, dtype=torch.uint8, device="cpu"))
 
     def _combined_flags(self, stretch: Stretch, num_params: int) -> tuple[bool, ...]:
         """Return for each parameter whether any rank has a gradient."""
@@ -233,7 +233,7 @@ def _view(
     """Return a tensor over mapped memory, with a storage of its own size. It keeps the mapping."""
     numel = math.prod(shape)
     if numel == 0:  # `torch.frombuffer` refuses to make empty tensors
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
     if len(shape) == 1:
         return flat

@@ -324,8 +324,8 @@ class ProcessGroupComm(Comm):
             return bits
         label = "agreeing on what was written to"
         self.enter(label, num_bits)
-        flags = torch.tensor([bits >> number & 1 for number in range(num_bits)], dtype=torch.uint8)
-        flags = flags.to(self.device)
+        each = [bits >> number & 1 for number in range(num_bits)]
+        flags = torch.tensor(each, dtype=torch.uint8, device=self.device)
         with naming_lost_ranks(self.group, label):
             work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
         self.wait_all([work], label)

@@ -42,7 +42,7 @@ class Scratch:
             if self._free:
                 # None is large enough. The largest is freed, since the new one serves its uses too.
                 self._free.pop()
-        return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu").view(dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
         """Return what `take` returned, itself or a view with elements.
@@ -52,7 +52,7 @@ class Scratch:
         if self._device.type == "cpu" and tensor.numel():
             storage = tensor.untyped_storage()
             with self._lock:
-                self._free.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+                self._free.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
                 self._free.sort(key=torch.Tensor.numel)
 
 

@@ -121,8 +121,8 @@ def gather_whole_grads(unit: Unit) -> list[torch.Tensor | None]:
             if grad is not None:
                 view.copy_(grad)
         # Zeros may be a gradient too, so flags tell who had one. Gloo and NCCL both reduce uint8.
-        has_grad = torch.tensor([grad is not None for grad in own], dtype=torch.uint8)
-        present = has_grad.to(unit.device)
+        has_grad = [grad is not None for grad in own]
+        present = torch.tensor(has_grad, dtype=torch.uint8, device=unit.device)
         dist.all_reduce(present, op=dist.ReduceOp.MAX, group=unit.mesh.shard_group)
         gathered, work = comm.gather_bytes(flat, f"{unit.path}: gathering whole gradients")
         work.wait()

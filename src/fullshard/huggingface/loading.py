@@ -154,7 +154,7 @@ def _are_equal(
     """Whether all names of a tied parameter have the same values in the files, as far as this rank sees."""
 
     def read(name: str, box: Box) -> torch.Tensor:
-        value = torch.empty(box.shape, dtype=DTYPES[weights.tensors[name].dtype])
+        value = torch.empty(box.shape, dtype=DTYPES[weights.tensors[name].dtype], device="cpu")
         reader.read([Wanted(name, box, value)])
         return value
 

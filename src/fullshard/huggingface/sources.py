@@ -94,7 +94,7 @@ class CheckpointSource:
             tensor = self._reader.manifest.tensors[full_name]
             whole = whole_box(tensor.shape)
             for box in in_rows(whole, tensor.dtype.itemsize, _BUCKET_NBYTES):
-                piece = torch.empty(box.shape, dtype=tensor.dtype)
+                piece = torch.empty(box.shape, dtype=tensor.dtype, device="cpu")
                 if piece.numel():
                     self._reader.read([Wanted(full_name, box, piece)])
                 yield name, piece

@@ -111,7 +111,7 @@ def _gathered(param: torch.Tensor, manager: ManagedParameter, unit: Unit) -> tor
     if not (torch.is_grad_enabled() and manager.requires_grad):
         return gather_one(unit, index)
     # Autograd has to see an input that requires a gradient, and this one has no hooks of anybody.
-    start = torch.empty(0, requires_grad=True)
+    start = torch.empty(0, requires_grad=True, device="cpu")
     whole: torch.Tensor = _Gathered.apply(start, state, unit, index)  # type: ignore[no-untyped-call]
     return whole
 

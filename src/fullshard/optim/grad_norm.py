@@ -57,7 +57,7 @@ def clip_grad_norm_(
     for part in _parts(parameters):
         by_groups.setdefault(part.groups, []).append(part)
     if not by_groups:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     device = parameters[-1].device
     powers = []
     for groups, parts in by_groups.items():

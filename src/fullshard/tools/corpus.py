@@ -93,7 +93,7 @@ class Corpus:
         """Measure the byte distribution and fingerprint the text (see _SURVEY_NBYTES)."""
         num_blocks = math.ceil(min(self.nbytes, _SURVEY_NBYTES) / _BLOCK_NBYTES)
         stride = max(_BLOCK_NBYTES, self.nbytes // num_blocks)
-        counts = torch.zeros(256, dtype=torch.int64)
+        counts = torch.zeros(256, dtype=torch.int64, device="cpu")
         digest = hashlib.sha256(struct.pack("<q", self.nbytes))
         for block in range(num_blocks):
             start = block * stride

@@ -252,8 +252,8 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
         report.note(f"sampling {config.sample_length} bytes from the sharded model ...")
         data = config.prompt.encode() + b"".join(trainer.sample())
         text = data.decode(errors="replace")
-    peak = torch.tensor(float(peak_memory_nbytes(trainer.device)), dtype=torch.float64)
-    peak = peak.to(trainer.device)
+    own_peak = float(peak_memory_nbytes(trainer.device))
+    peak = torch.tensor(own_peak, dtype=torch.float64, device=trainer.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     summary = {
         "status": "finished" if done == config.steps else "stopped",

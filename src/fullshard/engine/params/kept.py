@@ -52,7 +52,7 @@ def _hold(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Call it out of context: a user's hooks on saved tensors (`save_on_cpu`) would read their memory,
     which may be freed, and count them.
     """
-    one = torch.zeros((), requires_grad=True)
+    one = torch.zeros((), requires_grad=True, device="cpu")
     output: torch.Tensor = _Hold.apply(one, tensors)  # type: ignore[no-untyped-call]
     return output
 

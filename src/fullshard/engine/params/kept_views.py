@@ -262,9 +262,9 @@ def _references_in_list() -> tuple[int, int]:
 
 
 def _measure_references() -> tuple[int, int]:
-    own = [torch.zeros(1)]
-    saved = [torch.zeros(1)]
-    graph = torch.ones(1, requires_grad=True) * saved[0]
+    own = [torch.zeros(1, device="cpu")]
+    saved = [torch.zeros(1, device="cpu")]
+    graph = torch.ones(1, requires_grad=True, device="cpu") * saved[0]
     counts = [*map(python_uses, own), *map(python_uses, saved)]
     del graph
     return counts[0], counts[1]
