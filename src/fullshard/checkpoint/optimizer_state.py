@@ -140,9 +140,10 @@ def local_state(
         if entry.unit is not None:
             # A DTensor of another shape than its parameter's says itself how it is divided.
             apart = {k: v for k, v in own.items() if is_apart(v, parameter)}
-            tensors.update(_of_plain(entry.names[0], apart, prefix))
-            rest = {key: value for key, value in own.items() if key not in apart}
-            take_apart(entry, rest, states[id(entry.unit)])
+            if apart:
+                tensors.update(_of_plain(entry.names[0], apart, prefix))
+                own = {key: value for key, value in own.items() if key not in apart}
+            take_apart(entry, own, states[id(entry.unit)])
             continue
         name = entry.names[0]
         tensors.update(_of_plain(name, {k: v for k, v in own.items() if _is_tensor(v)}, prefix))

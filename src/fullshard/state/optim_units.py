@@ -55,6 +55,7 @@ def take_apart(entry: Trained, own: Mapping[str, Any], into: UnitState) -> None:
     )
     for index in entry.indices:
         param = unit.params[index]
+        own_numel = math.prod(param.shard_shape)
         locals_ = into.locals.setdefault(index, {})
         others = into.others.setdefault(index, {})
         for name, value in own.items():
@@ -68,7 +69,7 @@ def take_apart(entry: Trained, own: Mapping[str, Any], into: UnitState) -> None:
                 # State of a whole flat shard; state that is cut already is left as it is.
                 if local.numel() == bucket.shard_numel:
                     local = local.reshape(-1)[start : start + math.prod(shape)]
-            if local.numel() != math.prod(param.shard_shape):
+            if local.numel() != own_numel:
                 raise StateError(
                     f"{param.name}: the optimizer's state {name!r} has shape {tuple(value.shape)}, "
                     f"which is not that of what it trains, {tuple(param.holder.sharded.shape)}, so "

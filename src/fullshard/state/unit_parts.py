@@ -85,11 +85,8 @@ class UnitParts:
 
     def is_current(self, params: Sequence[ManagedParameter]) -> bool:
         """Whether what it was planned from has stayed."""
-        return (
-            self.world_size == _world_size()
-            and len(params) == len(self.forms)
-            and all(form is param.form for form, param in zip(self.forms, params, strict=True))
-        )
+        forms = tuple([param.form for param in params])
+        return forms == self.forms and self.world_size == _world_size()
 
     def boxes(self, index: int, local: torch.Tensor) -> tuple[HeldBox, ...]:
         """Return the boxes of a tensor of a parameter's size of which ``local`` is this rank's part.
