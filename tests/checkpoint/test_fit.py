@@ -684,3 +684,49 @@ def test_state_of_other_shapes_is_made_before_it_is_loaded(api: Api, tmp_path: P
         for key, value in optimizer.state[p].items():
             assert torch.as_tensor(made.state[q][key]).equal(torch.as_tensor(value)), key
     made.step()
+
+
+@alone
+@on_ranks(2)
+def test_an_argument_that_is_wrong_on_one_rank_is_named_on_all(api: Api, tmp_path: Path) -> None:
+    model = _net(3, 4)
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    fullshard.export_hf(model, tmp_path / "hf")
+    allow: Any
+    for allow in ("foo", None, [3]):
+        wrong = allow if rank() == 1 else ()
+        for load, path in ((fullshard.load_checkpoint, "a"), (fullshard.load_hf, "hf")):
+            with pytest.raises(CheckpointError, match=r"rank 1: allow: \[.*\] is not known. Use"):
+                load(tmp_path / path, model, allow=wrong)
+    metadata: Any = 3 if rank() == 1 else {}
+    with pytest.raises(CheckpointError, match=r"rank 1: .*int"):
+        fullshard.save_checkpoint(tmp_path / "b", model, metadata=metadata)
+
+
+@alone
+@on_ranks(2)
+def test_groups_that_ranks_divide_differently_are_refused(api: Api, tmp_path: Path) -> None:
+    model = _net(3, 3, 3)
+    api.fully_shard(model, mesh=mesh_of(2))
+    first, *rest = model.parameters()
+    own = [[first], rest] if rank() == 0 else [[first, rest[0]], rest[1:]]
+    optimizer = torch.optim.SGD([{"params": group} for group in own], lr=0.1)
+    with pytest.raises(CheckpointError, match=r"0\.bias and 1\.weight are in two .* on rank 1"):
+        fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+
+
+@alone
+@on_ranks(2)
+def test_steps_that_nothing_keeps_equal_are_named(api: Api, tmp_path: Path) -> None:
+    model = _net(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    for state in optimizer.state.values():
+        state["step"] += 5 * rank()
+    told = pytest.warns(
+        UserWarning, match=r"0\.weight/step, .*: rank 1 has other values than rank 0"
+    )
+    with told if rank() == 0 else contextlib.nullcontext():
+        fullshard.async_save_checkpoint(tmp_path / "b", model, optimizer).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fullshard
 from fullshard.checkpoint import folder as folder_module
 from fullshard.checkpoint import local_content
-from fullshard.checkpoint.local_folder import LocalDraft
+from fullshard.checkpoint.local_folder import LocalDraft, LocalFolder
 from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
 from fullshard.checkpoint.reading import Reader
@@ -144,14 +146,21 @@ def test_what_keeps_one_rank_from_saving_in_the_background_is_named_on_all(
     api: Api, tmp_path: Path
 ) -> None:
     model, _ = _sharded(api)
-    fault = "rank 1: metadata/a is a builtins.object"
-    if rank() == 1:  # which is told at once
-        with pytest.raises(CheckpointError, match=fault):
-            fullshard.async_save_checkpoint(tmp_path / "a", model, metadata={"a": object()})
-    else:
-        pending = fullshard.async_save_checkpoint(tmp_path / "a", model, metadata={"a": 1})
-        with pytest.raises(CheckpointError, match=fault):
-            pending.wait()
+    metadata = {"a": object() if rank() == 1 else 1}
+    pending = fullshard.async_save_checkpoint(tmp_path / "a", model, metadata=metadata)
+    with pytest.raises(CheckpointError, match=r"rank 1: metadata/a is a builtins\.object"):
+        pending.wait()
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("no state")
+
+    extra = {"mine": Broken() if rank() == 1 else 1}
+    fullshard.async_save_checkpoint(tmp_path / "a", model, extra=extra)
+    with pytest.raises(
+        CheckpointError, match=r"rank 1: .*a: cannot be saved: ValueError: no state"
+    ):
+        fullshard.async_save_checkpoint(tmp_path / "a", model)
     fullshard.async_save_checkpoint(tmp_path / str(rank()), model)
     with pytest.raises(CheckpointError, match=r"path is .*0' on rank 0 and .*1' on rank 1"):
         fullshard.async_save_checkpoint(tmp_path / "a", model)
@@ -171,6 +180,21 @@ def test_one_save_at_a_time_and_errors_come_at_the_next_call(api: Api, tmp_path:
     assert first.done()
     assert fullshard.load_checkpoint(tmp_path / "d", model).step is None
     assert not (tmp_path / "b").exists()
+
+
+def test_a_save_that_has_ended_keeps_no_model(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = fullshard.async_save_checkpoint(tmp_path / "a", model, optimizer)
+    done.wait()
+    failed = fullshard.async_save_checkpoint(tmp_path / "a", model, optimizer)
+    with pytest.raises(CheckpointError, match="already holds"):
+        failed.wait()
+    left = [weakref.ref(each) for each in (model, optimizer, model.weight)]
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in left] == [None, None, None]
+    assert done.path == failed.path
 
 
 def _save_later(*arguments: Any) -> None:
@@ -417,18 +441,48 @@ def test_a_path_that_cannot_be_written_is_named_on_all_ranks(api: Api, tmp_path:
 @on_ranks(2)
 def test_a_folder_that_another_rank_does_not_see_is_named_on_all(api: Api, tmp_path: Path) -> None:
     model, optimizer = _sharded(api)
-    before = Path.cwd()
-    own = tmp_path / str(rank())  # as hosts have disks of their own under one name
-    own.mkdir()
-    os.chdir(own)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 1:  # as hosts have disks of their own under one name
+            patch.setattr(LocalFolder, "sees_draft", lambda *_: False)
         for save in (fullshard.save_checkpoint, _save_later):
             with pytest.raises(CheckpointError, match=r"rank 1: .*rank 0 has made this folder"):
-                save("a", model, optimizer)
-        torch.distributed.barrier()
-        assert not list(own.iterdir())
-    finally:
-        os.chdir(before)
+                save(tmp_path / "a", model, optimizer)
+    torch.distributed.barrier()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_may_change_its_directory_during_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(512, 512)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    pending = fullshard.async_save_checkpoint("a", model)
+    manager = fullshard.CheckpointManager("runs", model, every_steps=1, signals=())
+    manager.step(1)
+    monkeypatch.chdir(tmp_path / "two")
+    manager.step(2)
+    manager.close()
+    assert pending.wait().path == Path("a")
+    assert not list((tmp_path / "two").iterdir())
+    assert (tmp_path / "one" / "runs" / "latest").read_text() == "step-00000002\n"
+
+
+def test_saving_and_loading_leave_memory_as_it_was(tmp_path: Path) -> None:
+    """A program may resize it afterwards."""
+    model = nn.BatchNorm1d(3)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    fullshard.async_save_checkpoint(tmp_path / "b", model, optimizer).wait()
+    fullshard.load_checkpoint(tmp_path / "a", model, optimizer)
+    fullshard.export_hf(model, tmp_path / "hf")
+    fullshard.load_hf(model, tmp_path / "hf")
+    moments = [state["momentum_buffer"] for state in optimizer.state.values()]
+    for tensor in (*model.parameters(), *model.buffers(), *moments):
+        tensor.detach().untyped_storage().resize_(4096)
 
 
 def test_two_jobs_do_not_write_to_one_path(tmp_path: Path) -> None:

@@ -26,14 +26,16 @@ class PendingSave:
         self, request: SaveRequest, decided: Callable[[], SaveJob], peers: Peers, begun: float
     ) -> None:
         """Begin it. decided: returns what this rank writes. begun: when, by ``time.perf_counter``."""
-        self._decided, self._peers, self._begun = decided, peers, begun
+        self._peers, self._begun = peers, begun
         self.path: Path | str = folder_at(request.path).location
         self._error: BaseException | None = None
         self._saved: SavedCheckpoint | None = None
         self._warning = ""
         self.stall_seconds = time.perf_counter() - begun
         # Not a daemon: a program that ends waits for its last checkpoint.
-        self._thread = threading.Thread(target=self._run, name="fullshard-checkpoint")
+        self._thread = threading.Thread(
+            target=self._run, args=(decided,), name="fullshard-checkpoint"
+        )
         _in_flight.append(self)
         self._thread.start()
 
@@ -61,9 +63,9 @@ class PendingSave:
             warnings.warn(warning, stacklevel=2)
         return self._saved
 
-    def _run(self) -> None:
+    def _run(self, decided: Callable[[], SaveJob]) -> None:
         try:
-            job = self._decided()
+            job = decided()
             nbytes = execute(job, self._peers)
             self._warning = job.warning(self._peers)
             self._saved = job.saved(nbytes, begun=self._begun, stall_seconds=self.stall_seconds)

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.checksums import checksum
-from fullshard.checkpoint.differing import digest_of_values, said_of_differing
+from fullshard.checkpoint.differing import (
+    differing_scalars,
+    differing_tensors,
+    digest_of_values,
+    said_of_differing,
+)
 from fullshard.checkpoint.everyones_groups import merged_values
 from fullshard.checkpoint.local_content import LocalContent, Told
 from fullshard.checkpoint.optimizer_state import OptimizerState, agreed_state
@@ -67,12 +72,15 @@ def agreed_content(own: LocalContent, told: Sequence[Told], peers: Peers) -> Con
         return content, (held, checksum(of_optimizers), of_values)
 
     content, told_now = peers.together_telling(joined)
+    differing_values: dict[str, tuple[int, int]] = {}
     if len({(held, of_values) for held, _, of_values in told_now}) > 1:
-        content.warning = said_of_differing(content.holdings, peers)
+        differing_values.update(differing_tensors(content.holdings, peers))
     content.holdings = numbered(content.holdings, peers.group, [held for held, *_ in told_now])
     if len({of_optimizers for _, of_optimizers, _ in told_now}) > 1:
         everyones = peers.gathered(content.values["optimizers"])
         content.values["optimizers"] = merged_values(everyones)
+        differing_values.update(differing_scalars(everyones))
+    content.warning = said_of_differing(differing_values)
     return content
 
 

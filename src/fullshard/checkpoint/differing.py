@@ -5,9 +5,11 @@ rank's values are saved. Mostly all have the same. Where they have not, two stag
 parameters of one name, and all but the first would be lost without a word.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.everyones_groups import OptimizerValues
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.writing import host_bytes
 from fullshard.state.holdings import Holding
@@ -20,8 +22,11 @@ def digest_of_values(holdings: Sequence[Holding]) -> str:
     return checksum(repr(_values(holdings)).encode())
 
 
-def said_of_differing(holdings: Sequence[Holding], peers: Peers) -> str:
-    """Return what to say if ranks have different values of the same boxes; "" if not. Collective."""
+Differing = Mapping[str, tuple[int, int]]  # by name, two ranks, the first of which is saved
+
+
+def differing_tensors(holdings: Sequence[Holding], peers: Peers) -> Differing:
+    """Return where ranks have different values of the same boxes. Collective."""
     first: dict[object, tuple[int, str]] = {}
     names: dict[str, tuple[int, int]] = {}
     for rank, values in enumerate(peers.gathered(_values(holdings))):
@@ -29,6 +34,26 @@ def said_of_differing(holdings: Sequence[Holding], peers: Peers) -> str:
             number, known = first.setdefault((name, boxes), (rank, value))
             if known != value:
                 names.setdefault(name, (number, rank))
+    return names
+
+
+def differing_scalars(everyones: Sequence[OptimizerValues]) -> Differing:
+    """Return where ranks have different values of optimizers that are no tensors, such as steps."""
+    first: dict[str, tuple[int, Any]] = {}
+    names: dict[str, tuple[int, int]] = {}
+    for rank, own in enumerate(everyones):
+        for section, values in own.items():
+            for parameter, scalars in values["scalars"].items():
+                for key, value in scalars.items():
+                    name = f"{section}/{parameter}/{key}"
+                    number, known = first.setdefault(name, (rank, value))
+                    if known != value:
+                        names.setdefault(name, (number, rank))
+    return names
+
+
+def said_of_differing(names: Differing) -> str:
+    """Return what to say where ranks have different values; "" for none."""
     if not names:
         return ""
     shown = ", ".join([*names][:_NAMES_SHOWN])

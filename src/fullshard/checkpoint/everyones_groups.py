@@ -63,6 +63,8 @@ def _merged(section: str, everyones: Sequence[Mapping[str, Any]]) -> dict[str, A
             new = [name for name in group["params"] if name not in found]
             target["params"] += new
             found.update((name, (rank, group)) for name in new)
+    for rank, own in enumerate(everyones):
+        _check_undivided(section, groups, own["groups"], rank)
     scalars: dict[str, Any] = {}
     for own in everyones:
         for name, values in own["scalars"].items():
@@ -87,6 +89,27 @@ def options_of_empty(
     if own or (others and all(options == others[0] for options in others)):
         return (own or others)[0]
     return {}
+
+
+def _check_undivided(
+    section: str,
+    merged: Sequence[Mapping[str, Any]],
+    own: Sequence[Mapping[str, Any]],
+    rank: int,
+) -> None:
+    """Raise CheckpointError if parameters of one group are in several of a rank's: it could not load them."""
+    numbers = {name: number for number, group in enumerate(own) for name in group["params"]}
+    for group in merged:
+        first: dict[int, str] = {}
+        for name in group["params"]:
+            if name in numbers:
+                first.setdefault(numbers[name], name)
+        if len(first) > 1:
+            one, two, *_ = first.values()
+            raise CheckpointError(
+                f"{section}: {one} and {two} are in two parameter groups on rank {rank}, and in one on another "
+                "rank. Divide parameters into the same groups on all ranks."
+            )
 
 
 def _check_alike(

@@ -5,7 +5,7 @@ A problem is a line whose first word is its kind: "missing 0.weight". Each rank 
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fullshard.errors import CheckpointError
@@ -65,13 +65,19 @@ def check_fits(
     return groups
 
 
-def check_allowed(allow: Collection[str] | str, known: Collection[str]) -> tuple[str, ...]:
-    """Return what may differ, as a tuple. Raises CheckpointError for what is not known."""
-    allow = (allow,) if isinstance(allow, str) else tuple(allow)
-    unknown = set(allow) - set(known)
+def listed(allow: Collection[str] | str) -> list[str]:
+    """Return what may differ, however users have said it, as all ranks have it that said the same."""
+    if isinstance(allow, str) or not isinstance(allow, Iterable):
+        return [str(allow)]
+    return sorted(map(str, allow))
+
+
+def check_allowed(allow: Collection[str] | str, known: Collection[str]) -> frozenset[str]:
+    """Return what may differ. Raises CheckpointError for what is not known."""
+    unknown = [each for each in listed(allow) if each not in known]
     if unknown:
-        raise CheckpointError(f"allow: {sorted(unknown)} is not known. Use {', '.join(known)}.")
-    return allow
+        raise CheckpointError(f"allow: {unknown} is not known. Use {', '.join(known)}.")
+    return frozenset(listed(allow))
 
 
 def _described(source: Source, groups: Mapping[str, Sequence[str]]) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.background import finish_background
 from fullshard.checkpoint.collector import collector_waits
-from fullshard.checkpoint.fitting import Source, check_allowed, check_fits
+from fullshard.checkpoint.fitting import Source, check_allowed, check_fits, listed
 from fullshard.checkpoint.local_content import (
     Models,
     Optimizers,
@@ -92,26 +92,26 @@ def load_checkpoint(
     fit. What does not fit is found before anything is changed. If reading fails later, the values of the
     model and the optimizer are no longer those of before.
     """
-    allow = check_allowed(allow, ALLOWED)
     finish_background()
     peers = Peers()
 
-    def begin() -> tuple[SavedState, tuple[str, str]]:
+    def begin() -> tuple[tuple[SavedState, frozenset[str]], tuple[str, str]]:
+        allowed = check_allowed(allow, ALLOWED)
         state = opened(path)
-        return state, (state.digest, str(state.location))
+        return (state, allowed), (state.digest, str(state.location))
 
     alike = {
         "rng": rng,
-        "allow": sorted(allow),
+        "allow": listed(allow),
         "model": section_names(model, "model"),
         "optimizer": section_names(optimizer, "optimizer"),
     }
     # Outside of inference mode, in which optimizer state would be of no use for training.
     with collector_waits(), torch.inference_mode(False):
-        state, seen = peers.together_telling(begin, alike=alike)
+        (state, allowed), seen = peers.together_telling(begin, alike=alike)
         with state:
             check_same_files(seen)
-            load = _Load(state, frozenset(allow), peers)
+            load = _Load(state, allowed, peers)
             return load.run(model, optimizer, extra or {}, rng=rng)
 
 

@@ -226,7 +226,11 @@ def _each(objects: Any) -> list[Any]:
 
 def section_names(objects: Any, section: str) -> list[str]:
     """Return the sections of objects as far as they are known; see `named`."""
-    return sorted(objects) if isinstance(objects, Mapping) else [section][: objects is not None]
+    return (
+        sorted(objects, key=str)
+        if isinstance(objects, Mapping)
+        else [section][: objects is not None]
+    )
 
 
 def prefixed(holding: Holding, prefix: str) -> Holding:

@@ -15,8 +15,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _URL_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
 
 
-def folder_at(location: Location) -> Folder:
+def folder_at(location: Location, *, lasting: bool = False) -> Folder:
     """Return the folder at a path or a URL.
+
+    lasting: that stays the same when the program changes its directory.
 
     Raises CheckpointError if the filesystem of a URL is not installed, or a path is a spoilt URL.
     """
@@ -29,4 +31,4 @@ def folder_at(location: Location) -> Folder:
         raise CheckpointError(
             f"{text}: was a URL before pathlib took one of its slashes. Give it as a string."
         )
-    return LocalFolder(Path(text))
+    return LocalFolder(Path(text).absolute() if lasting else Path(text))

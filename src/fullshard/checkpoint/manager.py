@@ -114,7 +114,7 @@ class CheckpointManager:
         ):
             if value is not None and not value >= least:
                 raise CheckpointError(f"{name} is {value}: must be at least {least}.")
-        self._folder = folder_at(folder)
+        self._folder = folder_at(folder, lasting=True)
         self.stopping = False
         self._model, self._optimizer, self._extra = model, optimizer, dict(extra or {})
         self._every_steps, self._every_minutes = every_steps, every_minutes

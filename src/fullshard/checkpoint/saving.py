@@ -3,15 +3,14 @@
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from fullshard.checkpoint.background import PendingSave, finish_background, staging
 from fullshard.checkpoint.collector import collector_waits
 from fullshard.checkpoint.local_content import Models, Optimizers
 from fullshard.checkpoint.locations import Location
-from fullshard.checkpoint.peers import Peers
+from fullshard.checkpoint.peers import Peers, said
 from fullshard.checkpoint.stages import (
-    Captured,
     SavedCheckpoint,
     SaveJob,
     SaveRequest,
@@ -19,6 +18,7 @@ from fullshard.checkpoint.stages import (
     decide,
     execute,
 )
+from fullshard.errors import CheckpointError, FullshardError
 
 
 def save_checkpoint(
@@ -66,9 +66,8 @@ def async_save_checkpoint(
     """Save in the background what `save_checkpoint` would save now. Collective.
 
     Returns once this rank's part is copied to host memory, which is kept for the next time; mostly without
-    waiting for other ranks. One save at a time: a second one waits for the first. Raises CheckpointError
-    for what this rank cannot save. Any other error of a save is raised by its ``wait()``, or else by the
-    next save or load.
+    waiting for other ranks. One save at a time: a second one waits for the first. An error of a save is
+    raised on all ranks by its ``wait()``, or else by the next save or load.
     """
     request = SaveRequest(path, model, optimizer, extra or {}, step, metadata or {}, rng, overwrite)
     return save_later(request)
@@ -107,13 +106,22 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
         own = captured.staged(staging.copies) if knows else captured
     except Exception as error:
         fault = error
-
-        def fail() -> Captured:
-            raise fault
-
-        decide(request, fail, peers)  # raises, on all ranks
-        raise
+        if not isinstance(error, FullshardError):  # of a state_dict() of the user's, say
+            fault = CheckpointError(f"{request.path}: cannot be saved: {said(error)}")
+            fault.__cause__ = error
+        failed = _raising(fault)
+        return lambda: decide(request, failed, peers)
     if knows:
         return lambda: decide(request, lambda: own, peers)
-    job = decide(request, lambda: own, peers).staged(staging.copies)
+    try:
+        job = decide(request, lambda: own, peers).staged(staging.copies)
+    except Exception as error:  # raised where the other ranks raise it
+        return _raising(error)
     return lambda: job
+
+
+def _raising(error: Exception) -> Callable[[], NoReturn]:
+    def fail() -> NoReturn:
+        raise error
+
+    return fail

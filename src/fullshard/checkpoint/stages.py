@@ -112,7 +112,7 @@ class SaveJob:
         """Return what users are told of it. begun: when, by ``time.perf_counter``."""
         seconds = time.perf_counter() - begun
         return SavedCheckpoint(
-            self.target.location, self.request.step, nbytes, seconds, stall_seconds
+            folder_at(self.request.path).location, self.request.step, nbytes, seconds, stall_seconds
         )
 
 
@@ -121,9 +121,9 @@ def capture(request: SaveRequest) -> Captured:
     """Return what this rank alone brings to a save. Raises FullshardError for what cannot be saved."""
     if not isinstance(request.step, int | None):
         raise CheckpointError(f"step is {request.step!r}: give an int, or None.")
-    target = folder_at(request.path)
-    if not target.name:
+    if not folder_at(request.path).name:
         raise CheckpointError(f"path is {str(request.path)!r}: name a folder.")
+    target = folder_at(request.path, lasting=True)
     values = {
         "step": encoded(request.step, "step", _refuse),
         "metadata": encoded(dict(request.metadata), "metadata", _refuse),
@@ -152,7 +152,7 @@ def decide(request: SaveRequest, captured: Callable[[], Captured], peers: Peers)
         "rng": request.rng,
         "model": section_names(request.model, "model"),
         "optimizer": section_names(request.optimizer, "optimizer"),
-        "extra": sorted(request.extra),
+        "extra": sorted(request.extra, key=str),
     }
     own, told = peers.together_telling(known, alike=alike)
     content = agreed_content(own.content, told, peers)
@@ -172,7 +172,7 @@ def _comparable(metadata: Mapping[str, Any]) -> Any:
     """Return what ranks have alike that gave the same metadata; None for what cannot be saved."""
     try:
         return encoded(dict(metadata), "metadata", _refuse)
-    except CheckpointError:  # which is raised with what else the ranks find
+    except Exception:  # which is raised with what else the ranks find
         return None
 
 

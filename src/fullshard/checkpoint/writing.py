@@ -5,6 +5,7 @@ written block by block, each hashed when it is handed to the system, so memory b
 block for each thread (for tensors on a device: one box).
 """
 
+import ctypes
 import dataclasses
 import functools
 import json
@@ -144,9 +145,16 @@ def host_bytes(view: torch.Tensor) -> memoryview:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU as bytes."""
-    flat = tensor.detach().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    """Return the memory of a contiguous tensor on the CPU as bytes.
+
+    Not through NumPy: after that, torch never resizes the tensor's memory again.
+    """
+    nbytes = tensor.numel() * tensor.itemsize
+    if not nbytes:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    memory.of = tensor  # type: ignore[attr-defined]  # which lives as long as the bytes are in use
+    return memoryview(memory).cast("B")
 
 
 class Described(NamedTuple):

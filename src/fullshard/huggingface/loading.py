@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.background import finish_background
-from fullshard.checkpoint.fitting import Source, check_allowed, check_fits
+from fullshard.checkpoint.fitting import Source, check_allowed, check_fits, listed
 from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.spans import Wanted
@@ -73,11 +73,11 @@ def load_hf(
     Raises CheckpointError, on all ranks, for files that are damaged or do not fit. What does not fit is
     found before anything is changed.
     """
-    allow = check_allowed(allow, ALLOWED)
     finish_background()
     peers = Peers()
     mapping = sorted(rename.items()) if isinstance(rename, Mapping) else callable(rename)
-    peers.check_alike(path=str(path), allow=sorted(allow), rename=mapping)
+    alike = {"path": str(path), "allow": listed(allow), "rename": mapping}
+    allowed = peers.together(lambda: check_allowed(allow, ALLOWED), alike=alike)
     weights = peers.of_first(lambda: weights_of(Path(path)))
     with WeightsReader(weights) as reader, torch.inference_mode(False), torch.no_grad():
 
@@ -87,7 +87,7 @@ def load_hf(
 
         plan, problems = peers.together_telling(planned)
         source = Source(weights.source, "folder", _ADVICE, prefix_hint)
-        differing = check_fits(source, problems, allow)
+        differing = check_fits(source, problems, allowed)
 
         def read() -> int:
             nbytes = reader.read(plan.wanted)
