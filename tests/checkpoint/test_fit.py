@@ -698,9 +698,6 @@ def test_an_argument_that_is_wrong_on_one_rank_is_named_on_all(api: Api, tmp_pat
         for load, path in ((fullshard.load_checkpoint, "a"), (fullshard.load_hf, "hf")):
             with pytest.raises(CheckpointError, match=r"rank 1: allow: \[.*\] is not known. Use"):
                 load(tmp_path / path, model, allow=wrong)
-    metadata: Any = 3 if rank() == 1 else {}
-    with pytest.raises(CheckpointError, match=r"rank 1: .*int"):
-        fullshard.save_checkpoint(tmp_path / "b", model, metadata=metadata)
 
 
 @alone
@@ -716,9 +713,14 @@ def test_groups_that_ranks_divide_differently_are_refused(api: Api, tmp_path: Pa
 
 
 @alone
+@pytest.mark.parametrize("is_sharded", [False, True])
 @on_ranks(2)
-def test_steps_that_nothing_keeps_equal_are_named(api: Api, tmp_path: Path) -> None:
+def test_steps_that_nothing_keeps_equal_are_named(
+    api: Api, is_sharded: bool, tmp_path: Path
+) -> None:
     model = _net(3, 4)
+    if is_sharded:
+        api.fully_shard(model, mesh=mesh_of(2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
@@ -730,3 +732,12 @@ def test_steps_that_nothing_keeps_equal_are_named(api: Api, tmp_path: Path) -> N
     )
     with told if rank() == 0 else contextlib.nullcontext():
         fullshard.async_save_checkpoint(tmp_path / "b", model, optimizer).wait()
+
+
+@alone
+@on_ranks(2)
+def test_extra_state_and_metadata_are_dicts(api: Api, tmp_path: Path) -> None:
+    wrong: Any = 3 if rank() == 1 else None
+    for name in ("extra", "metadata"):
+        with pytest.raises(CheckpointError, match=f"rank 1: {name} is 3: give a dict"):
+            fullshard.save_checkpoint(tmp_path / "a", _net(3, 4), **{name: wrong})

@@ -300,3 +300,16 @@ def test_a_checkpoint_of_another_model_is_refused(api: Api, tmp_path: Path) -> N
     ema = fullshard.EMA(sharded(api, "fully_shard"))
     with pytest.raises((StateError, CheckpointError), match="differ in"):
         fullshard.load_checkpoint(tmp_path / "a", small, extra={"ema": ema})
+
+
+@pytest.mark.apis("peer_memory")
+@on_ranks(2)
+def test_averages_of_a_model_in_distributed_data_parallel(api: Api) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    averages = fullshard.EMA(model, decay=0.5)
+    before = model.module.weight.detach().clone()
+    with torch.no_grad():
+        model.module.weight.add_(2)
+    averages.update()
+    with averages.applied():
+        torch.testing.assert_close(model.module.weight.detach(), before + 1)

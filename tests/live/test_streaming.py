@@ -207,3 +207,15 @@ def test_one_process_needs_no_group() -> None:
     _assert_is_state(list(fullshard.iter_full_state(model)), model)
     (weights,) = fullshard.stream_weights(model, rename={"bias": "b"})
     assert [name for name, _ in weights] == ["weight", "b"]
+
+
+@pytest.mark.apis("peer_memory")
+@on_ranks(2)
+def test_a_rank_that_asks_for_something_else_is_named_on_all(api: Api) -> None:
+    model = nn.Linear(3, 4)
+    with pytest.raises(StateError, match="to_rank is 0 on rank 0 and 9 on rank 1"):
+        list(fullshard.iter_full_state(model, to_rank=9 * rank()))
+    with pytest.raises(
+        StateError, match="bucket_nbytes is 1048576 on rank 0 and 2097152 on rank 1"
+    ):
+        list(fullshard.iter_full_state(model, bucket_mb=1 + rank()))

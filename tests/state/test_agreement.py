@@ -50,7 +50,18 @@ def in_turn(everyones: list[list[Report]]) -> Agreed:
                 others.setdefault(index, {}).setdefault(name, value)
             for name, dtype in report.dtypes.get(index, {}).items():
                 kinds.setdefault(index, {}).setdefault(name, dtype)
-    return Agreed(kinds, others)
+    differing = {}
+    for index, own in others.items():
+        for name in own:
+            having = [
+                (rank, report.others[index][name])
+                for rank, (report,) in enumerate(everyones)
+                if index in report.owned and name in report.others.get(index, {})
+            ]
+            unlike = [rank for rank, value in having if value != having[0][1]]
+            if unlike:
+                differing[index, name] = (having[0][0], unlike[0])
+    return Agreed(kinds, others, differing)
 
 
 @on_ranks(3)

@@ -72,7 +72,9 @@ def agreed_content(own: LocalContent, told: Sequence[Told], peers: Peers) -> Con
         return content, (held, checksum(of_optimizers), of_values)
 
     content, told_now = peers.together_telling(joined)
-    differing_values: dict[str, tuple[int, int]] = {}
+    differing_values = {
+        name: ranks for state in agreed.values() for name, ranks in state.differing.items()
+    }
     if len({(held, of_values) for held, _, of_values in told_now}) > 1:
         differing_values.update(differing_tensors(content.holdings, peers))
     content.holdings = numbered(content.holdings, peers.group, [held for held, *_ in told_now])

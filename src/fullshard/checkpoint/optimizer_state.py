@@ -33,13 +33,15 @@ class OptimizerState:
 
     tensors: by name of the parameter and of the state. scalars: everything else, alike on all ranks.
     groups: the options of each parameter group, with the names of its parameters.
-    kind: the optimizer's class, see `kind_of`.
+    kind: the optimizer's class, see `kind_of`. differing: two ranks, by name, that have different
+    scalars; the first one's is in ``scalars``.
     """
 
     tensors: dict[tuple[str, str], Holding]
     scalars: Scalars
     groups: list[dict[str, Any]]
     kind: str
+    differing: dict[str, tuple[int, int]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -178,11 +180,14 @@ def agreed_state(
     Raises StateError where ranks that have parts of a parameter differ in what state they have.
     """
     tensors, scalars = dict(local.of_others), dict(local.scalars)
+    differing: dict[str, tuple[int, int]] = {}
     if group is None:
         found = merged_alone(local.reports)
     else:
         found = agree(local.reports, [names for _, names in local.units], group, digests)
     for (unit, names), agreed in zip(local.units, found, strict=True):
+        for (index, key), ranks in agreed.differing.items():
+            differing[f"{prefix}{names[index]}/{key}"] = ranks
         for index, kinds in agreed.kinds.items():
             name = names[index]
             scalars[name] = dict(agreed.others.get(index, {}))
@@ -195,7 +200,7 @@ def agreed_state(
                     full_name = f"{prefix}{name}/{key}"
                     own = unit_holding(parts_of(unit), index, (full_name,), nothing)
                 tensors[name, key] = own
-    return OptimizerState(tensors, scalars, local.groups, local.kind)
+    return OptimizerState(tensors, scalars, local.groups, local.kind, differing)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

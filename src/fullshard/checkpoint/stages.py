@@ -124,6 +124,9 @@ def capture(request: SaveRequest) -> Captured:
     if not folder_at(request.path).name:
         raise CheckpointError(f"path is {str(request.path)!r}: name a folder.")
     target = folder_at(request.path, lasting=True)
+    for name, given in (("metadata", request.metadata), ("extra", request.extra)):
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"{name} is {given!r:.80}: give a dict.")
     values = {
         "step": encoded(request.step, "step", _refuse),
         "metadata": encoded(dict(request.metadata), "metadata", _refuse),
@@ -152,7 +155,7 @@ def decide(request: SaveRequest, captured: Callable[[], Captured], peers: Peers)
         "rng": request.rng,
         "model": section_names(request.model, "model"),
         "optimizer": section_names(request.optimizer, "optimizer"),
-        "extra": sorted(request.extra, key=str),
+        "extra": _keys(request.extra),
     }
     own, told = peers.together_telling(known, alike=alike)
     content = agreed_content(own.content, told, peers)
@@ -166,6 +169,11 @@ def decide(request: SaveRequest, captured: Callable[[], Captured], peers: Peers)
         for holding in content.holdings
     }
     return SaveJob(request, own.target, to_write(content.holdings), tensors, content, own.values)
+
+
+def _keys(extra: Any) -> Any:
+    """Return the keys of the extra state in one order; itself if it is none, which is refused later."""
+    return sorted(extra, key=str) if isinstance(extra, Mapping) else extra
 
 
 def _comparable(metadata: Mapping[str, Any]) -> Any:

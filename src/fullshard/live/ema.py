@@ -25,7 +25,7 @@ from fullshard.errors import ShardingError, StateError
 from fullshard.plan.boxes import Box, whole_box
 from fullshard.plan.layout import Shape
 from fullshard.plan.units import clean_name, without_compile
-from fullshard.state.holdings import HeldTensor, Holding, holdings_of, plain_memory
+from fullshard.state.holdings import HeldTensor, Holding, holdings_of, plain_memory, without_ddp
 from fullshard.state.optim_keys import all_names, units_of
 from fullshard.state.unit_parts import HeldBox
 
@@ -56,7 +56,7 @@ class _Sources:
     """What this rank holds of a model, looked up again when its units or modules have changed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = without_ddp(model)
         self.all: Sequence[_Source] = ()
         self._num_registrations = -1
         self._buffers: list[tuple[Unit, object]] = []

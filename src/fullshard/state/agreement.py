@@ -45,11 +45,13 @@ class Agreed(NamedTuple):
     """The state of one unit that any rank has.
 
     kinds: the dtype of each state of each parameter; None for a value that is no tensor of the
-    parameter's size, which is then in ``others``.
+    parameter's size, which is then in ``others``. differing: two ranks, by parameter and name, that own
+    parts of it and have different such values; the first one's is there.
     """
 
     kinds: Kinds
     others: Others
+    differing: dict[tuple[int, str], tuple[int, int]]
 
 
 class Digests(NamedTuple):
@@ -84,12 +86,13 @@ def agree(
         dist.all_gather_object(gathered, digests_of(mine, names), group=group)
         everyones = gathered
     if len({(each.units, each.state) for each in everyones}) == len({e.units for e in everyones}):
-        return [_merge([report]) for report in mine]
+        return merged_alone(mine)
     sent = [report._replace(others=_map(report.others, _to_scalar)) for report in mine]
     own = everyones[dist.get_rank(group)].units
     found = _distinct(sent, everyones, group)
     reports = {digest: each for digest, each in found.items() if digest.units == own}
-    result = [_merge([each[unit] for each in reports.values()]) for unit in range(len(mine))]
+    ranks = [everyones.index(digest) for digest in reports]
+    result = [_merge([each[unit] for each in reports.values()], ranks) for unit in range(len(mine))]
     problems = [
         f"rank {rank} has none of {', '.join(names[unit][index] for index in lacking)}"
         for unit, agreed in enumerate(result)
@@ -103,12 +106,12 @@ def agree(
             "0's optimizer but some ranks are missing some of those states: "
             f"{'; '.join(problems)}. Give the optimizers of all ranks the same parameters."
         )
-    return [Agreed(kinds, _map(others, _from_scalar)) for kinds, others in result]
+    return [each._replace(others=_map(each.others, _from_scalar)) for each in result]
 
 
 def merged_alone(mine: Sequence[Report]) -> list[Agreed]:
     """Return what one rank alone agrees on with itself, without a process group."""
-    return [_merge([report]) for report in mine]
+    return [_merge([report], [0]) for report in mine]
 
 
 def _distinct(
@@ -131,22 +134,31 @@ def _distinct(
     return found  # type: ignore[return-value]
 
 
-def _merge(reports: Sequence[Report]) -> Agreed:
-    """Return what owners have; of state that no owner has, what the other ranks have."""
+def _merge(reports: Sequence[Report], ranks: Sequence[int]) -> Agreed:
+    """Return what owners have; of state that no owner has, what the other ranks have.
+
+    ranks: the first that has made each report.
+    """
     kinds: Kinds = {}
     others: Others = {}
+    differing: dict[tuple[int, str], tuple[int, int]] = {}
+    first: dict[tuple[int, str], tuple[int, Any]] = {}
     for of_owners in (True, False):
-        for report in reports:
+        for rank, report in zip(ranks, reports, strict=True):
             for index, own in report.others.items():
                 if (index in report.owned) is of_owners:
                     for name, value in own.items():
                         kinds.setdefault(index, {}).setdefault(name, None)
                         others.setdefault(index, {}).setdefault(name, value)
+                        if of_owners and len(reports) > 1:
+                            number, known = first.setdefault((index, name), (rank, value))
+                            if _text(known) != _text(value):
+                                differing.setdefault((index, name), (number, rank))
             for index, dtypes in report.dtypes.items():
                 if (index in report.owned) is of_owners:
                     for name, dtype in dtypes.items():
                         kinds.setdefault(index, {}).setdefault(name, dtype)
-    return Agreed({index: kinds[index] for index in sorted(kinds)}, others)
+    return Agreed({index: kinds[index] for index in sorted(kinds)}, others, differing)
 
 
 def _lacking(report: Report, agreed: Agreed) -> list[int]:

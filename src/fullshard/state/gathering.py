@@ -51,12 +51,8 @@ def gathered_wholes(
 
     Raises StateError, on all ranks alike, if ranks hold different tensors or lack elements.
     """
-    if bucket_nbytes < 1:
-        raise StateError(f"A bucket of {bucket_nbytes} bytes holds nothing. Give a positive size.")
     many = dist.is_initialized() and dist.get_world_size(group) > 1
     num_ranks = dist.get_world_size(group) if many else 1
-    if to_rank is not None and not 0 <= to_rank < num_ranks:
-        raise StateError(f"to_rank is {to_rank!r}, but there are ranks 0 to {num_ranks - 1}.")
     shares: dict[str, list[HeldBox]] = {}
     for holding in map(own_share, holdings):
         shares.setdefault(holding.name, []).extend(holding.boxes)
@@ -64,6 +60,8 @@ def gathered_wholes(
         tuple((h.name, tuple(h.shape), h.dtype) for h in holdings),
         tuple(tuple(held.box for held in shares.get(h.name, ())) for h in holdings),
         next((held.view.device.type for h in holdings for held in h.boxes), "cpu"),
+        to_rank,
+        bucket_nbytes,
     )
     facts: list[Any] = [own]
     if many:
@@ -80,15 +78,33 @@ def gathered_wholes(
 
 
 class _Facts(NamedTuple):
-    """What a rank tells the others: names, shapes and dtypes; the boxes that it sends; its device."""
+    """What a rank tells the others.
+
+    tensors: names, shapes and dtypes. boxes: that it sends. to_rank, bucket_nbytes: its arguments.
+    """
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     boxes: tuple[tuple[Any, ...], ...]
     device_type: str
+    to_rank: int | None
+    bucket_nbytes: int
 
 
 def _check(facts: Sequence[_Facts]) -> None:
-    """Raise StateError if ranks hold different tensors, or not every element exactly once."""
+    """Raise StateError if ranks want or hold different things, or not every element exactly once."""
+    for name in ("to_rank", "bucket_nbytes"):
+        asked = [getattr(each, name) for each in facts]
+        for rank, value in enumerate(asked):
+            if value != asked[0]:
+                raise StateError(
+                    f"{name} is {asked[0]!r} on rank 0 and {value!r} on rank {rank}. Call this with the same "
+                    "arguments on all ranks of the group."
+                )
+    to_rank, bucket_nbytes = facts[0].to_rank, facts[0].bucket_nbytes
+    if to_rank is not None and to_rank not in range(len(facts)):
+        raise StateError(f"to_rank is {to_rank!r}, but there are ranks 0 to {len(facts) - 1}.")
+    if bucket_nbytes < 1:
+        raise StateError(f"A bucket of {bucket_nbytes} bytes holds nothing. Give a positive size.")
     for rank, each in enumerate(facts):
         if each.tensors == facts[0].tensors:
             continue
