@@ -162,10 +162,10 @@ def run_rank(rank: int, size: int, options: argparse.Namespace, folder: Path) ->
 
     def run_round(here: Path) -> None:
         measure("plain", lambda: plain_write(here / f"plain{rank}", local))
-        measure("copy", lambda: torch._foreach_copy_(copies, local))
         measure("save", lambda: fullshard.save_checkpoint(here / "ours", *ours, rng=False))
         measure("dcp save", lambda: dcp_save(here / "dcp", *theirs))
         stalls: list[Any] = []
+        measure("copy", lambda: torch._foreach_copy_(copies, local))
         measure(
             "stall",
             lambda: stalls.append(

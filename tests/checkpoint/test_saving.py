@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -21,8 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
+from fullshard.checkpoint import background, local_content, saving
 from fullshard.checkpoint import folder as folder_module
-from fullshard.checkpoint import local_content
 from fullshard.checkpoint.local_folder import LocalDraft, LocalFolder
 from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
@@ -117,6 +119,56 @@ def test_background_saves_nothing_that_changes_after_the_call(
     assert loaded.extra["mine"].equal(now["mine"])
     assert torch.get_rng_state().equal(generator)
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+@alone
+@on_ranks(2)
+def test_background_keeps_memory_for_models_of_all_kinds(api: Api, tmp_path: Path) -> None:
+    """Copies of one save are the next one's memory: of other tensors, and in other modes of autograd."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "staging", staging := background.Staging())
+        patch.setattr(saving, "staging", staging)
+        model, optimizer = _sharded(api)
+        _step(model, optimizer, 0)
+        other = nn.Linear(5, 3, dtype=torch.bfloat16)
+        for number, (modes, saved) in enumerate(
+            [
+                (torch.inference_mode(), (model, optimizer)),
+                (contextlib.nullcontext(), (model, optimizer)),
+                (torch.inference_mode(), (other, None)),
+                (contextlib.nullcontext(), (other, None)),
+                (torch.inference_mode(), (model, optimizer)),
+            ]
+        ):
+            _step(model, optimizer, number)
+            fullshard.save_checkpoint(tmp_path / f"{number} now", *saved, rng=False)
+            with modes:
+                pending = fullshard.async_save_checkpoint(
+                    tmp_path / f"{number} later", *saved, rng=False
+                )
+            pending.wait()
+            if rank() == 0:
+                now, later = tmp_path / f"{number} now", tmp_path / f"{number} later"
+                assert fullshard.diff_checkpoints(now, later) == []
+
+
+@alone
+@pytest.mark.parametrize("where", ["option", "state"])
+@on_ranks(2)
+def test_values_that_cannot_be_copied_are_refused_by_name(
+    api: Api, where: str, tmp_path: Path
+) -> None:
+    model, optimizer = _sharded(api)
+    _step(model, optimizer, 0)
+    first = optimizer.param_groups[0]["params"][0]
+    place = optimizer.param_groups[0] if where == "option" else optimizer.state[first]
+    place["odd"] = threading.Lock()
+    named = "odd" if where == "option" else "0.0.weight/odd"
+    with pytest.raises(CheckpointError, match=f"optimizer/.*{named}.*lock"):
+        fullshard.save_checkpoint(tmp_path / "now", model, optimizer)
+    pending = fullshard.async_save_checkpoint(tmp_path / "later", model, optimizer)
+    with pytest.raises(CheckpointError, match=f"optimizer/.*{named}.*lock"):
+        pending.wait()
 
 
 @alone

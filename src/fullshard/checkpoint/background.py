@@ -101,25 +101,34 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copies: list[torch.Tensor] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []  # of the copies
 
     @torch.no_grad()
     def copies(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of tensors, which last until the next call."""
+        kinds = [(view.shape, view.dtype) for view in views]
+        if kinds != self._kinds:
+            self._divide(views)
+            self._kinds = kinds
+        if self._copies:
+            torch._foreach_copy_(self._copies, [*views])
+        return [*self._copies]
+
+    def _divide(self, views: Sequence[torch.Tensor]) -> None:
+        """Make memory for copies of tensors, if there is too little of it, and divide it among them."""
         sizes = [view.numel() * view.itemsize for view in views]
         total = sum(map(_aligned, sizes))
+        self._copies, self._kinds = [], []
         if self._memory.numel() < total:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes first
             on_device = any(view.device.type != "cpu" for view in views)
             self._memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=on_device)
-        copies: list[torch.Tensor] = []
         position = 0
         for view, nbytes in zip(views, sizes, strict=True):
             memory = self._memory[position : position + nbytes].view(view.dtype)
-            copies.append(memory.view(view.shape))
+            self._copies.append(memory.view(view.shape))
             position += _aligned(nbytes)
-        if copies:
-            torch._foreach_copy_(copies, [*views])
-        return copies
 
 
 staging = Staging()

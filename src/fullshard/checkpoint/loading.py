@@ -43,6 +43,7 @@ from fullshard.errors import CheckpointError
 from fullshard.plan.boxes import whole_box
 from fullshard.state.holdings import HeldTensor, Holding, tell_loaded, tensor_holding
 from fullshard.state.optim_keys import Trained
+from fullshard.state.structure import structure_of
 
 ALLOWED = ("missing", "unexpected", "dtype")
 
@@ -156,8 +157,9 @@ class _Load:
     def _plan(
         self, models: Mapping[str, Any], optimizers: Mapping[str, Any], extra: Mapping[str, Any]
     ) -> tuple[list[Holding], dict[str, Destination], list[str]]:
-        holdings = held_by(models)
-        all_trained = TrainedBy(models)
+        structures = {section: structure_of(model) for section, model in models.items()}
+        holdings = held_by(structures)
+        all_trained = TrainedBy(structures)
         trained = {section: all_trained.of(each) for section, each in optimizers.items()}
         self._state.find(_names_of(models, holdings, optimizers, trained, extra))
         by_name = {

@@ -24,12 +24,13 @@ from fullshard.state.copies import own_share
 from fullshard.state.holdings import (
     HeldTensor,
     Holding,
-    holdings_of,
+    holdings_in,
     is_ddp,
     plain_memory,
     tensor_holding,
     without_ddp,
 )
+from fullshard.state.structure import Structure, structure_of
 
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
@@ -117,22 +118,29 @@ class LocalContent:
         unknown += [view for extra in self.extras.values() for view in extra.views()]
         return sum(view.numel() * view.itemsize for view in unknown) <= _MOST_COPIED_NBYTES
 
-    def staged(self, stage: Stage) -> "LocalContent":
-        """Return the same over copies, which training does not change."""
+    def staged(self, stage: Stage) -> Callable[[], "LocalContent"]:
+        """Copy its memory; return what puts the same together over the copies.
+
+        Training does not change those, so that can be done later.
+        """
         views = [held.view for holding in self._holdings() for held in holding.boxes]
         views += [view for extra in self.extras.values() for view in extra.views()]
-        copies = dict(zip(map(id, views), stage(views), strict=True))
+        copied = stage(views)
 
-        def copy_of(view: torch.Tensor) -> torch.Tensor:
-            return copies[id(view)]
+        def over_copies() -> LocalContent:
+            copies = dict(zip(map(id, views), copied, strict=True))
 
-        return LocalContent(
-            self.models,
-            [holding.over(copy_of) for holding in self.holdings],
-            {key: each.staged(copy_of) for key, each in self.states.items()},
-            {key: each.over(copy_of) for key, each in self.extras.items()},
-            self.compares,
-        )
+            def copy_of(view: torch.Tensor) -> torch.Tensor:
+                return copies[id(view)]
+
+            return dataclasses.replace(
+                self,
+                holdings=[holding.over(copy_of) for holding in self.holdings],
+                states={key: each.over(copy_of) for key, each in self.states.items()},
+                extras={key: each.over(copy_of) for key, each in self.extras.items()},
+            )
+
+        return over_copies
 
     def _holdings(self) -> Iterator[Holding]:
         yield from self.holdings
@@ -147,18 +155,18 @@ def local_content(
 
     Raises FullshardError for what cannot be saved.
     """
-    by_section = named(models, "model")
-    holdings = [*map(own_share, held_by(by_section))]  # first: what users have moved is adopted
-    trained = TrainedBy(by_section)
-    every_model = [*by_section.values()]
+    structures = {section: structure_of(each) for section, each in named(models, "model").items()}
+    holdings = [*map(own_share, held_by(structures))]  # first: what users have moved is adopted
+    trained = TrainedBy(structures)
+    every_one = [*structures.values()]
     states = {
-        section: local_state(optimizer, trained.of(optimizer), every_model, f"{section}/")
+        section: local_state(optimizer, trained.of(optimizer), every_one, f"{section}/")
         for section, optimizer in named(optimizers, "optimizer").items()
     }
     extras = {key: _extra_of(key, state) for key, state in extra_states(extra, rng=rng).items()}
     # Reading all values takes as long as copying them. DistributedDataParallel keeps them equal.
     compares = not all(map(is_ddp, _each(models)))
-    return LocalContent(sorted(by_section), holdings, states, extras, compares)
+    return LocalContent(sorted(structures), holdings, states, extras, compares)
 
 
 def _extra_of(key: str, state: Any) -> Extra:
@@ -211,12 +219,12 @@ def named(objects: Any, section: str) -> dict[str, Any]:
     return {f"{section}.{key}": without_ddp(each) for key, each in objects.items()}
 
 
-def held_by(models: Mapping[str, nn.Module]) -> list[Holding]:
+def held_by(structures: Mapping[str, Structure]) -> list[Holding]:
     """Return what this rank holds of models, by names with their sections."""
     return [
         prefixed(holding, f"{section}/")
-        for section, model in models.items()
-        for holding in holdings_of(model)
+        for section, structure in structures.items()
+        for holding in holdings_in(structure)
     ]
 
 
@@ -235,5 +243,5 @@ def section_names(objects: Any, section: str) -> list[str]:
 
 def prefixed(holding: Holding, prefix: str) -> Holding:
     """Return a holding with a prefix before its names."""
-    names = tuple(dict.fromkeys(prefix + without_compile(name) for name in holding.names))
+    names = tuple(dict.fromkeys([prefix + without_compile(name) for name in holding.names]))
     return holding._replace(names=names)

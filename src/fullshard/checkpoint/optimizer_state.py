@@ -20,8 +20,9 @@ from fullshard.state.agreement import Digests, Report, agree, digests_of, merged
 from fullshard.state.copies import own_share
 from fullshard.state.first_state import first_state
 from fullshard.state.holdings import Holding, tensor_holding, unit_holding
-from fullshard.state.optim_keys import Trained, names_of_trained, trained_parameters, units_of
+from fullshard.state.optim_keys import Trained, names_of_trained, trained_in
 from fullshard.state.optim_units import UnitState, copied, report, take_apart
+from fullshard.state.structure import Structure
 from fullshard.state.unit_parts import parts_of
 
 Scalars = dict[str, dict[str, Any]]  # by name of the parameter, by name of the state
@@ -49,8 +50,8 @@ class LocalState:
     """What this rank alone knows of an optimizer's state.
 
     units: each unit, and the names of its parameters. reports: the state of each unit, as ranks compare
-    it. of_units, of_others: tensors of units' parameters and of others, without what other ranks are
-    known to write. scalars: of others.
+    it. of_units, of_others: tensors of units' parameters and of others, in the optimizer's memory, without
+    what other ranks are known to write. scalars: of others. Scalars and options are copies.
     """
 
     units: Sequence[tuple[Unit, Mapping[int, str]]]
@@ -70,18 +71,12 @@ class LocalState:
         yield from self.of_units.values()
         yield from self.of_others.values()
 
-    def staged(self, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> "LocalState":
-        """Return the same over copies of its memory, and with copies of all values."""
+    def over(self, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> "LocalState":
+        """Return the same over copies of its memory."""
         return dataclasses.replace(
             self,
-            reports=[
-                each._replace(others={index: _copied(own) for index, own in each.others.items()})
-                for each in self.reports
-            ],
             of_units={key: each.over(copy_of) for key, each in self.of_units.items()},
             of_others={key: each.over(copy_of) for key, each in self.of_others.items()},
-            scalars={name: _copied(own) for name, own in self.scalars.items()},
-            groups=[{**group, "options": _copied(group["options"])} for group in self.groups],
         )
 
 
@@ -114,7 +109,7 @@ def state_keys(optimizer: torch.optim.Optimizer) -> set[str]:
 def local_state(
     optimizer: torch.optim.Optimizer,
     trained: Mapping[nn.Parameter, Trained],
-    models: Sequence[nn.Module],
+    structures: Sequence[Structure],
     prefix: str,
 ) -> LocalState:
     """Return what this rank has of an optimizer's state, without communication.
@@ -124,7 +119,7 @@ def local_state(
     """
     check_trained(optimizer, trained)
     names = names_of_trained(trained)
-    units = [unit for model in models for unit in units_of(model)]
+    units = [unit for structure in structures for unit, _ in structure.units]
     states = {id(unit): UnitState() for unit in units}
     tensors: dict[tuple[str, str], Holding] = {}
     scalars: Scalars = {}
@@ -133,23 +128,24 @@ def local_state(
         if not own:
             continue
         entry = trained[parameter]
-        for key in own:
+        name = entry.names[0]
+        rest: dict[str, Any] = {}
+        for key, value in own.items():
             if not isinstance(key, str) or not key or "/" in key:
                 raise StateError(
-                    f"{prefix}{entry.names[0]}: {kind_of(optimizer)} keeps state under {key!r}. A checkpoint "
+                    f"{prefix}{name}: {kind_of(optimizer)} keeps state under {key!r}. A checkpoint "
                     "has names that are strings without slashes: keep it under one."
                 )
-        if entry.unit is not None:
-            # A DTensor of another shape than its parameter's says itself how it is divided.
-            apart = {k: v for k, v in own.items() if is_apart(v, parameter)}
-            if apart:
-                tensors.update(_of_plain(entry.names[0], apart, prefix))
-                own = {key: value for key, value in own.items() if key not in apart}
-            take_apart(entry, own, states[id(entry.unit)])
-            continue
-        name = entry.names[0]
-        tensors.update(_of_plain(name, {k: v for k, v in own.items() if _is_tensor(v)}, prefix))
-        scalars[name] = {key: value for key, value in own.items() if not _is_tensor(value)}
+            if not _is_tensor(value):
+                rest[key] = _copy_of(value)
+            elif entry.unit is None or is_apart(value, parameter):
+                tensors[name, key] = tensor_holding(f"{prefix}{name}/{key}", value)
+            else:
+                rest[key] = value
+        if entry.unit is None:
+            scalars[name] = rest
+        else:
+            take_apart(entry, rest, states[id(entry.unit)])
     named_units = [(unit, names.get(id(unit), {})) for unit in units]
     reports = [report(unit, states[id(unit)]) for unit in units]
     of_units: dict[tuple[str, str], Holding] = {}
@@ -228,7 +224,7 @@ def _groups(
     return [
         {
             "params": [name for p in group["params"] for name in trained[p].names],
-            "options": {key: value for key, value in group.items() if key not in _NOT_OPTIONS},
+            "options": {k: _copy_of(value) for k, value in group.items() if k not in _NOT_OPTIONS},
         }
         for group in optimizer.param_groups
     ]
@@ -246,15 +242,12 @@ def is_apart(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, DTensor) and value.dim() > 0 and value.shape != parameter.shape
 
 
-def _of_plain(
-    name: str, tensors: Mapping[str, torch.Tensor], prefix: str
-) -> Iterator[tuple[tuple[str, str], Holding]]:
-    for key, value in tensors.items():
-        yield (name, key), tensor_holding(f"{prefix}{name}/{key}", value)
-
-
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copied(value) for name, value in values.items()}
+def _copy_of(value: Any) -> Any:
+    """Return a copy; the value itself if it has none, and is refused by its name when it is encoded."""
+    try:
+        return copied(value)
+    except Exception:  # whatever the value's own methods raise
+        return value
 
 
 def _check_plain(name: str, local: torch.Tensor) -> None:
@@ -268,12 +261,12 @@ def _check_plain(name: str, local: torch.Tensor) -> None:
 class TrainedBy:
     """What each parameter stands for that optimizers of some models may train.
 
-    models: by section. Of an optimizer that trains several of them, names of parameters begin with the
+    structures: of the models, by section. Of an optimizer that trains several of them, names of parameters begin with the
     model's key if they would not be different otherwise: "actor.0.weight".
     """
 
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        self._by_section = {section: _clean_trained(model) for section, model in models.items()}
+    def __init__(self, structures: Mapping[str, Structure]) -> None:
+        self._by_section = {section: _clean_trained(each) for section, each in structures.items()}
 
     def of(self, optimizer: torch.optim.Optimizer) -> Mapping[nn.Parameter, Trained]:
         """Return it for the parameters of an optimizer, and for those of the models beside them."""
@@ -297,8 +290,8 @@ class TrainedBy:
         return qualified
 
 
-def _clean_trained(model: nn.Module) -> dict[nn.Parameter, Trained]:
-    found = trained_parameters(model)
+def _clean_trained(structure: Structure) -> dict[nn.Parameter, Trained]:
+    found = trained_in(structure)
     for parameter, entry in found.items():
         names = tuple(map(without_compile, entry.names))
         if names != entry.names:

@@ -103,7 +103,7 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
     try:
         captured = capture(request)
         knows = peers.size == 1 or captured.content.is_mostly_numbered
-        own = captured.staged(staging.copies) if knows else captured
+        own = captured.staged(staging.copies) if knows else lambda: captured
     except Exception as error:
         fault = error
         if not isinstance(error, FullshardError):  # of a state_dict() of the user's, say
@@ -112,9 +112,9 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
         failed = _raising(fault)
         return lambda: decide(request, failed, peers)
     if knows:
-        return lambda: decide(request, lambda: own, peers)
+        return lambda: decide(request, own, peers)
     try:
-        job = decide(request, lambda: own, peers).staged(staging.copies)
+        job = decide(request, own, peers).staged(staging.copies)
     except Exception as error:  # raised where the other ranks raise it
         return _raising(error)
     return lambda: job

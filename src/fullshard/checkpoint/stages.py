@@ -82,9 +82,10 @@ class Captured:
     content: LocalContent
     values: Mapping[str, Any]
 
-    def staged(self, stage: Stage) -> "Captured":
-        """Return the same over copies, which training does not change."""
-        return dataclasses.replace(self, content=self.content.staged(stage))
+    def staged(self, stage: Stage) -> Callable[[], "Captured"]:
+        """Copy what it refers to; return what puts the same together over the copies, later."""
+        over_copies = self.content.staged(stage)
+        return lambda: dataclasses.replace(self, content=over_copies())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

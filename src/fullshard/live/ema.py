@@ -24,9 +24,9 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
 from fullshard.plan.boxes import Box, whole_box
 from fullshard.plan.layout import Shape
-from fullshard.plan.units import clean_name, without_compile
-from fullshard.state.holdings import HeldTensor, Holding, holdings_of, plain_memory, without_ddp
-from fullshard.state.optim_keys import all_names, units_of
+from fullshard.plan.units import without_compile
+from fullshard.state.holdings import HeldTensor, Holding, holdings_in, plain_memory, without_ddp
+from fullshard.state.structure import structure_of, units_of
 from fullshard.state.unit_parts import HeldBox
 
 Decay = float | Callable[[int], float]
@@ -65,22 +65,23 @@ class _Sources:
 
     def refresh(self) -> None:
         """Look them up. Ends gathers under way, and shows sharded parameters."""
-        holdings = holdings_of(self._model)
+        structure = structure_of(self._model)
+        holdings = holdings_in(structure)
         managers = {
             own[0]: param
-            for unit, names in all_names(self._model)
+            for unit, names in structure.units
             for param, own in zip(unit.params, names, strict=True)
         }
         plain = {
-            clean_name(f"{path}.{name}" if path else name): (registry, name)
-            for path, module in self._model.named_modules(remove_duplicate=False)
+            prefix + name: (registry, name)
+            for prefix, module in structure.modules
             for registry in (module._parameters, module._buffers)
             for name in registry
         }
         self.all = [_source(h, managers.get(h.name), plain.get(h.name)) for h in holdings]
         self._plain = [plain[h.name] for h in holdings if h.name not in managers]
         self._num_registrations, self._num_buffers = registrations.value, self._count()
-        self._buffers = [(unit, unit.params.buffers) for unit in units_of(self._model)]
+        self._buffers = [(unit, unit.params.buffers) for unit, _ in structure.units]
 
     @property
     def are_current(self) -> bool:

@@ -16,7 +16,7 @@ from fullshard.plan.units import without_compile
 from fullshard.state.copies import numbered
 from fullshard.state.gathering import gathered_wholes
 from fullshard.state.holdings import Holding, holdings_of
-from fullshard.state.optim_keys import units_of
+from fullshard.state.structure import units_of
 
 
 def iter_full_state(

@@ -15,8 +15,9 @@ from fullshard.errors import StateError
 from fullshard.fsdp1.state_dicts import saving_sharded
 from fullshard.state.first_state import first_state, lacking_state, with_first_states
 from fullshard.state.optim import SaveOptions, Values, load, save
-from fullshard.state.optim_keys import all_names, trained_parameters
+from fullshard.state.optim_keys import trained_parameters
 from fullshard.state.parts import locals_of
+from fullshard.state.structure import structure_of
 
 
 def sharded_state(
@@ -57,7 +58,7 @@ def load_sharded_state(
         # All ranks check together before any of them loads.
         _check_complete(model, optimizer, state["optimizer"])
     values = dict(state["model"])
-    for unit, names in all_names(model):
+    for unit, names in structure_of(model).units:
         if unit.params.is_flat:
             continue  # its own state-dict hooks take values of any kind
         given = {i: n[0] for i, n in enumerate(names) if n[0] in values}

@@ -186,9 +186,17 @@ def _from_scalar(value: Any) -> Any:
 
 
 def _text(value: Any) -> str | bytes:
-    """Return a text that is equal in all processes for equal values; a pickle for unknown types."""
+    """Return a text that is equal in all processes for equal values.
+
+    A pickle for unknown types; of what has none, all of a type are equal.
+    """
     plain = (bool, int, float, str, type(None), _Scalar)
-    return repr(value) if type(value) in plain else pickle.dumps(value)
+    if type(value) in plain:
+        return repr(value)
+    try:
+        return pickle.dumps(value)
+    except Exception:  # whatever the value's own methods raise
+        return type(value).__qualname__
 
 
 def _digest(value: Any) -> bytes:

@@ -23,8 +23,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import StateError, UnsupportedError
 from fullshard.plan.boxes import whole_box
 from fullshard.plan.layout import Shape
-from fullshard.plan.units import clean_name
-from fullshard.state.optim_keys import NamedUnit, all_names, units_of
+from fullshard.state.structure import Structure, structure_of
 from fullshard.state.unit_parts import HeldBox, UnitParts, parts_of, place_on, placement_of
 
 _TORCH_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -91,10 +90,14 @@ def holdings_of(model: nn.Module) -> list[Holding]:
     those before sharding, wrapping, checkpointing and compiling. Raises StateError on the meta device
     or where whole parameters are shown, UnsupportedError for a tensor subclass that is kept in parts.
     """
-    refuse_others(model)
-    model = without_ddp(model)
-    units = units_of(model)
-    for unit in units:
+    return holdings_in(structure_of(without_ddp(model)))
+
+
+@torch.no_grad()
+def holdings_in(structure: Structure) -> list[Holding]:
+    """List what `holdings_of` lists of a model of this structure."""
+    _refuse_others(structure.modules)
+    for unit, _ in structure.units:
         if unit.is_whole:
             raise StateError(
                 f"{unit.label}: its parameters are shown whole now (summon_full_params, "
@@ -102,11 +105,10 @@ def holdings_of(model: nn.Module) -> list[Holding]:
             )
         unit.settle()
         unit.follow_changes()
-    of_units = all_names(model)
-    found = [holding for unit, names in of_units for holding in _of_unit(unit, names)]
-    managed = {id(param) for unit in units for param in _shown(unit)}
-    found += _plain_parameters(model, managed)
-    found += _buffers(model)
+    found = [holding for unit, names in structure.units for holding in _of_unit(unit, names)]
+    managed = {id(param) for unit, _ in structure.units for param in _shown(unit)}
+    found += _plain_parameters(structure, managed)
+    found += _buffers(structure)
     for holding in found:
         if any(held.view.is_meta for held in holding.boxes):
             raise StateError(
@@ -114,7 +116,7 @@ def holdings_of(model: nn.Module) -> list[Holding]:
                 "model.to_empty(device=...) first."
             )
     order: dict[str, int] = {}
-    for position, name in enumerate(_names_in_order(model, of_units)):
+    for position, name in enumerate(_names_in_order(structure)):
         order.setdefault(name, position)  # where a tied parameter comes first
     return sorted(found, key=lambda holding: order.get(holding.name, len(order)))
 
@@ -131,11 +133,23 @@ def is_ddp(model: Any) -> bool:
 
 def refuse_others(model: nn.Module) -> None:
     """Raise UnsupportedError for a model that PyTorch's FullyShardedDataParallel has wrapped."""
-    for path, module in model.named_modules():
-        if any(each.__module__.startswith(_TORCH_FSDP1) for each in type(module).__mro__):
+    _refuse_others([*model.named_modules()])
+
+
+def _refuse_others(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    others = {
+        kind
+        for kind in {type(module) for _, module in modules}
+        if any(each.__module__.startswith(_TORCH_FSDP1) for each in kind.__mro__)
+    }
+    if not others:
+        return
+    for path, module in modules:
+        if type(module) in others:
             raise UnsupportedError(
-                f"{path or 'The model'} is wrapped by PyTorch's FullyShardedDataParallel, whose parts of "
-                "parameters only it can tell. Wrap it with fullshard's, or call fullshard.install() first."
+                f"{path.removesuffix('.') or 'The model'} is wrapped by PyTorch's "
+                "FullyShardedDataParallel, whose parts of parameters only it can tell. Wrap it with "
+                "fullshard's, or call fullshard.install() first."
             )
 
 
@@ -217,28 +231,29 @@ def _of_unit(unit: Unit, names: Sequence[Sequence[str]]) -> Iterator[Holding]:
         yield unit_holding(parts, index, tuple(own_names), local)
 
 
-def _plain_parameters(model: nn.Module, managed: set[int]) -> Iterator[Holding]:
+def _plain_parameters(structure: Structure, managed: set[int]) -> Iterator[Holding]:
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in managed:
-            names.setdefault(id(parameter), []).append(clean_name(name))
-            parameters[id(parameter)] = parameter
+    for prefix, module in structure.modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in managed:
+                names.setdefault(id(parameter), []).append(prefix + name)
+                parameters[id(parameter)] = parameter
     for key, parameter in parameters.items():
         own = tuple(dict.fromkeys(names[key]))
         yield tensor_holding(own[0], parameter)._replace(names=own)
 
 
-def _buffers(model: nn.Module) -> Iterator[Holding]:
+def _buffers(structure: Structure) -> Iterator[Holding]:
     """Yield persistent buffers, in the dtype that they had before mixed precision cast them."""
-    before = _dtypes_before_casts(model)
+    before = _dtypes_before_casts(structure)
     seen: dict[int, list[str]] = {}
     buffers: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in structure.modules:
         for name, buffer in module._buffers.items():
             if buffer is None or name in module._non_persistent_buffers_set:
                 continue
-            seen.setdefault(id(buffer), []).append(clean_name(f"{path}.{name}" if path else name))
+            seen.setdefault(id(buffer), []).append(prefix + name)
             buffers[id(buffer)] = buffer, before.get((id(module), name), buffer.dtype)
     for key, (buffer, dtype) in buffers.items():
         names = tuple(dict.fromkeys(seen[key]))
@@ -261,9 +276,10 @@ def _copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def _dtypes_before_casts(model: nn.Module) -> dict[tuple[int, str], torch.dtype]:
+def _dtypes_before_casts(structure: Structure) -> dict[tuple[int, str], torch.dtype]:
     """Return the dtypes of buffers before mixed precision cast them, by id of the module and name."""
-    states = dict.fromkeys(state for m in model.modules() if (state := state_of(m)) is not None)
+    found = (state_of(module) for _, module in structure.modules)
+    states = dict.fromkeys(state for state in found if state is not None)
     return {
         (id(module), name): dtype
         for state in states
@@ -280,16 +296,15 @@ def _shown(unit: Unit) -> Iterator[nn.Parameter]:
         yield param.sharded
 
 
-def _names_in_order(model: nn.Module, of_units: Sequence[NamedUnit]) -> Iterator[str]:
+def _names_in_order(structure: Structure) -> Iterator[str]:
     """Yield the names of parameters and buffers in the order of modules, wherever they are kept."""
     names: dict[int, list[str]] = {}
-    for unit, own in of_units:
+    for unit, own in structure.units:
         for param, each in zip(unit.params, own, strict=True):
             for slot in param.slots:
                 names.setdefault(id(slot.module()), []).extend(each)
-    for path, module in model.named_modules():
+    for prefix, module in structure.modules:
         yield from names.get(id(module), ())
-        prefix = f"{clean}." if (clean := clean_name(path)) else ""
         for name in (*module._parameters, *module._buffers):
             yield f"{prefix}{name}"
 

@@ -37,7 +37,6 @@ from fullshard.state.optim_keys import (
     names_of_trained,
     parameters_by_key,
     trained_parameters,
-    units_of,
 )
 from fullshard.state.optim_units import (
     UnitState,
@@ -50,6 +49,7 @@ from fullshard.state.optim_units import (
 )
 from fullshard.state.parts import sharded_values, whole_values
 from fullshard.state.spread import spread
+from fullshard.state.structure import units_of
 from fullshard.torch_private import ShardedTensor
 
 StateByName = dict[str, dict[str, Any]]
@@ -111,7 +111,8 @@ def save(
     trained = trained_parameters(model)
     by_key = parameters_by_key(model, optim, state_dict, trained, optim_input)
     saved: StateByName = {}
-    states = {id(unit): UnitState() for unit in units_of(model)}
+    units = units_of(model)
+    states = {id(unit): UnitState() for unit in units}
     for key, parameter in by_key.items():
         kept = state_dict["state"].get(key)
         if kept is None:
@@ -121,7 +122,7 @@ def save(
             saved[entry.names[0]] = _to_cpu(kept) if options.offload_to_cpu else dict(kept)
         else:
             take_apart(entry, kept, states[id(entry.unit)])
-    saved |= _values_of_units(units_of(model), states, names_of_trained(trained), options)
+    saved |= _values_of_units(units, states, names_of_trained(trained), options)
     if not options.is_kept_here:
         return {}
     # In the order of the model: whoever reads the dict collectively, such as a checkpoint, goes

@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.module_state import state_of
-from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError
-from fullshard.plan.units import clean_name
 from fullshard.state.options import OptimStateKeyType
+from fullshard.state.structure import Structure, structure_of
 
 StateDict = dict[str, Any]
 ParamKey = int | str
-NamedUnit = tuple[Unit, list[list[str]]]  # and the names of each of its parameters
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
@@ -43,45 +40,24 @@ class Trained:
 
 def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
     """Return an entry for every parameter that an optimizer of the model may train."""
+    return trained_in(structure_of(model))
+
+
+def trained_in(structure: Structure) -> dict[nn.Parameter, Trained]:
+    """Return an entry for every parameter that an optimizer of this model may train."""
     found: dict[nn.Parameter, Trained] = {}
-    for unit, every_name in all_names(model):
+    for unit, every_name in structure.units:
         names = [first for first, *_ in every_name]
         if unit.params.flat is not None:
             found[unit.params.flat.sharded] = Trained(tuple(names), unit, tuple(range(len(names))))
             continue
         for index, (param, name) in enumerate(zip(unit.params, names, strict=True)):
             found[param.sharded] = Trained((name,), unit, (index,))
-    for name, parameter in model.named_parameters():
-        if parameter not in found:
-            found[parameter] = Trained((clean_name(name),))
+    for prefix, module in structure.modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in found:
+                found[parameter] = Trained((prefix + name,))
     return found
-
-
-def all_names(model: nn.Module) -> list[NamedUnit]:
-    """Return every unit with, per parameter, its names before sharding; a tied one has several.
-
-    Names that a parameter has in another model, with which this one shares it, are left out.
-    """
-    paths = _paths(model)
-
-    def names(param: ManagedParameter) -> list[str]:
-        slots = ((paths.get(id(slot.module())), slot.name) for slot in param.slots)
-        return [f"{path}{name}" for path, name in slots if path is not None]
-
-    return [(unit, [*map(names, unit.params)]) for unit in units_of(model)]
-
-
-def _paths(model: nn.Module) -> dict[int, str]:
-    paths: dict[int, str] = {}
-    for path, module in model.named_modules():
-        paths[id(module)] = f"{clean}." if (clean := clean_name(path)) else ""
-    return paths
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model that have parameters, in the order of its modules."""
-    states = dict.fromkeys(state for m in model.modules() if (state := state_of(m)) is not None)
-    return [unit for state in states for unit in state.units]
 
 
 def rekey(

@@ -75,7 +75,7 @@ def take_apart(entry: Trained, own: Mapping[str, Any], into: UnitState) -> None:
                     f"which is not that of what it trains, {tuple(param.holder.sharded.shape)}, so "
                     "it cannot be put together from all ranks."
                 )
-            locals_[name] = local.reshape(-1)
+            locals_[name] = local if local.is_contiguous() else local.reshape(-1)
 
 
 def report(unit: Unit, state: UnitState) -> Report:

@@ -101,7 +101,8 @@ class UnitParts:
                     f"{self._unit.params[index].name}: this rank's part has shape {tuple(local.shape)}, but "
                     f"its mesh and placements give it {box.shape}."
                 )
-            return (HeldBox(box, local.view(box.shape)),) if numel else ()
+            view = local if local.shape == box.shape else local.view(box.shape)
+            return (HeldBox(box, view),) if numel else ()
         param = self._unit.params[index]
         base = None if param.form.unsharded is None else self._place(index).box.offset
         flat = local.reshape(-1)
