@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import random
@@ -23,13 +24,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
-from fullshard.checkpoint import background, local_content, saving
+from fullshard.checkpoint import background, local_content, saving, stages
 from fullshard.checkpoint import folder as folder_module
 from fullshard.checkpoint.local_folder import LocalDraft, LocalFolder
 from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
+from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.reading import Reader
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, StateError
 from tests.api import Api
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
 from tests.models import mlp
@@ -169,6 +171,49 @@ def test_values_that_cannot_be_copied_are_refused_by_name(
     pending = fullshard.async_save_checkpoint(tmp_path / "later", model, optimizer)
     with pytest.raises(CheckpointError, match=f"optimizer/.*{named}.*lock"):
         pending.wait()
+
+
+@alone
+@on_ranks(2)
+def test_what_could_not_be_loaded_is_not_saved(api: Api, tmp_path: Path) -> None:
+    model, _ = _sharded(api)
+    fullshard.save_checkpoint(tmp_path / "a", model, step=1)
+    together = stages.manifest_of
+
+    def with_a_fault(*given: Any) -> Manifest:
+        manifest = together(*given)
+        first, second = list(manifest.tensors)[:2]
+        entry = dataclasses.replace(manifest.tensors[first], aliases=(second,))
+        return dataclasses.replace(manifest, tensors={**manifest.tensors, first: entry})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "manifest_of", with_a_fault)
+        for name in ("a", "b"):
+            with pytest.raises(
+                CheckpointError, match=r"not saved.*gives two tensors the same name"
+            ):
+                fullshard.save_checkpoint(tmp_path / name, model, step=2, overwrite=True)
+    if rank() == 0:
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert fullshard.load_checkpoint(tmp_path / "a", model).step == 1
+
+
+@alone
+@on_ranks(2)
+def test_parameters_of_modules_that_are_gone_are_not_saved(api: Api, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    api.fully_shard(model, mesh=mesh_of(2))
+    names = set(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters())
+    del model[1]
+    fullshard.save_checkpoint(tmp_path / "a", model, rng=False)
+    saved = fullshard.inspect_checkpoint(tmp_path / "a")
+    left = set(model.state_dict())
+    assert set(saved.tensors) == {f"model/{name}" for name in left}
+    assert left < names
+    with pytest.raises(StateError, match="trains 2 parameters that the model does not have"):
+        fullshard.save_checkpoint(tmp_path / "b", model, optimizer)
 
 
 @alone

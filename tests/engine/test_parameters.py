@@ -341,3 +341,20 @@ def _token_gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     return gradients
+
+
+@pytest.mark.ours("the new one is overwritten without a word")
+@pytest.mark.parametrize("name", ["embed", "head"])
+@on_ranks(2)
+def test_replacing_one_of_tied_parameters_replaces_both_and_says_so(api: Api, name: str) -> None:
+    model, tokens = Transformer(tied=True), torch.randint(61, (12, 8))
+    api.fully_shard(model)
+    for _ in range(2):  # before the first forward and after it
+        model.reshard()
+        new = torch.randn(model.embed.weight.shape, generator=torch.Generator().manual_seed(3))
+        getattr(model, name).weight = nn.Parameter(new)
+        with pytest.warns(UserWarning, match=rf"{name}\.weight was replaced.*untie them before"):
+            model(tokens)
+        model.reshard()
+        assert model.head.weight is model.embed.weight
+        assert model.embed.weight.full_tensor().equal(new)

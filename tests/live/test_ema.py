@@ -241,6 +241,23 @@ PAIRS = [
 
 
 @ours
+@pytest.mark.parametrize("way", ["fully_shard", "plain"])
+@on_ranks(2)
+def test_averages_follow_another_dtype_of_the_model(api: Api, way: str, tmp_path: Path) -> None:
+    model = sharded(api, way) if way != "plain" else net()
+    ema = api.EMA(model, decay=0.5)
+    model.to(torch.float64)
+    with ema.applied():
+        pass
+    ema.update()
+    fullshard.save_checkpoint(tmp_path / "a", model, extra={"ema": ema})
+    expected = {name: held.holding.dtype for name, held in ema.state_dict()["averages"].items()}
+    assert torch.float64 in expected.values()
+    fullshard.load_checkpoint(tmp_path / "a", model, extra={"ema": ema})
+    assert {n: h.holding.dtype for n, h in ema.state_dict()["averages"].items()} == expected
+
+
+@ours
 @pytest.mark.parametrize(("first", "num_first", "second", "num_second"), PAIRS)
 def test_any_number_of_ranks_loads_averages_bit_for_bit(
     api: str,

@@ -15,6 +15,9 @@ from fullshard.checkpoint.peers import Peers, said
 from fullshard.checkpoint.stages import SavedCheckpoint, SaveJob, SaveRequest, execute
 from fullshard.errors import CheckpointError, FullshardError
 
+# Python lets one thread run at a time, for 5 ms. The program goes first: it has waited for the copy.
+_HEAD_START_SECONDS = 0.002
+
 
 class PendingSave:
     """A save in the background.
@@ -64,6 +67,7 @@ class PendingSave:
         return self._saved
 
     def _run(self, decided: Callable[[], SaveJob]) -> None:
+        time.sleep(_HEAD_START_SECONDS)
         try:
             job = decided()
             nbytes = execute(job, self._peers)
@@ -115,6 +119,7 @@ class Staging:
             torch._foreach_copy_(self._copies, [*views])
         return [*self._copies]
 
+    @torch.inference_mode(False)  # or nothing could be copied there outside of that mode
     def _divide(self, views: Sequence[torch.Tensor]) -> None:
         """Make memory for copies of tensors, if there is too little of it, and divide it among them."""
         sizes = [view.numel() * view.itemsize for view in views]

@@ -1,7 +1,8 @@
 """What one rank brings to a checkpoint, before it has heard of the others.
 
-`local_content` looks at models, optimizers and extra state, and communicates with nobody. What it returns
-refers to their memory; `LocalContent.staged` refers to copies of it, which training does not change.
+`content_of` looks at models and optimizers, `LocalContent.with_extras` at extra state, and they communicate
+with nobody. What they return refers to memory of the program; `LocalContent.staged` refers to copies of it,
+which training does not change.
 """
 
 import dataclasses
@@ -118,14 +119,18 @@ class LocalContent:
         unknown += [view for extra in self.extras.values() for view in extra.views()]
         return sum(view.numel() * view.itemsize for view in unknown) <= _MOST_COPIED_NBYTES
 
-    def staged(self, stage: Stage) -> Callable[[], "LocalContent"]:
+    def views(self) -> list[torch.Tensor]:
+        """Return its memory of models and optimizers."""
+        return [held.view for holding in self._holdings() for held in holding.boxes]
+
+    def staged(self, stage: Stage, memory: Sequence[torch.Tensor]) -> Callable[[], "LocalContent"]:
         """Copy its memory; return what puts the same together over the copies.
 
-        Training does not change those, so that can be done later.
+        Training does not change those, so that can be done later. memory: of its `views`.
         """
-        views = [held.view for holding in self._holdings() for held in holding.boxes]
-        views += [view for extra in self.extras.values() for view in extra.views()]
-        copied = stage(views)
+        of_extras = [view for extra in self.extras.values() for view in extra.views()]
+        views = self.views() + of_extras
+        copied = stage([*memory, *of_extras])
 
         def over_copies() -> LocalContent:
             copies = dict(zip(map(id, views), copied, strict=True))
@@ -134,13 +139,25 @@ class LocalContent:
                 return copies[id(view)]
 
             return dataclasses.replace(
-                self,
-                holdings=[holding.over(copy_of) for holding in self.holdings],
-                states={key: each.over(copy_of) for key, each in self.states.items()},
+                self.over(copy_of),
                 extras={key: each.over(copy_of) for key, each in self.extras.items()},
             )
 
         return over_copies
+
+    def with_extras(self, extra: Mapping[str, Any], *, rng: bool, compares: bool) -> "LocalContent":
+        """Return the same with extra state. Raises CheckpointError for what cannot be saved."""
+        states = extra_states(extra, rng=rng)
+        extras = {key: _extra_of(key, state) for key, state in states.items()}
+        return dataclasses.replace(self, extras=extras, compares=compares)
+
+    def over(self, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> "LocalContent":
+        """Return the same over copies of the memory of models and optimizers."""
+        return dataclasses.replace(
+            self,
+            holdings=[holding.over(copy_of) for holding in self.holdings],
+            states={key: each.over(copy_of) for key, each in self.states.items()},
+        )
 
     def _holdings(self) -> Iterator[Holding]:
         yield from self.holdings
@@ -148,25 +165,32 @@ class LocalContent:
             yield from state.holdings()
 
 
-def local_content(
-    models: Models, optimizers: Optimizers, extra: Mapping[str, Any], *, rng: bool
+def compares(models: Models) -> bool:
+    """Return whether ranks may differ in values that nothing keeps equal, so that they are compared."""
+    # Reading all values takes as long as copying them. DistributedDataParallel keeps them equal.
+    return not all(map(is_ddp, _each(models)))
+
+
+def structures_of(models: Models) -> dict[str, Structure]:
+    """Return what each model is made of, by section."""
+    return {section: structure_of(each) for section, each in named(models, "model").items()}
+
+
+def content_of(
+    structures: Mapping[str, Structure], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> LocalContent:
-    """Return what this rank has of models, optimizers and extra state.
+    """Return what this rank has of models and optimizers, by section.
 
     Raises FullshardError for what cannot be saved.
     """
-    structures = {section: structure_of(each) for section, each in named(models, "model").items()}
     holdings = [*map(own_share, held_by(structures))]  # first: what users have moved is adopted
     trained = TrainedBy(structures)
     every_one = [*structures.values()]
     states = {
         section: local_state(optimizer, trained.of(optimizer), every_one, f"{section}/")
-        for section, optimizer in named(optimizers, "optimizer").items()
+        for section, optimizer in optimizers.items()
     }
-    extras = {key: _extra_of(key, state) for key, state in extra_states(extra, rng=rng).items()}
-    # Reading all values takes as long as copying them. DistributedDataParallel keeps them equal.
-    compares = not all(map(is_ddp, _each(models)))
-    return LocalContent(sorted(structures), holdings, states, extras, compares)
+    return LocalContent(sorted(structures), holdings, states, {}, compares=False)
 
 
 def _extra_of(key: str, state: Any) -> Extra:

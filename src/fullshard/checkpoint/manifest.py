@@ -154,6 +154,22 @@ def dumps(manifest: Manifest) -> bytes:
     return text.replace(_PLACEHOLDER.encode(), checksum(text).encode(), 1)
 
 
+def readable(manifest: Manifest, where: str) -> bytes:
+    """Return a manifest's bytes, once they are known to be readable.
+
+    where: of what is about to be complete. Raises CheckpointError if `loads` would refuse them.
+    """
+    data = dumps(manifest)
+    try:
+        loads(data, "Its manifest")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{where} was not saved, because it could not be loaded. {str(error).removesuffix(_ADVICE)} "
+            "Please report it."
+        ) from error
+    return data
+
+
 def loads(data: bytes, where: str) -> Manifest:
     """Return the manifest in a file's bytes.
 
@@ -183,12 +199,15 @@ def loads(data: bytes, where: str) -> Manifest:
         ) from error
 
 
+_ADVICE = " Load another checkpoint, or restore this one."
+
+
 def _damaged(where: str, what: str) -> CheckpointError:
     return DamagedCheckpointError(str(_refused(where, what)))
 
 
 def _refused(where: str, what: str) -> CheckpointError:
-    return CheckpointError(f"{where}: {what}. Load another checkpoint, or restore this one.")
+    return CheckpointError(f"{where}: {what}.{_ADVICE}")
 
 
 def _tensor_fields(name: str, tensor: TensorEntry) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from fullshard.checkpoint.background import PendingSave, finish_background, staging
 from fullshard.checkpoint.collector import collector_waits
+from fullshard.checkpoint.kept_plan import kept_plan
 from fullshard.checkpoint.local_content import Models, Optimizers
 from fullshard.checkpoint.locations import Location
 from fullshard.checkpoint.peers import Peers, said
@@ -101,9 +102,9 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
     Where a rank has much of which it cannot know alone who writes it, the ranks decide first.
     """
     try:
-        captured = capture(request)
+        captured = capture(request, kept_plan)
         knows = peers.size == 1 or captured.content.is_mostly_numbered
-        own = captured.staged(staging.copies) if knows else lambda: captured
+        own = captured.staged(staging.copies if knows else list)
     except Exception as error:
         fault = error
         if not isinstance(error, FullshardError):  # of a state_dict() of the user's, say

@@ -22,17 +22,21 @@ import torch
 
 from fullshard.checkpoint.content import Content, agreed_content, to_write
 from fullshard.checkpoint.folder import Draft, Folder
+from fullshard.checkpoint.kept_plan import KeptPlan
 from fullshard.checkpoint.local_content import (
     LocalContent,
     Models,
     Optimizers,
     Stage,
     Told,
-    local_content,
+    compares,
+    content_of,
+    named,
     section_names,
+    structures_of,
 )
 from fullshard.checkpoint.locations import Location, folder_at
-from fullshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, dumps
+from fullshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, readable
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
@@ -75,16 +79,20 @@ class SaveRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Captured:
-    """What one rank alone brings to a save. values: of the manifest."""
+    """What one rank alone brings to a save.
+
+    values: of the manifest. memory: of the content's views of models and optimizers.
+    """
 
     request: SaveRequest
     target: Folder
     content: LocalContent
     values: Mapping[str, Any]
+    memory: Sequence[torch.Tensor]
 
     def staged(self, stage: Stage) -> Callable[[], "Captured"]:
         """Copy what it refers to; return what puts the same together over the copies, later."""
-        over_copies = self.content.staged(stage)
+        over_copies = self.content.staged(stage, self.memory)
         return lambda: dataclasses.replace(self, content=over_copies())
 
 
@@ -118,8 +126,11 @@ class SaveJob:
 
 
 @torch.no_grad()
-def capture(request: SaveRequest) -> Captured:
-    """Return what this rank alone brings to a save. Raises FullshardError for what cannot be saved."""
+def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
+    """Return what this rank alone brings to a save. Raises FullshardError for what cannot be saved.
+
+    plan: of the save before, to be used if it is right for this one, too.
+    """
     if not isinstance(request.step, int | None):
         raise CheckpointError(f"step is {request.step!r}: give an int, or None.")
     if not folder_at(request.path).name:
@@ -132,8 +143,14 @@ def capture(request: SaveRequest) -> Captured:
         "step": encoded(request.step, "step", _refuse),
         "metadata": encoded(dict(request.metadata), "metadata", _refuse),
     }
-    content = local_content(request.model, request.optimizer, request.extra, rng=request.rng)
-    return Captured(request, target, content, values)
+    structures, optimizers = structures_of(request.model), named(request.optimizer, "optimizer")
+    if plan is None:
+        content = content_of(structures, optimizers)
+        memory: Sequence[torch.Tensor] = content.views()
+    else:
+        content, memory = plan.content(structures, optimizers)
+    content = content.with_extras(request.extra, rng=request.rng, compares=compares(request.model))
+    return Captured(request, target, content, values, memory)
 
 
 @torch.no_grad()
@@ -243,7 +260,8 @@ def _commit(
     }
     manifest = manifest_of([(written, tensors) for written, tensors, _ in everyones], values)
     check_sizes(draft, manifest)
-    draft.complete(dumps(manifest), [file.name for file in manifest.files])
+    content = readable(manifest, str(job.target))
+    draft.complete(content, [file.name for file in manifest.files])
     return sum(file.nbytes for file in manifest.files)
 
 

@@ -71,6 +71,7 @@ class _Sources:
             own[0]: param
             for unit, names in structure.units
             for param, own in zip(unit.params, names, strict=True)
+            if own
         }
         plain = {
             prefix + name: (registry, name)
@@ -293,13 +294,12 @@ class EMA:
         with torch.inference_mode(False), torch.no_grad():
             for source in self._sources.all:
                 name = source.holding.name
-                known = old.get(name, ())
+                known, dtype = old.get(name, ()), self._dtype_of(source)
                 if [tuple(each.shape) for each in known] == [box.shape for box in source.boxes]:
-                    self._averages[name] = known
+                    self._averages[name] = tuple(each.to(dtype) for each in known)
                     continue
                 if known:
                     moved.append(name)
-                dtype = self._dtype_of(source)
                 self._averages[name] = tuple(
                     torch.empty(box.shape, dtype=dtype, device=view().device).copy_(view())
                     for box, view in zip(source.boxes, source.views, strict=True)

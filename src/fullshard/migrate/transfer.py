@@ -61,7 +61,7 @@ def load_sharded_state(
     for unit, names in structure_of(model).units:
         if unit.params.is_flat:
             continue  # its own state-dict hooks take values of any kind
-        given = {i: n[0] for i, n in enumerate(names) if n[0] in values}
+        given = {i: n[0] for i, n in enumerate(names) if n and n[0] in values}
         _check_shapes(unit, {name: values[name] for name in given.values()}, given)
         shards = locals_of(unit, list(given), [values[name] for name in given.values()])
         for index, shard in zip(given, shards, strict=True):

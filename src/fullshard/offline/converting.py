@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.locations import Location, folder_at
-from fullshard.checkpoint.manifest import dumps
+from fullshard.checkpoint.manifest import readable
 from fullshard.checkpoint.saved_state import SavedState, SavedTensor
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.stages import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
@@ -64,7 +64,8 @@ def convert_checkpoint(
             values["converted_from"] = f"{form_of(state)} {state.location}"
             manifest = manifest_of(written, values)
             check_sizes(draft, manifest)
-            draft.complete(dumps(manifest), [file.name for file in manifest.files])
+            content = readable(manifest, str(target))
+            draft.complete(content, [file.name for file in manifest.files])
         except BaseException:
             draft.give_up()
             raise

@@ -98,13 +98,7 @@ def holdings_in(structure: Structure) -> list[Holding]:
     """List what `holdings_of` lists of a model of this structure."""
     _refuse_others(structure.modules)
     for unit, _ in structure.units:
-        if unit.is_whole:
-            raise StateError(
-                f"{unit.label}: its parameters are shown whole now (summon_full_params, "
-                "full_parameters). Leave that context first."
-            )
-        unit.settle()
-        unit.follow_changes()
+        settle(unit)
     found = [holding for unit, names in structure.units for holding in _of_unit(unit, names)]
     managed = {id(param) for unit, _ in structure.units for param in _shown(unit)}
     found += _plain_parameters(structure, managed)
@@ -119,6 +113,17 @@ def holdings_in(structure: Structure) -> list[Holding]:
     for position, name in enumerate(_names_in_order(structure)):
         order.setdefault(name, position)  # where a tied parameter comes first
     return sorted(found, key=lambda holding: order.get(holding.name, len(order)))
+
+
+def settle(unit: Unit) -> None:
+    """End a gather under way, and adopt what users have moved. Raises StateError where it is shown whole."""
+    if unit.is_whole:
+        raise StateError(
+            f"{unit.label}: its parameters are shown whole now (summon_full_params, "
+            "full_parameters). Leave that context first."
+        )
+    unit.settle()
+    unit.follow_changes()
 
 
 def without_ddp(model: Any) -> Any:
@@ -227,6 +232,8 @@ def tell_loaded(holdings: Sequence[Holding]) -> None:
 def _of_unit(unit: Unit, names: Sequence[Sequence[str]]) -> Iterator[Holding]:
     parts = parts_of(unit)
     for index, (param, own_names) in enumerate(zip(unit.params, names, strict=True)):
+        if not own_names:
+            continue  # its module was taken out of the model
         local = plain_memory(param.local.detach(), own_names[0])
         yield unit_holding(parts, index, tuple(own_names), local)
 

@@ -47,12 +47,12 @@ def trained_in(structure: Structure) -> dict[nn.Parameter, Trained]:
     """Return an entry for every parameter that an optimizer of this model may train."""
     found: dict[nn.Parameter, Trained] = {}
     for unit, every_name in structure.units:
-        names = [first for first, *_ in every_name]
+        names = {index: own[0] for index, own in enumerate(every_name) if own}
         if unit.params.flat is not None:
-            found[unit.params.flat.sharded] = Trained(tuple(names), unit, tuple(range(len(names))))
+            found[unit.params.flat.sharded] = Trained(tuple(names.values()), unit, tuple(names))
             continue
-        for index, (param, name) in enumerate(zip(unit.params, names, strict=True)):
-            found[param.sharded] = Trained((name,), unit, (index,))
+        for index, name in names.items():
+            found[unit.params[index].sharded] = Trained((name,), unit, (index,))
     for prefix, module in structure.modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in found:

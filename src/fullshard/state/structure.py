@@ -19,7 +19,7 @@ class Structure(NamedTuple):
         one that is in several places once for each.
     units: those that have parameters, in the order of modules. Per parameter, its names before sharding;
         a tied one has several. Names that it has in another model, with which this one shares it, are
-        left out.
+        left out; it has none if its module was taken out of the model.
     """
 
     modules: list[tuple[str, nn.Module]]
@@ -37,8 +37,8 @@ def structure_of(model: nn.Module) -> Structure:
         prefixes.setdefault(id(module), prefix)
 
     def names(param: ManagedParameter) -> list[str]:
-        slots = ((prefixes.get(id(slot.module())), slot.name) for slot in param.slots)
-        return [f"{prefix}{name}" for prefix, name in slots if prefix is not None]
+        found = [(prefixes.get(id(slot.module())), slot.name) for slot in param.slots]
+        return [prefix + name for prefix, name in found if prefix is not None]
 
     states = dict.fromkeys(state for _, m in modules if (state := state_of(m)) is not None)
     units = [(unit, [*map(names, unit.params)]) for state in states for unit in state.units]

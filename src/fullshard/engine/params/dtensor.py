@@ -127,24 +127,19 @@ class DTensorParameter(ManagedParameter):
             slot.register(self._post_forward)
 
     def follow_replacement(self) -> None:
-        # The first replacement that is found is taken for all slots: a tied parameter is one.
-        for slot in self.slots:
-            current = slot.current
-            if current is None or any(current is form for form in self.forms):
-                continue
-            if not isinstance(current, DTensor):
-                if self.form.unsharded is not None:
-                    raise StateError(
-                        f"{self.name} was replaced by a plain tensor, but it is a DTensor over "
-                        f"{self._spec.mesh}. Distribute the new one over that mesh."
-                    )
-                with torch.no_grad():
-                    current = self._as_parameter(current.detach(), current.requires_grad)
-            self.sharded = current
-            mark_owner(self.sharded, self)
-            break
-        else:
+        current = self.replacement()
+        if current is None:
             return
+        if not isinstance(current, DTensor):
+            if self.form.unsharded is not None:
+                raise StateError(
+                    f"{self.name} was replaced by a plain tensor, but it is a DTensor over "
+                    f"{self._spec.mesh}. Distribute the new one over that mesh."
+                )
+            with torch.no_grad():
+                current = self._as_parameter(current.detach(), current.requires_grad)
+        self.sharded = current
+        mark_owner(self.sharded, self)
         self.show_sharded()
 
     def gradient_dtypes(
@@ -172,11 +167,15 @@ class DTensorParameter(ManagedParameter):
         return self.local is memory
 
     def has_moved(self, memory: torch.Tensor) -> bool:
-        slot, sharded = self.slots[0], self.sharded
+        sharded = self.sharded
         # Asked of every parameter in every forward, and this is nearly always the answer. So it goes
         # without the properties that the general case reads.
-        if slot.registry.get(slot.name) is sharded and sharded._local_tensor is memory:  # type: ignore[attr-defined]
-            return False
+        if sharded._local_tensor is memory:  # type: ignore[attr-defined]
+            for slot in self.slots:
+                if slot.registry.get(slot.name) is not sharded:
+                    break
+            else:
+                return False
         return super().has_moved(memory)
 
     def move_shard(self, target: torch.Tensor) -> None:

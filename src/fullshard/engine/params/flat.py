@@ -122,24 +122,20 @@ class PieceParameter(ManagedParameter):
         pass  # gradients of a flat buffer have one dtype
 
     def follow_replacement(self) -> None:
-        for slot in self.slots:
-            current = slot.current
-            if current is None or any(current is form for form in self.forms):
-                continue
-            # Whole: this rank's piece of it is taken. Else it has to be this rank's piece already.
-            if current.shape == self.shape:
-                current.data = self.owned.of(current.data).clone()
-            elif current.shape != self.owned.shape:
-                raise StateError(
-                    f"Cannot writeback when the parameter shape changes: {self.name} was replaced "
-                    f"by one of shape {tuple(current.shape)}. Give it the whole shape, {self.shape}, "
-                    f"or that of this rank's piece, {self.owned.shape}."
-                )
-            self.sharded = current
-            mark_owner(current, self)
-            break
-        else:
+        current = self.replacement()
+        if current is None:
             return
+        # Whole: this rank's piece of it is taken. Else it has to be this rank's piece already.
+        if current.shape == self.shape:
+            current.data = self.owned.of(current.data).clone()
+        elif current.shape != self.owned.shape:
+            raise StateError(
+                f"Cannot writeback when the parameter shape changes: {self.name} was replaced "
+                f"by one of shape {tuple(current.shape)}. Give it the whole shape, {self.shape}, "
+                f"or that of this rank's piece, {self.owned.shape}."
+            )
+        self.sharded = current
+        mark_owner(current, self)
         self.show_sharded()
 
     def is_at(self, memory: torch.Tensor) -> bool:

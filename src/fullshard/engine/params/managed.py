@@ -12,6 +12,7 @@ is the memory under them (see `buffers`).
 
 import abc
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -355,9 +356,33 @@ class ManagedParameter(abc.ABC):
 
     @property
     def is_replaced(self) -> bool:
-        """Whether somebody has registered another parameter in place of its forms."""
-        current = self.slots[0].current
-        return all(current is not form for form in self.forms)
+        """Whether somebody has registered another parameter in place of its forms, in any slot."""
+        return any(map(self._is_other, (slot.current for slot in self.slots)))
+
+    def _is_other(self, current: nn.Parameter | None) -> bool:
+        return current is not None and all(current is not form for form in self.forms)
+
+    def replacement(self) -> nn.Parameter | None:
+        """Return the first parameter that somebody has registered in place of its forms.
+
+        It is taken for all slots, as a tied parameter is one. Warns if other slots were left as they were.
+        """
+        currents = [slot.current for slot in self.slots]
+        others = [current for current in currents if self._is_other(current)]
+        if not others:
+            return None
+        if len(others) < len(currents):
+            which = zip(self.names, currents, strict=True)
+            replaced = [name for name, current in which if self._is_other(current)]
+            left = [name for name in self.names if name not in replaced]
+            warnings.warn(
+                f"{', '.join(replaced)} was replaced, and {', '.join(left)}, which shares its weight, was "
+                "not. One parameter was sharded for both, so both have the new one now. To have two, "
+                "untie them before sharding.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return others[0]
 
     def has_moved(self, memory: torch.Tensor) -> bool:
         """Whether another parameter is registered, or the shard is not over ``memory`` any more."""
