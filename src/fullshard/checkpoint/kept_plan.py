@@ -7,7 +7,7 @@ not from values, so from one save to the next they are mostly the same. A save l
     modules     which there are, under which names; what is registered in them under which names
     units       which there are; their parts, and their parameters and names
     optimizers  which they are; the parameters of each group; the names of the states of each parameter
-    tensors     type, shape and dtype of each
+    tensors     type, shape and dtype of each; of a DTensor its mesh and placements too
 
 All that `content_of` reads is either among these or read at every save. Modules, units, optimizers and what
 else is no tensor are compared by identity, which is an object's own while it lives: weak references say whether
@@ -72,7 +72,9 @@ class Facts:
     def add_tensor(self, tensor: torch.Tensor) -> None:
         """Add a tensor, whose memory is read at every save."""
         if isinstance(tensor, DTensor):
-            self.add(tensor._spec)
+            spec = tensor._spec
+            self.add(spec.mesh)
+            self.compared += (spec.placements, spec.shape)
             tensor = tensor._local_tensor
         self.compared += (type(tensor), tensor.shape, tensor.dtype, tensor.is_meta)
         self.tensors.append(tensor)
