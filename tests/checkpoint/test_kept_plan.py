@@ -139,6 +139,18 @@ def whole_parameters_written(program: Program) -> None:
             parameter.add_(1)
 
 
+def loaded_state(program: Program) -> None:
+    """Loading gives DTensors new specs, which say the same."""
+    for state in program.states():
+        for key, value in state.items():
+            if isinstance(value, DTensor):
+                local, mesh = value.to_local() + 1, value.device_mesh
+                shape, stride = value.shape, value.stride()
+                state[key] = DTensor.from_local(
+                    local, mesh, value.placements, shape=shape, stride=stride
+                )
+
+
 # More than values: what was planned is not right any more.
 
 
@@ -310,6 +322,7 @@ OF_VALUES = (
     swapped_moments,
     swapped_memory_of_states,
     whole_parameters_written,
+    loaded_state,
 )
 OTHERS = (
     swapped_memory_of_parameters,

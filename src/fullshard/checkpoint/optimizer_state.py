@@ -314,8 +314,8 @@ def _check_plain(name: str, local: torch.Tensor) -> None:
 class TrainedBy:
     """What each parameter stands for that optimizers of some models may train.
 
-    structures: of the models, by section. Of an optimizer that trains several of them, names of parameters begin with the
-    model's key if they would not be different otherwise: "actor.0.weight".
+    structures: of the models, by section. Of an optimizer that trains several of them, names of
+    parameters begin with the model's key if they would not be different otherwise: "actor.0.weight".
     """
 
     def __init__(self, structures: Mapping[str, Structure]) -> None:
