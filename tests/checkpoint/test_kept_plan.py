@@ -463,7 +463,7 @@ def test_a_plan_is_right_after_changes_in_any_order(api: Api, seed: int, tmp_pat
             saves = Saves(tmp_path / str(number), patch)
             for _ in range(6):
                 for name in chosen.sample(sorted(CHANGES), chosen.choice([0, 1, 1, 2])):
-                    with contextlib.suppress(*FAULTS):
+                    with contextlib.suppress(*FAULTS), warnings.catch_warnings(action="ignore"):
                         CHANGES[name](program)
                 if saves.compare(program):
                     break  # such as an optimizer of other parameters

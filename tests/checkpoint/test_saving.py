@@ -239,6 +239,35 @@ def test_background_does_not_wait_for_the_other_ranks(api: Api, tmp_path: Path) 
 
 @alone
 @on_ranks(2)
+def test_background_begins_once_all_ranks_have_copied(api: Api, tmp_path: Path) -> None:
+    # Ranks that share cores would hold up each other's copies.
+    model, optimizer = _sharded(api)
+    fullshard.async_save_checkpoint(tmp_path / "first", model, optimizer).wait()
+    decide, has_copied = stages.decide, tmp_path / "rank 1 has copied"
+    seen: list[bool] = []
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(has_copied.exists())
+        return decide(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "decide", watched)
+        if rank() == 1:
+            time.sleep(0.5)
+            copies = background.staging.copies
+
+            def last(views: Any) -> Any:
+                copied = copies(views)
+                has_copied.touch()
+                return copied
+
+            patched.setattr(background.staging, "copies", last)
+        fullshard.async_save_checkpoint(tmp_path / "later", model, optimizer).wait()
+    assert seen == [True]
+
+
+@alone
+@on_ranks(2)
 def test_what_keeps_one_rank_from_saving_in_the_background_is_named_on_all(
     api: Api, tmp_path: Path
 ) -> None:

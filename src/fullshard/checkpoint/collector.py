@@ -1,4 +1,4 @@
-"""Python's garbage collector, which has to wait while ranks plan together: `collector_waits`.
+"""Python's garbage collector, which has to wait while ranks save or load together: `collector_waits`.
 
 Planning makes many small objects, which set off a collection of everything: 0.2 s in a program with two
 models, and then all ranks wait for the one that collects.

@@ -52,6 +52,10 @@ class Peers:
             dist.all_gather([*rests.unbind()], own.rest(longest), group=self.group)
         return [_value(*rows) for rows in zip(beginnings, rests, strict=True)]
 
+    def wait_for_all(self) -> None:
+        """Return once all ranks have called this. Collective."""
+        self.gathered(None)
+
     def check_alike(self, **arguments: object) -> None:
         """Raise CheckpointError, on all ranks, if they gave different arguments. Collective."""
         self.together(lambda: None, alike=arguments)

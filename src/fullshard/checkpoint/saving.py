@@ -79,8 +79,9 @@ def save_now(request: SaveRequest) -> SavedCheckpoint:
     begun = time.perf_counter()
     finish_background()
     peers = Peers()
-    job = decide(request, lambda: capture(request), peers)
-    nbytes = execute(job, peers)
+    with collector_waits():
+        job = decide(request, lambda: capture(request), peers)
+        nbytes = execute(job, peers)
     saved = job.saved(nbytes, begun=begun, stall_seconds=time.perf_counter() - begun)
     if warning := job.warning(peers):  # last: it may be an error, and peers would wait
         warnings.warn(warning, stacklevel=3)
