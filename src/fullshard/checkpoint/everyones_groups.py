@@ -100,16 +100,23 @@ def _check_undivided(
     """Raise CheckpointError if parameters of one group are in several of a rank's: it could not load them."""
     numbers = {name: number for number, group in enumerate(own) for name in group["params"]}
     for group in merged:
-        first: dict[int, str] = {}
-        for name in group["params"]:
-            if name in numbers:
-                first.setdefault(numbers[name], name)
-        if len(first) > 1:
-            one, two, *_ = first.values()
+        if names := parted(group["params"], numbers):
             raise CheckpointError(
-                f"{section}: {one} and {two} are in two parameter groups on rank {rank}, and in one on another "
-                "rank. Divide parameters into the same groups on all ranks."
+                f"{section}: {' and '.join(names)} are in two parameter groups on rank {rank}, and in one on "
+                "another rank. Divide parameters into the same groups on all ranks."
             )
+
+
+def parted(names: Sequence[str], numbers: Mapping[str, int]) -> list[str]:
+    """Return two parameters of one group that are in different groups elsewhere; [] if there are none.
+
+    numbers: of the group elsewhere, by name; it may lack some.
+    """
+    first: dict[int, str] = {}
+    for name in names:
+        if name in numbers:
+            first.setdefault(numbers[name], name)
+    return [*first.values()][:2] if len(first) > 1 else []
 
 
 def _check_alike(

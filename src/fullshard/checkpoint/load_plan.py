@@ -1,0 +1,242 @@
+"""What a load takes from the files, and what does not fit: `plan_load`.
+
+Each rank compares names, shapes and dtypes of what it holds with those of the files, before a value is
+changed. What does not fit is a problem, in the words of `fitting`.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.everyones_groups import parted
+from fullshard.checkpoint.local_content import held_by
+from fullshard.checkpoint.optimizer_loading import Destination
+from fullshard.checkpoint.optimizer_state import (
+    TrainedBy,
+    check_trained,
+    kind_of,
+    state_keys,
+)
+from fullshard.checkpoint.saved_state import Names, SavedState
+from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.writing import bytes_of
+from fullshard.state.holdings import Holding
+from fullshard.state.optim_keys import Trained
+from fullshard.state.structure import structure_of
+
+
+class LoadPlan(NamedTuple):
+    """What one rank loads.
+
+    holdings: memory, by the names that the files have for it. destinations: of optimizer state, by section.
+    problems: what does not fit. notes: what a reader of a log should know.
+    """
+
+    holdings: list[Holding]
+    destinations: dict[str, Destination]
+    problems: list[str]
+    notes: list[str]
+
+
+def plan_load(
+    state: SavedState,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    extra: Collection[str],
+) -> LoadPlan:
+    """Compare what this rank holds with what was saved. extra: keys that are asked for.
+
+    Makes optimizer state that is not there yet, and changes no value. Raises StateError for an optimizer
+    of other parameters.
+    """
+    structures = {section: structure_of(model) for section, model in models.items()}
+    holdings = held_by(structures)
+    all_trained = TrainedBy(structures)
+    trained = {section: all_trained.of(each) for section, each in optimizers.items()}
+    state.find(_names_of(models, holdings, optimizers, trained, extra))
+    found, problems, taken = _found(state, holdings)
+    known_extra = {**state.values.get("extra", {}), **state.values.get("extra_by_rank", {})}
+    problems += [f"missing extra/{key}" for key in extra if key not in known_extra]
+    destinations = {}
+    for section, optimizer in optimizers.items():
+        check_trained(optimizer, trained[section])
+        destination, own_problems = _destination(state, section, optimizer, trained[section])
+        destinations[section] = destination
+        problems += own_problems
+        found += destination.holdings.values()
+        taken.update(holding.name for holding in destination.holdings.values())
+    mismatched = {h.name for h in found if state.tensors[h.name].shape != h.shape}
+    problems += _of_other_kinds(state, found)
+    sections = (*models, *optimizers)
+    problems += [
+        f"unexpected {name}"
+        for name in state.tensors
+        if name.partition("/")[0] in sections and name not in taken
+    ]
+    own_problems, notes = _of_sections(state, sections, has_optimizers=bool(optimizers))
+    fitting = [holding for holding in found if holding.name not in mismatched]
+    return LoadPlan(fitting, destinations, problems + own_problems, notes)
+
+
+def _found(
+    state: SavedState, holdings: Sequence[Holding]
+) -> tuple[list[Holding], list[str], set[str]]:
+    """Return those of a model's holdings that the files have, by their name there, and problems.
+
+    And all names of the files that are taken: those of a tied parameter may be several tensors there.
+    """
+    by_name = {
+        name: first for first, tensor in state.tensors.items() for name in (first, *tensor.aliases)
+    }
+    found: list[Holding] = []
+    problems: list[str] = []
+    taken: set[str] = set()
+    for holding in holdings:
+        names = [*dict.fromkeys(by_name[name] for name in holding.names if name in by_name)]
+        taken.update(names)
+        if not names:
+            problems.append(f"missing {holding.name}")
+        elif not _are_equal(state, names, holding):
+            problems.append(f"untied {' and '.join(names)}")
+        else:
+            found.append(holding._replace(names=(names[0],)))
+    return found, problems, taken
+
+
+def _are_equal(state: SavedState, names: Sequence[str], holding: Holding) -> bool:
+    """Whether several tensors of the files have the same values, as far as this rank holds them.
+
+    As they may be one parameter's, saved under each of its names.
+    """
+    first = state.tensors[names[0]]
+    for name in names[1:]:
+        other = state.tensors[name]
+        if (other.shape, other.dtype) != (first.shape, first.dtype):
+            return False
+        for box, _ in holding.boxes:
+            one, two = (torch.empty(box.shape, dtype=first.dtype, device="cpu") for _ in range(2))
+            state.read([Wanted(names[0], box, one), Wanted(name, box, two)])
+            if bytes_of(one) != bytes_of(two):
+                return False
+    return True
+
+
+def _of_other_kinds(state: SavedState, holdings: Sequence[Holding]) -> Iterator[str]:
+    """Yield a problem for each holding whose tensor in the files has another shape or dtype."""
+    for holding in holdings:
+        saved, name = state.tensors[holding.name], holding.name
+        if saved.shape != holding.shape:
+            yield f"mismatched {name}: {saved.shape} in the checkpoint, {holding.shape} here"
+        elif saved.dtype != holding.dtype:
+            yield f"dtype {name}: {saved.dtype} in the checkpoint, {holding.dtype} here"
+
+
+def _of_sections(
+    state: SavedState, sections: Sequence[str], *, has_optimizers: bool
+) -> tuple[list[str], list[str]]:
+    """Return problems and notes for whole sections: asked for and not saved, or the reverse."""
+    saved = {name.partition("/")[0] for name in state.tensors}
+    saved |= {*state.values.get("optimizers", {})}
+    problems = [f"missing {section}" for section in sections if section not in saved]
+    notes = [
+        f"{key} is in the files and was left out; name it in extra= to load it"
+        for key in state.values.get("left_out", ())
+    ]
+    for section in sorted(saved - {*sections, "extra", "values"}):
+        if section.partition(".")[0] == "optimizer" and not has_optimizers:
+            notes.append(f"{section} is in the checkpoint and was not asked for")
+        else:  # one of several, which would lose its state without a word
+            problems.append(f"unexpected {section}")
+    return problems, notes
+
+
+# Optimizers
+
+
+def _destination(
+    state: SavedState,
+    section: str,
+    optimizer: torch.optim.Optimizer,
+    trained: Mapping[nn.Parameter, Trained],
+) -> tuple[Destination, list[str]]:
+    """Return memory for one optimizer's state, and what of it does not fit."""
+    prefix = f"{section}/"
+    saved = {}
+    for name, tensor in state.tensors.items():
+        if name.startswith(prefix):
+            parameter, _, key = name[len(prefix) :].rpartition("/")
+            saved[parameter, key] = (tensor.shape, tensor.dtype)
+    values = state.values.get("optimizers", {}).get(section)
+    problems: list[str] = []
+    if values is not None:
+        keys = {key for _, key in saved}.union(*map(set, values["scalars"].values()))
+        if kinds := _other_class(values.get("class"), keys, optimizer):
+            return Destination(optimizer, trained, {}, prefix), [f"class {section}: {kinds}"]
+        problems += _of_groups(section, values["groups"], optimizer, trained)
+    destination = Destination(optimizer, trained, saved, prefix)
+    return destination, [*problems, *destination.problems]
+
+
+def _other_class(saved: str | None, keys: set[str], optimizer: torch.optim.Optimizer) -> str:
+    """Return how the saved optimizer differs from this one in its class; "" if it does not.
+
+    saved: its class; None in files of others, where the keys of its state have to be the same.
+    """
+    if saved is not None:
+        own = kind_of(optimizer)
+        return f"{saved} in the checkpoint, {own} here" if saved != own else ""
+    own_keys = state_keys(optimizer)
+    if keys and own_keys and keys != own_keys:
+        return f"{sorted(keys)} in the checkpoint, {sorted(own_keys)} here"
+    return ""
+
+
+def _of_groups(
+    section: str,
+    saved: Sequence[Mapping[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    trained: Mapping[nn.Parameter, Trained],
+) -> Iterator[str]:
+    """Yield problems of parameter groups: each has to get one set of options, and its own.
+
+    Parameters of a saved group that are in several groups here would all get the options that were saved,
+    whatever they were divided for.
+    """
+    options = {
+        name: sorted(group["options"].items()) for group in saved for name in group["params"]
+    }
+    numbers: dict[str, int] = {}
+    for number, own in enumerate(optimizer.param_groups):
+        names = [name for p in own["params"] for name in trained[p].names]
+        numbers.update(dict.fromkeys(names, number))
+        yield from (f"missing {section}/{name}" for name in names if name not in options)
+        if len({repr(options[name]) for name in names if name in options}) > 1:
+            yield f"groups {section}: {names[0]} and others of its group"
+    for group in saved:
+        if names := parted(group["params"], numbers):
+            yield f"groups {section}: {' and '.join(names)}"
+
+
+def _names_of(
+    models: Collection[str],
+    holdings: Sequence[Holding],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    trained: Mapping[str, Mapping[nn.Parameter, Trained]],
+    extra: Collection[str],
+) -> Names:
+    own: dict[str, list[str]] = {section: [] for section in models}
+    for holding in holdings:
+        for name in holding.names:
+            section, _, rest = name.partition("/")
+            own[section].append(rest)
+    parameters = {
+        section: [
+            tuple(trained[section][p].names) if p in trained[section] else ()
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
+        for section, optimizer in optimizers.items()
+    }
+    return Names(own, parameters, list(extra))

@@ -1,0 +1,128 @@
+"""What a load hands on that is no tensor of a model or optimizer: options, extra state, random generators."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.random_states import RNG, set_random_states
+from fullshard.checkpoint.saved_state import SavedState
+from fullshard.checkpoint.spans import Wanted
+from fullshard.checkpoint.values import decoded, encoded, tensor_names
+from fullshard.errors import CheckpointError
+from fullshard.plan.boxes import whole_box
+from fullshard.state.holdings import HeldTensor, tensor_holding
+
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+class SavedValues:
+    """The values of a checkpoint, as one of ``num_ranks`` ranks gets them.
+
+    Raises CheckpointError for values of no known form.
+    """
+
+    def __init__(self, state: SavedState, rank: int, num_ranks: int) -> None:
+        self._state, self._rank, self._num_ranks = state, rank, num_ranks
+        # What is equal on all ranks, and what is not: each key is in one of them.
+        self._shared: Mapping[str, Any] = state.values.get("extra", {})
+        self._by_rank: Mapping[str, Mapping[str, Any]] = state.values.get("extra_by_rank", {})
+
+    def decoded(self, tree: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
+        """Return a value of the manifest. tensor: returns a tensor that it names; a whole one if None."""
+        try:
+            return decoded(tree, tensor or self._tensor)
+        except _MALFORMED as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{self._state.location}: a value in the manifest is of no known form ({error!r})."
+            ) from error
+
+    def hand_on(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Load extra state into what has ``load_state_dict()`` under its key; return all other values."""
+        others: dict[str, Any] = {}
+        for key in (*self._shared, *self._by_rank):
+            if key == RNG:
+                continue
+            target = extra.get(key)
+            if target is not None and hasattr(target, "load_state_dict"):
+                target.load_state_dict(self._extra(key, target))
+            else:
+                others[key] = self._extra(key, None)
+        return others
+
+    def restore_random_states(self) -> list[str]:
+        """Set this rank's random generators; return notes for its log."""
+        try:
+            return self._restore_random_states()
+        except (*_MALFORMED, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{self._state.location}: the states of random generators are of no known form ({error!r}). "
+                "Load with rng=False to leave them."
+            ) from error
+
+    def _restore_random_states(self) -> list[str]:
+        if RNG in self._shared:
+            set_random_states(self.decoded(self._shared[RNG]))
+            return []
+        states = self._by_rank.get(RNG)
+        if states is None:
+            return ["the checkpoint has no states of random generators"]
+        own = states.get(str(self._rank))
+        if own is not None:
+            set_random_states(self.decoded(own))
+            return []
+        # A rank more than saved: it begins a sequence of its own, the same in every such load.
+        set_random_states(self.decoded(states["0"]))
+        seeds = torch.randint(2**31, (self._rank + 1,), device="cpu")
+        torch.manual_seed(int(seeds[self._rank]))
+        return [f"rank {self._rank} has new random generators: fewer ranks saved"]
+
+    def _extra(self, key: str, target: Any) -> Any:
+        if key in self._shared:
+            tree = self._shared[key]
+        else:
+            own = self._by_rank[key]
+            if str(self._rank) not in own or len(own) != self._num_ranks:
+                if target is None:
+                    return [self.decoded(each) for each in own.values()]
+                raise CheckpointError(
+                    f"extra {key!r} was saved separately by {len(own)} ranks, and these are "
+                    f"{self._num_ranks}. Leave it out of extra=: it is returned as a list then, one "
+                    "state a rank, for you to divide."
+                )
+            tree = own[str(self._rank)]
+        templates: dict[str, Any] = {}
+        names = tensor_names(tree)
+        if target is not None and any(_is_sharded(self._state.tensors.get(name)) for name in names):
+            encoded(target.state_dict(), f"extra/{key}", templates.__setitem__)
+
+        def tensor(name: str) -> Any:
+            template = templates.get(name)
+            if not isinstance(template, DTensor | HeldTensor):
+                return self._tensor(name)
+            holding = tensor_holding(name, template)
+            self._state.read([Wanted(name, box, view) for box, view in holding.boxes])
+            return template
+
+        return self.decoded(tree, tensor)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor of the checkpoint, in host memory."""
+        saved = self._state.tensors.get(name)
+        if saved is None:
+            raise CheckpointError(
+                f"{self._state.location}: has no tensor {name}, which a value names."
+            )
+        result = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+        if result.numel():
+            self._state.read([Wanted(name, whole_box(saved.shape), result)])
+        return result
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return tensor is not None and tensor.placement not in ("", "replicated", "buffer")
