@@ -34,9 +34,9 @@ from fullshard.checkpoint.optimizer_state import (
     parameters_of,
     states_of,
 )
+from fullshard.engine.access import settle_to_read
 from fullshard.engine.module_state import state_of
 from fullshard.engine.unit import Unit
-from fullshard.state.holdings import settle
 from fullshard.state.structure import Structure
 from fullshard.state.unit_parts import parts_of
 
@@ -99,7 +99,7 @@ def facts_of(
 
 def _add_model(facts: Facts, structure: Structure) -> None:
     for unit, names in structure.units:
-        settle(unit)
+        settle_to_read(unit)
         facts.units.append(unit)
         facts.add(unit)
         facts.add(parts_of(unit))

@@ -52,7 +52,7 @@ def plan_load(
     of other parameters.
     """
     structures = {section: structure_of(model) for section, model in models.items()}
-    holdings = held_by(structures)
+    holdings = held_by(structures, writes="load_checkpoint")
     all_trained = TrainedBy(structures)
     trained = {section: all_trained.of(each) for section, each in optimizers.items()}
     state.find(_names_of(models, holdings, optimizers, trained, extra))

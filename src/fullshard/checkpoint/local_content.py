@@ -243,12 +243,12 @@ def named(objects: Any, section: str) -> dict[str, Any]:
     return {f"{section}.{key}": without_ddp(each) for key, each in objects.items()}
 
 
-def held_by(structures: Mapping[str, Structure]) -> list[Holding]:
-    """Return what this rank holds of models, by names with their sections."""
+def held_by(structures: Mapping[str, Structure], *, writes: str = "") -> list[Holding]:
+    """Return what this rank holds of models, by names with their sections. writes: as `holdings_of` says."""
     return [
         prefixed(holding, f"{section}/")
         for section, structure in structures.items()
-        for holding in holdings_in(structure)
+        for holding in holdings_in(structure, writes=writes)
     ]
 
 

@@ -11,7 +11,8 @@
     6  backward of 2         gradients are complete: reshard and reduce
     7  engine callback       once per backward pass: do 6 for units that had none (inputs without
                              gradient, unused in part), then finish everything under way
-    8  state-dict hooks      before saving or loading: show sharded parameters; after loading: bring
+    8  state-dict hooks      before saving or loading: show sharded parameters; after saving in the
+                             middle of 1 to 7: show again what was in use; after loading: bring
                              shards that were replaced back to the unit's memory
     -  process-wide          registration of parameters and modules, optimizer steps: see `strays`
 
@@ -42,6 +43,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.engine.access import RegisteredShards, is_running, refuse_while_used
 from fullshard.engine.iteration import is_in_backward
 from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.nodes import mark_after_backward, mark_before_backward, watch_output
@@ -81,6 +83,7 @@ class Hooks(ModuleState):
         # Wrapped methods: the module, the method's name, the function that it was.
         self._methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._handles: list[RemovableHandle] = []
+        self._registered: list[RegisteredShards] = []  # of state dicts that are being made
         self.attach()
 
     def attach(self) -> None:
@@ -93,8 +96,9 @@ class Hooks(ModuleState):
                     self.before_forward, prepend=True, with_kwargs=True
                 ),
                 module.register_forward_hook(self.after_forward),
-                module.register_state_dict_pre_hook(self._before_state_dict),
-                module.register_load_state_dict_pre_hook(self._before_state_dict),
+                module.register_state_dict_pre_hook(self.begin_saving),
+                module._register_state_dict_hook(self.end_saving),
+                module.register_load_state_dict_pre_hook(self._before_load),
                 module.register_load_state_dict_post_hook(self._after_load),
             ]
 
@@ -376,7 +380,22 @@ class Hooks(ModuleState):
 
     # 8. State dicts: sharded parameters are shown, and replaced ones adopted
 
-    def _before_state_dict(self, *_: Any) -> None:
+    def begin_saving(self, *_: Any) -> None:
+        """Register the sharded parameters, each under its own name, until `end_saving`."""
+        runs = is_running(self, if_unknown=True)
+        for unit in () if runs else self.units:
+            unit.settle()
+        # Else settling has registered them, but for those inside a flat parameter.
+        units = (unit for unit in self.units if runs or unit.params.flat is not None)
+        self._registered.append(RegisteredShards(units))
+
+    def end_saving(self, *_: Any) -> None:
+        """Undo what `begin_saving` has registered."""
+        self._registered.pop().undo()
+
+    def _before_load(self, *_: Any) -> None:
+        for unit in self.units:
+            refuse_while_used(unit, "load_state_dict")
         for unit in self.units:
             unit.settle()
             unit.finish_reading()  # loading is about to write to shards

@@ -114,6 +114,17 @@ class Iteration:
         """Whether a backward raised: it began, and neither has ended nor is running."""
         return self._backward_end is not None and self._backward_end() is None
 
+    def is_running(self, *, if_unknown: bool) -> bool:
+        """Whether the root's forward or a backward is running, and no exception has ended it.
+
+        if_unknown: the answer where only the next forward can tell.
+        """
+        if self._backward_end is not None and not self.has_stale_backward:
+            return True
+        if not self.is_in_forward:
+            return False
+        return if_unknown if self._caller is None else _is_running(self._caller)
+
     def is_left_over(self, *, is_root: bool) -> bool:
         """Whether an exception ended the last forward, asked when a module's forward starts.
 

@@ -119,7 +119,7 @@ def _plan(model: nn.Module, weights: Weights, reader: WeightsReader, rename: Ren
     in_files = by_new_name(weights.tensors, rename)
     plan = _Plan([], [], [])
     taken: set[str] = set(computed_names(model))
-    for holding in holdings_of(model):
+    for holding in holdings_of(model, writes="load_hf"):
         names = [name for name in map(plain_name, holding.names) if name in in_files]
         taken.update(names)
         if not names:

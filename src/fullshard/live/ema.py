@@ -63,10 +63,10 @@ class _Sources:
         self._plain: list[tuple[dict[str, Any], str]] = []
         self._num_buffers = 0
 
-    def refresh(self) -> None:
-        """Look them up. Ends gathers under way, and shows sharded parameters."""
+    def refresh(self, *, writes: str = "") -> None:
+        """Look them up, as `holdings_of` does."""
         structure = structure_of(self._model)
-        holdings = holdings_in(structure)
+        holdings = holdings_in(structure, writes=writes)
         managers = {
             own[0]: param
             for unit, names in structure.units
@@ -217,7 +217,7 @@ class EMA:
         optimizer's step inside is undone with them. Memory: a copy of this rank's shards.
         """
         self._refuse_while_applied("applied()")
-        self._follow_model()
+        self._follow_model(writes="EMA.applied")
         with torch.no_grad():
             kept = [view.clone() for _, view, _ in self._pairs()]
             self._write(average for average, _, _ in self._pairs())
@@ -227,7 +227,9 @@ class EMA:
         finally:
             self._is_applied = False
             with torch.no_grad():
-                self._sources.refresh()  # forwards may have left units unsharded
+                self._sources.refresh(
+                    writes="EMA.applied"
+                )  # forwards may have left units unsharded
                 self._write(iter(kept))
 
     def state_dict(self) -> dict[str, Any]:
@@ -286,9 +288,9 @@ class EMA:
             return dtype
         return self._dtype or torch.promote_types(dtype, torch.float32)
 
-    def _follow_model(self) -> None:
+    def _follow_model(self, *, writes: str = "") -> None:
         """Look where the model's values are now, and make averages of what is new."""
-        self._sources.refresh()
+        self._sources.refresh(writes=writes)
         old, self._averages = self._averages, {}
         moved = []
         with torch.inference_mode(False), torch.no_grad():

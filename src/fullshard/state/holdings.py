@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.access import settle_to_read, settle_to_write
 from fullshard.engine.module_state import state_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError, UnsupportedError
@@ -83,22 +84,29 @@ class HeldTensor:
 
 
 @torch.no_grad()
-def holdings_of(model: nn.Module) -> list[Holding]:
+def holdings_of(model: nn.Module, *, writes: str = "") -> list[Holding]:
     """List what this rank holds of a model's parameters and persistent buffers.
 
-    Every rank has to call it: gathers under way are ended, and sharded parameters shown. Names are
-    those before sharding, wrapping, checkpointing and compiling. Raises StateError on the meta device
-    or where whole parameters are shown, UnsupportedError for a tensor subclass that is kept in parts.
+    Every rank has to call it: outside of forward and backward, gathers under way are ended and sharded
+    parameters shown. Names are those before sharding, wrapping, checkpointing and compiling.
+
+    writes: the name of the call that is going to write to what is held; "" if nothing will.
+
+    Raises StateError on the meta device or where whole parameters are shown, UnsupportedError for a
+    tensor subclass that is kept in parts, MisuseError for a writer while a pass uses the parameters.
     """
-    return holdings_in(structure_of(without_ddp(model)))
+    return holdings_in(structure_of(without_ddp(model)), writes=writes)
 
 
 @torch.no_grad()
-def holdings_in(structure: Structure) -> list[Holding]:
+def holdings_in(structure: Structure, *, writes: str = "") -> list[Holding]:
     """List what `holdings_of` lists of a model of this structure."""
     _refuse_others(structure.modules)
     for unit, _ in structure.units:
-        settle(unit)
+        if writes:
+            settle_to_write(unit, writes)
+        else:
+            settle_to_read(unit)
     found = [holding for unit, names in structure.units for holding in _of_unit(unit, names)]
     managed = {id(param) for unit, _ in structure.units for param in _shown(unit)}
     found += _plain_parameters(structure, managed)
@@ -113,17 +121,6 @@ def holdings_in(structure: Structure) -> list[Holding]:
     for position, name in enumerate(_names_in_order(structure)):
         order.setdefault(name, position)  # where a tied parameter comes first
     return sorted(found, key=lambda holding: order.get(holding.name, len(order)))
-
-
-def settle(unit: Unit) -> None:
-    """End a gather under way, and adopt what users have moved. Raises StateError where it is shown whole."""
-    if unit.is_whole:
-        raise StateError(
-            f"{unit.label}: its parameters are shown whole now (summon_full_params, "
-            "full_parameters). Leave that context first."
-        )
-    unit.settle()
-    unit.follow_changes()
 
 
 def without_ddp(model: Any) -> Any:
@@ -296,11 +293,11 @@ def _dtypes_before_casts(structure: Structure) -> dict[tuple[int, str], torch.dt
 
 
 def _shown(unit: Unit) -> Iterator[nn.Parameter]:
-    """Yield every form in which a unit's parameters may be registered while it is sharded."""
+    """Yield every form in which a unit's parameters may be registered."""
     if unit.params.flat is not None:
         yield unit.params.flat.sharded
     for param in unit.params:
-        yield param.sharded
+        yield from (form for form in param.forms if form is not None)
 
 
 def _names_in_order(structure: Structure) -> Iterator[str]:

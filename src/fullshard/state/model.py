@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.module_state import ModuleState, state_of
+from fullshard.engine.access import settle_to_read, settle_to_write
+from fullshard.engine.hooks import Hooks, hooks_of
+from fullshard.engine.module_state import ModuleState
 from fullshard.engine.params.flat import FLAT_PARAM, HiddenParameter
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import gather_whole
@@ -47,10 +49,10 @@ _PREFIX = f"{WRAPPED_MODULE}."
 def before_saving(module: nn.Module) -> None:
     """Register every parameter under its own name, so that keys come in the usual order."""
     unit = _unit(module)
-    if not unit.is_whole:
-        unit.settle()
-        unit.follow_changes()
-        _show_pieces(unit)
+    if unit.is_whole:
+        return
+    settle_to_read(unit)
+    _hooks(module).begin_saving()
 
 
 @torch.no_grad()
@@ -61,9 +63,9 @@ def after_saving(
 
     Collective, except for LOCAL. Changes ``state_dict`` in place.
     """
-    state, unit = _state(module), _unit(module)
+    state, unit = _hooks(module), _unit(module)
     if not unit.is_whole:
-        _hide_pieces(unit)
+        state.end_saving()
     _rename(state_dict, f"{prefix}{_PREFIX}", prefix)
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT and not unit.mesh.shard_group:
         warnings.warn(
@@ -138,8 +140,7 @@ def before_loading(
     """
     unit = _unit(module)
     if not unit.is_whole:
-        unit.settle()
-        unit.follow_changes()
+        settle_to_write(unit, "load_state_dict")
         _show_pieces(unit)
     names = [
         f"{prefix}{_flat_key(position)}" for position in range(len(unit.plan_layout().buckets))
@@ -163,7 +164,7 @@ def before_loading(
     for index, key in keys:
         if index in pieces:
             state_dict[key] = pieces[index]
-    buffers = _buffers(module, _state(module), f"{prefix}{_PREFIX}", casts=False)
+    buffers = _buffers(module, _hooks(module), f"{prefix}{_PREFIX}", casts=False)
     for key, buffer in buffers.items():
         if key in state_dict and not _fits(
             state_dict[key], tuple(buffer.shape), clean_name(key), errors
@@ -294,12 +295,12 @@ def _hide_pieces(unit: Unit) -> None:
     unit.params.flat.slot.register(unit.params.flat.sharded)
 
 
-def _state(module: nn.Module) -> ModuleState:
-    state = state_of(module)
-    assert state is not None
-    return state
+def _hooks(module: nn.Module) -> Hooks:
+    hooks = hooks_of(module)
+    assert hooks is not None
+    return hooks
 
 
 def _unit(module: nn.Module) -> Unit:
-    (unit,) = _state(module).all_units
+    (unit,) = _hooks(module).all_units
     return unit

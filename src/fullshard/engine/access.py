@@ -1,0 +1,103 @@
+"""Access to shards for those who read or write a model: state dicts, checkpoints, exports, averages.
+
+Between passes a unit is brought to rest first. Readers may also come while the model's forward or
+backward runs, from a hook. Then units stay as they are: modules compute with the whole parameters, a
+rank that reads alone must start no gather, and the shards lie unchanged beside what is used. Writers
+are refused then, since the pass would go on with other values than those it began with.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from fullshard.engine.module_state import ModuleState, state_of_unit
+from fullshard.engine.unit import Unit
+from fullshard.errors import MisuseError, StateError
+
+
+def settle_to_read(unit: Unit) -> None:
+    """Adopt what users have moved, and end a gather, unless a pass of the model runs.
+
+    Raises StateError if copies of whole parameters are shown, which readers would take for shards.
+    """
+    _refuse_shown_whole(unit)
+    state = state_of_unit(unit)
+    if state is None or not is_running(state, if_unknown=True):
+        unit.settle()
+        unit.follow_changes()
+    elif unit.is_sharded and unit.params.have_moved:
+        unit.adopt()
+
+
+def settle_to_write(unit: Unit, call: str) -> None:
+    """Adopt what users have moved, and bring a unit to rest.
+
+    Raises StateError if copies of whole parameters are shown, and as `refuse_while_used` does.
+    """
+    _refuse_shown_whole(unit)
+    refuse_while_used(unit, call)
+    unit.settle()
+    unit.follow_changes()
+
+
+def refuse_while_used(unit: Unit, call: str) -> None:
+    """Raise MisuseError if a forward or backward uses a unit's parameters. call: what would write."""
+    state = state_of_unit(unit)
+    if unit.is_unsharded and state is not None and is_running(state, if_unknown=False):
+        raise MisuseError(
+            f"{unit.label}: {call} is called while the model's forward or backward uses these "
+            "parameters. Call it before or after."
+        )
+
+
+def is_running(state: ModuleState, *, if_unknown: bool) -> bool:
+    """Whether a forward or backward of the model runs. For ``if_unknown`` see `Iteration.is_running`."""
+    iteration = state.known_iteration
+    return iteration is not None and iteration.is_running(if_unknown=if_unknown)
+
+
+def _refuse_shown_whole(unit: Unit) -> None:
+    if unit.is_whole:
+        raise StateError(
+            f"{unit.label}: its parameters are shown whole now (summon_full_params, "
+            "full_parameters). Leave that context first."
+        )
+
+
+class RegisteredShards:
+    """Sharded parameters that are registered for a while, for who reads modules.
+
+    Units do not notice: their phases stay, and in the end modules are as they were.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        """Register each unit's sharded parameters, those inside a flat one under their own names."""
+        self._before: list[tuple[dict[str, Any], str, Any]] = []  # None: there was nothing
+        for unit in units:
+            flat = unit.params.flat
+            if flat is not None:
+                self._set(flat.slot.registry, flat.slot.name, None)
+            for param in unit.params:
+                for slot in param.slots:
+                    module = slot.module()
+                    # One inside a flat parameter is not registered; any other may have been removed.
+                    if module is not None and (slot.current is not None or flat is not None):
+                        self._set(slot.registry, slot.name, param.sharded)
+                        self._set(
+                            vars(module), slot.name, None
+                        )  # attributes hide what is registered
+
+    def undo(self) -> None:
+        """Leave modules as they were."""
+        for names, name, value in reversed(self._before):
+            _put(names, name, value)
+
+    def _set(self, names: dict[str, Any], name: str, value: Any) -> None:
+        self._before.append((names, name, names.get(name)))
+        _put(names, name, value)
+
+
+def _put(names: dict[str, Any], name: str, value: Any) -> None:
+    if value is None:
+        names.pop(name, None)
+    else:
+        names[name] = value

@@ -1,0 +1,316 @@
+"""State that hooks read in the middle of a forward or backward, and what must not be loaded there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullshard
+from fullshard.errors import FullshardError
+from tests.api import Api
+from tests.fsdp1.models import Block, full_value, net, quiet, run_step, wrap
+from tests.harness import mesh_of, on_ranks, world_size
+from tests.live.ways import ALL
+from tests.selection import repeats
+from tests.test_transfer import HYBRID
+from tests.training import assert_equal
+
+Whole = dict[str, Tensor]
+Reader = Callable[[Api, Any, torch.optim.Optimizer, Path], Whole]
+
+
+def _state_dict(_: Api, model: Any, __: torch.optim.Optimizer, ___: Path) -> Whole:
+    return {name: full_value(value).clone() for name, value in model.state_dict().items()}
+
+
+def _iterated(_: Api, model: Any, __: torch.optim.Optimizer, ___: Path) -> Whole:
+    return dict(fullshard.iter_full_state(model))
+
+
+def _streamed(_: Api, model: Any, __: torch.optim.Optimizer, ___: Path) -> Whole:
+    return dict(pair for bucket in fullshard.stream_weights(model) for pair in bucket)
+
+
+def _transferred(api: Api, model: Any, optimizer: torch.optim.Optimizer, _: Path) -> Whole:
+    state = api.sharded_state(model, optimizer)["model"]
+    return {name: full_value(value).clone() for name, value in state.items()}
+
+
+def _averaged(_: Api, model: Any, __: torch.optim.Optimizer, ___: Path) -> Whole:
+    fullshard.EMA(model, 0.5).update()
+    return {}
+
+
+def _saved(_: Api, model: Any, optimizer: torch.optim.Optimizer, path: Path) -> Whole:
+    fullshard.save_checkpoint(path / "a", model, optimizer)
+    return _loaded(path / "a")
+
+
+def _saved_later(_: Api, model: Any, optimizer: torch.optim.Optimizer, path: Path) -> Whole:
+    pending = fullshard.async_save_checkpoint(path / "b", model, optimizer)
+    return _loaded(pending.wait().path)
+
+
+def _exported(_: Api, model: Any, __: torch.optim.Optimizer, path: Path) -> Whole:
+    fullshard.export_hf(model, path / "c")
+    other = _alone()
+    fullshard.load_hf(other, path / "c")
+    return dict(other.state_dict())
+
+
+READERS: dict[str, Reader] = {
+    "state_dict": _state_dict,
+    "iter_full_state": _iterated,
+    "stream_weights": _streamed,
+    "sharded_state": _transferred,
+    "ema": _averaged,
+    "save": _saved,
+    "async_save": _saved_later,
+    "export_hf": _exported,
+}
+
+
+def _alone() -> nn.Module:
+    return net(9)
+
+
+def _loaded(path: Path) -> Whole:
+    other = _alone()
+    fullshard.load_checkpoint(path, other, allow=["dtype"])  # of buffers
+    return dict(other.state_dict())
+
+
+# Where hooks are
+
+Place = Callable[[Any, Callable[..., None]], Any]
+
+
+def _inner(model: Any) -> Any:
+    return getattr(model, "module", model)
+
+
+def _block(model: Any) -> Any:
+    return next(module for module in model.modules() if isinstance(module, Block))
+
+
+PLACES: dict[str, Place] = {
+    "root's forward": lambda m, do: _inner(m).stem.register_forward_hook(lambda *_: do()),
+    "before block": lambda m, do: _inner(m).blocks[0].register_forward_pre_hook(lambda *_: do()),
+    "in block": lambda m, do: _block(m).wide.register_forward_hook(lambda *_: do()),
+    "in second block": lambda m, do: _inner(m).blocks[1].register_forward_hook(lambda *_: do()),
+    "root's backward": lambda m, do: _inner(m).batch_norm.register_full_backward_hook(
+        lambda *_: do()
+    ),
+    "block's backward": lambda m, do: _block(m).norm.register_full_backward_hook(lambda *_: do()),
+}
+
+
+def _fully_sharded(api: Api, model: nn.Module, **options: Any) -> nn.Module:
+    mesh = mesh_of(world_size())
+    for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
+        api.fully_shard(module, mesh=mesh, **options)
+    return model
+
+
+def _low(api: Api, model: Any) -> nn.Module:
+    for name, buffer in model.batch_norm.named_buffers():
+        setattr(model.batch_norm, name, buffer.bfloat16() if buffer.is_floating_point() else buffer)
+    policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return _fully_sharded(api, model, mp_policy=policy)
+
+
+def _low_wrapped(api: Api, model: nn.Module, *, use_orig_params: bool) -> nn.Module:
+    precision = api.MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    wrapped: nn.Module = wrap(
+        api, model, "FULL_SHARD", use_orig_params=use_orig_params, mixed_precision=precision
+    )
+    return wrapped
+
+
+WAYS = {
+    **ALL,
+    "kept": lambda api, model: _fully_sharded(api, model, reshard_after_forward=False),
+    "resharded": lambda api, model: _fully_sharded(api, model, reshard_after_forward=True),
+    "smaller": lambda api, model: _fully_sharded(api, model, reshard_after_forward=2),
+    "low": _low,
+    "offloaded": lambda api, model: _fully_sharded(
+        api, model, offload_policy=api.CPUOffloadPolicy(pin_memory=False)
+    ),
+    "low_orig": lambda api, model: _low_wrapped(api, model, use_orig_params=True),
+    "low_flat": lambda api, model: _low_wrapped(api, model, use_orig_params=False),
+    "prefetching_flat": lambda api, model: wrap(
+        api, model, "SHARD_GRAD_OP", use_orig_params=False, forward_prefetch=True
+    ),
+}
+
+
+class _Seen:
+    """What a run saw: losses, gradients of each step, the parameters in the end, what was read."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Tensor | None]] = []
+        self.expected: Whole = {}  # the parameters in the step in which the hook reads
+        self.read: list[Whole] = []
+        self.after: Whole = {}
+
+
+def _run(
+    api: Api, way: str, place: str, do: Callable[[Any, torch.optim.Optimizer], Whole] | None = None
+) -> _Seen:
+    """Train a model in steps of two backwards, and do something once, in a hook in the second one."""
+    with quiet():
+        model = WAYS[way](api, net())
+    _inner(model).batch_norm.momentum = 0.0  # else ranks differ in buffers
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen = _Seen()
+    for step in range(3):
+        if step == 1:
+            state = _state_dict(api, model, optimizer, Path())
+            seen.expected = {name: state[name] for name, _ in net().named_parameters()}
+        for part in range(2):
+            todo = [do] if do is not None and (step, part) == (1, 1) else []
+
+            def act(todo: list[Any] = todo) -> None:
+                if todo:
+                    seen.read.append(todo.pop()(model, optimizer))
+
+            handle = PLACES[place](model, act)
+            seen.losses.append(run_step(model, seed=2 * step + part).item())
+            handle.remove()
+            assert not todo
+        seen.gradients.append(
+            {n: None if p.grad is None else _local(p.grad) for n, p in model.named_parameters()}
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.after = _state_dict(api, model, optimizer, Path())
+    return seen
+
+
+def _local(grad: Tensor) -> Tensor:
+    return getattr(grad, "_local_tensor", grad).clone()
+
+
+def _assert_same(one: _Seen, other: _Seen) -> None:
+    assert one.losses == other.losses
+    for ours, theirs in zip(one.gradients, other.gradients, strict=True):
+        assert [name for name, grad in ours.items() if grad is None] == [
+            name for name, grad in theirs.items() if grad is None
+        ]
+        assert_equal(*({n: g for n, g in each.items() if g is not None} for each in (ours, theirs)))
+    assert_equal(one.after, other.after)
+
+
+def _assert_reading_changes_nothing(api: Api, way: str, place: str, path: Path) -> None:
+    with quiet():
+        expected = _run(api, way, place)
+        for name, reader in READERS.items():
+            seen = _run(api, way, place, lambda *a, r=reader, n=name: r(api, *a, path / n))
+            _assert_same(seen, expected)
+            (read,) = seen.read
+            if read:
+                assert_equal({each: read[each] for each in seen.expected}, seen.expected)
+
+
+FEW = ("root's forward", "in block", "block's backward")
+some = repeats(
+    lambda s: (
+        s["api"] == "process_group"
+        or s["place"] not in FEW
+        or s["way"] not in ("orig", "flat", "replicated", "fully_shard", "kept")
+    )
+)
+ON_TWO = [way for way in WAYS if way not in (*HYBRID, "plain", "smaller")]
+
+
+@some
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", ON_TWO)
+@on_ranks(2)
+def test_reading_in_a_pass_changes_nothing(api: Api, way: str, place: str, tmp_path: Path) -> None:
+    _assert_reading_changes_nothing(api, way, place, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", [*HYBRID, "smaller"])
+@on_ranks(4)
+def test_reading_in_a_pass_of_replicas_changes_nothing(
+    api: Api, way: str, place: str, tmp_path: Path
+) -> None:
+    _assert_reading_changes_nothing(api, way, place, tmp_path)
+
+
+def _load_state(_: Api, model: Any, __: torch.optim.Optimizer, state: Whole, ___: Path) -> None:
+    model.load_state_dict(state)
+
+
+def _load_checkpoint(
+    _: Api, model: Any, optimizer: torch.optim.Optimizer, __: Whole, path: Path
+) -> None:
+    fullshard.load_checkpoint(path / "a", model, optimizer)
+
+
+def _load_hf(_: Api, model: Any, __: torch.optim.Optimizer, ___: Whole, path: Path) -> None:
+    fullshard.load_hf(model, path / "b", allow=["missing", "unexpected"])
+
+
+def _apply_averages(_: Api, model: Any, __: torch.optim.Optimizer, ___: Whole, ____: Path) -> None:
+    with fullshard.EMA(model).applied():
+        pass
+
+
+WRITERS = {
+    "load_state_dict": _load_state,
+    "load_checkpoint": _load_checkpoint,
+    "load_hf": _load_hf,
+    "applied": _apply_averages,
+}
+
+
+@some
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", ["orig", "flat", "replicated", "fully_shard", "kept"])
+@on_ranks(2)
+def test_loading_in_a_pass_is_refused(api: Api, way: str, place: str, tmp_path: Path) -> None:
+    other = WAYS[way](api, net(5))
+    state = {k: v.clone() for k, v in other.state_dict().items()}
+    fullshard.save_checkpoint(tmp_path / "a", other, torch.optim.SGD(other.parameters(), lr=0.1))
+    fullshard.export_hf(other, tmp_path / "b")
+    with quiet():
+        expected = _run(api, way, place)
+        for name, writer in WRITERS.items():
+
+            def write(model: Any, optimizer: Any, writer: Any = writer, name: str = name) -> Whole:
+                with pytest.raises(FullshardError, match=f"{name} is called while"):
+                    writer(api, model, optimizer, state, tmp_path)
+                return {}
+
+            _assert_same(_run(api, way, place, write), expected)
+
+
+@pytest.mark.parametrize("way", ["orig", "flat", "fully_shard"])
+@on_ranks(2)
+def test_loading_after_an_exception_in_a_pass_is_allowed(api: Api, way: str) -> None:
+    model = WAYS[way](api, net())
+    state = WAYS[way](api, net(5)).state_dict()
+    for place in ("in block", "block's backward"):
+        handle = PLACES[place](model, _fail)
+        with pytest.raises(ZeroDivisionError):
+            run_step(model)
+        handle.remove()
+        model.load_state_dict(state)
+        run_step(model)
+        read = model.state_dict()
+        for name, value in net(5).named_parameters():
+            assert full_value(read[name]).equal(value), name
+
+
+def _fail() -> None:
+    raise ZeroDivisionError
