@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.errors import FullshardError
 from tests.api import Api
-from tests.fsdp1.models import Block, full_value, net, quiet, run_step, wrap
-from tests.harness import mesh_of, on_ranks, world_size
+from tests.fsdp1.models import Block, batch, full_value, net, quiet, run_step, wrap
+from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.live.ways import ALL
 from tests.selection import repeats
 from tests.test_transfer import HYBRID
-from tests.training import assert_equal
+from tests.training import assert_equal, mean_square, my_part
 
 Whole = dict[str, Tensor]
 Reader = Callable[[Api, Any, torch.optim.Optimizer, Path], Whole]
@@ -219,12 +219,10 @@ def _assert_reading_changes_nothing(api: Api, way: str, place: str, path: Path) 
 
 
 FEW = ("root's forward", "in block", "block's backward")
+over_peer_memory = repeats(lambda s: s["api"] == "process_group")
+FEW_WAYS = ("orig", "flat", "replicated", "fully_shard", "kept")
 some = repeats(
-    lambda s: (
-        s["api"] == "process_group"
-        or s["place"] not in FEW
-        or s["way"] not in ("orig", "flat", "replicated", "fully_shard", "kept")
-    )
+    lambda s: s["api"] == "process_group" or s["place"] not in FEW or s["way"] not in FEW_WAYS
 )
 ON_TWO = [way for way in WAYS if way not in (*HYBRID, "plain", "smaller")]
 
@@ -245,6 +243,45 @@ def test_reading_in_a_pass_of_replicas_changes_nothing(
     api: Api, way: str, place: str, tmp_path: Path
 ) -> None:
     _assert_reading_changes_nothing(api, way, place, tmp_path)
+
+
+@over_peer_memory
+@pytest.mark.parametrize("way", [*FEW_WAYS, "smaller"])
+@on_ranks(4)
+def test_one_rank_alone_reads_in_a_pass(api: Api, way: str) -> None:
+    expected = _run(api, way, "in second block")
+
+    def read(model: Any, _: Any) -> Whole:
+        if rank() == 1:
+            fullshard.EMA(model).update()
+            if way in ("fully_shard", "kept", "smaller"):  # whose values are this rank's shards
+                model.state_dict()
+        return {}
+
+    _assert_same(_run(api, way, "in second block", read), expected)
+
+
+@over_peer_memory
+@pytest.mark.parametrize("way", FEW_WAYS)
+@on_ranks(2)
+def test_reading_between_forward_and_backward_changes_nothing(
+    api: Api, way: str, tmp_path: Path
+) -> None:
+    def gradients(reader: Reader | None, name: str) -> dict[str, Tensor]:
+        model = WAYS[way](api, net())
+        _inner(model).batch_norm.momentum = 0.0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(2):
+            loss = mean_square(model(my_part(batch(number))))
+            if reader is not None:
+                reader(api, model, optimizer, tmp_path / name / str(number))
+            loss.backward()
+        return {n: _local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+    with quiet():
+        expected = gradients(None, "")
+        for name, reader in READERS.items():
+            assert_equal(gradients(reader, name), expected)
 
 
 def _load_state(_: Api, model: Any, __: torch.optim.Optimizer, state: Whole, ___: Path) -> None:
@@ -276,7 +313,7 @@ WRITERS = {
 
 @some
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("way", ["orig", "flat", "replicated", "fully_shard", "kept"])
+@pytest.mark.parametrize("way", FEW_WAYS)
 @on_ranks(2)
 def test_loading_in_a_pass_is_refused(api: Api, way: str, place: str, tmp_path: Path) -> None:
     other = WAYS[way](api, net(5))
