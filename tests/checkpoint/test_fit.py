@@ -377,7 +377,7 @@ def test_ranks_with_different_arguments_are_told_and_stay_in_step(api: Api, tmp_
     fullshard.save_checkpoint(tmp_path / "a", model)
     with pytest.raises(CheckpointError, match="allow is"):
         fullshard.load_checkpoint(tmp_path / "a", model, allow=["missing"] if first else [])
-    with pytest.raises((CheckpointError, TypeError), match=r"PathLike|argument should be"):
+    with pytest.raises(CheckpointError, match="None is no path"):
         fullshard.load_checkpoint(tmp_path / "a" if first else None, model)  # type: ignore[arg-type]
     fullshard.load_checkpoint(tmp_path / "a", model)
 

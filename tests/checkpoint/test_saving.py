@@ -797,3 +797,27 @@ def test_no_moment_is_without_a_complete_checkpoint(
         fullshard.load_checkpoint(folder, found)
         assert found.weight.equal(first.weight) or found.weight.equal(second.weight)
     assert done_at >= 4
+
+
+# A path that one rank cannot use
+
+
+@alone
+@pytest.mark.parametrize("path", [None, b"a", "unknown-kind://a", 5])
+@on_ranks(2)
+def test_ranks_stay_in_step_where_one_has_no_usable_path(
+    api: Api, tmp_path: Path, path: Any
+) -> None:
+    model, optimizer = _sharded(api)
+    own = path if rank() == 1 else tmp_path / "a"
+    pending = fullshard.async_save_checkpoint(own, model, optimizer)
+    with pytest.raises(CheckpointError, match=r"is no path|not known"):
+        pending.wait()
+    with pytest.raises(CheckpointError, match=r"is no path|not known"):
+        fullshard.save_checkpoint(own, model, optimizer)
+    with pytest.raises(CheckpointError, match=r"is no path|not known"):
+        fullshard.CheckpointManager(own, model, optimizer, signals=())
+    with pytest.raises(CheckpointError, match="keep_last is 0"):
+        fullshard.CheckpointManager(tmp_path / "m", model, optimizer, keep_last=rank(), signals=())
+    fullshard.save_checkpoint(tmp_path / "b", model, optimizer)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["b"]

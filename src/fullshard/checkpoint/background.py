@@ -30,7 +30,10 @@ class PendingSave:
     ) -> None:
         """Begin it. decided: returns what this rank writes. begun: when, by ``time.perf_counter``."""
         self._peers, self._begun = peers, begun
-        self.path: Path | str = folder_at(request.path).location
+        try:
+            self.path: Path | str = folder_at(request.path).location
+        except CheckpointError:  # which `decided` raises, on all ranks, once they have met
+            self.path = str(request.path)
         self._error: BaseException | None = None
         self._saved: SavedCheckpoint | None = None
         self._warning = ""

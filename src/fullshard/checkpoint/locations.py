@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import cast
 
 from fullshard.checkpoint.folder import Folder
 from fullshard.checkpoint.local_folder import LocalFolder
@@ -20,9 +21,13 @@ def folder_at(location: Location, *, lasting: bool = False) -> Folder:
 
     lasting: that stays the same when the program changes its directory.
 
-    Raises CheckpointError if the filesystem of a URL is not installed, or a path is a spoilt URL.
+    Raises CheckpointError if the filesystem of a URL is not installed, a path is a spoilt URL, or it is
+    none.
     """
-    text = os.fspath(location)
+    given = cast("object", location)  # whatever a user has passed
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise CheckpointError(f"{location!r} is no path. Give a string or a pathlib.Path.")
     if text.startswith("file://"):
         return LocalFolder(Path(text.removeprefix("file://")))
     if _URL.match(text):

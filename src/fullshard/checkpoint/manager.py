@@ -106,21 +106,22 @@ class CheckpointManager:
         in_background: bool = True,
         signals: Collection[signal.Signals] = (signal.SIGTERM,),
     ) -> None:
-        for name, value, least in (
-            ("every_steps", every_steps, 1),
-            ("every_minutes", every_minutes, 0),
-            ("keep_last", keep_last, 1),
-            ("keep_every", keep_every, 1),
-        ):
-            if value is not None and not value >= least:
-                raise CheckpointError(f"{name} is {value}: must be at least {least}.")
-        self._folder = folder_at(folder, lasting=True)
+        least = {"every_steps": 1, "every_minutes": 0, "keep_last": 1, "keep_every": 1}
+        given = (every_steps, every_minutes, keep_last, keep_every)
+
+        def checked() -> Folder:
+            for (name, smallest), value in zip(least.items(), given, strict=True):
+                if value is not None and not value >= smallest:
+                    raise CheckpointError(f"{name} is {value}: must be at least {smallest}.")
+            return folder_at(folder, lasting=True)
+
+        self._peers = Peers()
+        self._folder = self._peers.together(checked)
         self.stopping = False
         self._model, self._optimizer, self._extra = model, optimizer, dict(extra or {})
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._keep_last, self._keep_every = keep_last, keep_every
         self._in_background = in_background
-        self._peers = Peers()
         self._last_saved_at = time.monotonic()
         self._asked = self._closed = False
         self._vote: tuple[torch.Tensor, Any] | None = None
