@@ -349,5 +349,21 @@ def test_loading_after_an_exception_in_a_pass_is_allowed(api: Api, way: str) -> 
             assert full_value(read[name]).equal(value), name
 
 
+@over_peer_memory
+@pytest.mark.parametrize("way", ["orig", "flat", "fully_shard"])
+@on_ranks(2)
+def test_a_state_dict_that_raised_does_not_spoil_the_next(api: Api, way: str) -> None:
+    model = WAYS[way](api, net())
+    names = [name for name, _ in model.named_parameters()]
+    handle = _inner(model).stem.register_state_dict_pre_hook(lambda *_: _fail())
+    with pytest.raises(ZeroDivisionError):
+        model.state_dict()
+    handle.remove()
+    state = model.state_dict()
+    for name, value in net().named_parameters():
+        assert full_value(state[name]).equal(value), name
+    assert [name for name, _ in model.named_parameters()] == names
+
+
 def _fail() -> None:
     raise ZeroDivisionError

@@ -382,6 +382,8 @@ class Hooks(ModuleState):
 
     def begin_saving(self, *_: Any) -> None:
         """Register the sharded parameters, each under its own name, until `end_saving`."""
+        if self.is_wrapper and self._registered:  # of a state dict that an exception ended
+            self.end_saving()
         runs = is_running(self, if_unknown=True)
         for unit in () if runs else self.units:
             unit.settle()
@@ -391,7 +393,8 @@ class Hooks(ModuleState):
 
     def end_saving(self, *_: Any) -> None:
         """Undo what `begin_saving` has registered."""
-        self._registered.pop().undo()
+        if self._registered:
+            self._registered.pop().undo()
 
     def _before_load(self, *_: Any) -> None:
         for unit in self.units:
