@@ -132,11 +132,28 @@ def _low_wrapped(api: Api, model: nn.Module, *, use_orig_params: bool) -> nn.Mod
     return wrapped
 
 
+def _frozen(model: Any) -> Any:
+    """Freeze a block, and one parameter of the root's unit."""
+    model.blocks[0].requires_grad_(False)
+    model.stem.bias.requires_grad_(False)
+    return model
+
+
+def _frozen_flat(api: Api, model: Any) -> nn.Module:
+    """Freeze a whole flat parameter: PyTorch refuses one that is frozen in part."""
+    model.blocks[0].requires_grad_(False)
+    wrapped: nn.Module = wrap(api, model, "FULL_SHARD", use_orig_params=False)
+    return wrapped
+
+
 WAYS = {
     **ALL,
     "kept": lambda api, model: _fully_sharded(api, model, reshard_after_forward=False),
     "resharded": lambda api, model: _fully_sharded(api, model, reshard_after_forward=True),
     "smaller": lambda api, model: _fully_sharded(api, model, reshard_after_forward=2),
+    "frozen": lambda api, model: _fully_sharded(api, _frozen(model)),
+    "frozen_orig": lambda api, model: wrap(api, _frozen(model), "FULL_SHARD", use_orig_params=True),
+    "frozen_flat": _frozen_flat,
     "low": _low,
     "offloaded": lambda api, model: _fully_sharded(
         api, model, offload_policy=api.CPUOffloadPolicy(pin_memory=False)
