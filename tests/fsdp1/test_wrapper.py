@@ -696,6 +696,25 @@ def test_whole_gradients_come_with_parameters(api: Api, strategy: str, writeback
 
 
 @on_default_comm
+@on_ranks(2)
+def test_whole_gradients_that_are_not_reduced_are_refused(api: Api) -> None:
+    model, alone = wrap(api, net(), use_orig_params=True), net()
+    with model.no_sync():
+        run_step(model, seed=1)
+    # Both refuse; PyTorch by an assertion about sizes.
+    with pytest.raises(Exception, match=r"not reduced yet|Expects tensor to be sharded"):
+        whole_gradients(api, model)
+    if api.is_torch:
+        return
+    assert model.stem.weight.shape != (6, 7)
+    run_step(model, seed=2)
+    for seed in (1, 2):
+        run_step(alone, seed=seed)
+    expected = averaged_gradients(alone)
+    assert_equal(whole_gradients(api, model), expected, rtol=1e-6, atol=1e-7)
+
+
+@on_default_comm
 @orig_params
 @on_ranks(2)
 def test_summon_of_one_instance_leaves_the_others(api: Api, use_orig_params: bool) -> None:

@@ -22,7 +22,7 @@ from fullshard.errors import CommError, DivergenceError, StateError, Unsupported
 from tests.api import Api
 from tests.fsdp1.models import Block, batch, clean, net, quiet
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
-from tests.live.ways import TRAINING, sharded
+from tests.live.ways import TRAINING, sharded, without_sync
 from tests.test_transfer import HYBRID
 from tests.training import mean_square, my_part
 
@@ -170,12 +170,7 @@ def test_gradients_accumulate_without_sync(api: Api, way: str, last: str) -> Non
     losses = [LOSSES["after"], LOSSES["before"], LOSSES[last]]
     for seed, loss in enumerate(losses):
         is_last = seed == len(losses) - 1
-        with contextlib.ExitStack() as stack:
-            if hasattr(model, "no_sync"):
-                if not is_last:
-                    stack.enter_context(model.no_sync())
-            else:
-                model.set_requires_gradient_sync(is_last)
+        with contextlib.nullcontext() if is_last else without_sync(model):
             loss(model, fullshard.gathered, _x(seed), rank()).backward()
     _assert_gradients(model, _expected(losses, 4))
 

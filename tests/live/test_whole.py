@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fullshard.errors import MisuseError, StateError, UnsupportedError
 from tests.api import TORCH, Api
 from tests.fsdp1.models import Block, batch, clean, net
 from tests.harness import mesh_of, on_ranks, rank, world_size
-from tests.live.ways import TRAINING, sharded
+from tests.live.ways import TRAINING, sharded, without_sync
 from tests.test_transfer import HYBRID
 from tests.training import assert_equal, mean_square, my_part
 
@@ -303,6 +304,40 @@ def test_reading_between_forward_and_backward_changes_nothing(api: Api, way: str
             optimizer.zero_grad()
             losses.append(loss.item())
     assert losses[:5] == losses[5:]
+
+
+@ours
+@pytest.mark.parametrize("way", TRAINING)
+@on_ranks(2)
+def test_reading_while_gradients_accumulate_changes_nothing(api: Api, way: str) -> None:
+    results = []
+    for writeback in (None, True, False):
+        model = sharded(api, way)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses, gradients = [], []
+        for seed in range(6):
+            is_last = seed % 3 == 2
+            with contextlib.nullcontext() if is_last else without_sync(model):
+                loss = mean_square(model(my_part(batch(seed=seed))))
+                loss.backward()
+            losses.append(loss.item())
+            if writeback is not None:
+                with fullshard.full_parameters(model, writeback=writeback):
+                    shown = _parameters(model)
+                assert_equal(shown, {name: _state(model)[name] for name in shown})
+            gradients.append(
+                [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            )
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append((losses, gradients))
+    for losses, gradients in results[1:]:
+        assert losses == results[0][0]
+        for ours_, expected in zip(gradients, results[0][1], strict=True):
+            for one, other in zip(ours_, expected, strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or one.equal(other)
 
 
 @ours

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,3 +36,15 @@ def sharded(api: Api, way: str, model: nn.Module | None = None, *, seed: int = 1
         model.batch_norm.momentum = 0.0
     with quiet():
         return ALL[way](api, model)
+
+
+@contextlib.contextmanager
+def without_sync(model: Any) -> Iterator[None]:
+    """Accumulate gradients without reducing them, under either API."""
+    if hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+    else:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)

@@ -105,11 +105,13 @@ def gather_one(unit: Unit, index: int) -> torch.Tensor:
 def gather_whole_grads(unit: Unit) -> list[torch.Tensor | None]:
     """Gather every gradient of a flat unit; None for those that no rank has.
 
-    Every rank has to call it. Returns one tensor per parameter, in the dtype of the shards.
+    Every rank has to call it. Returns one tensor per parameter, in the dtype of the shards. Raises
+    MisuseError if gradients wait for a reduction: each rank has others then.
     """
     grads = [param.sharded.grad for param in unit.params]
     if not unit.params or unit.mesh.shard_group is None:
         return grads
+    _refuse_unreduced(unit, grads)
     assert unit.params.buffers is not None
     comm = ProcessGroupComm(unit.mesh.shard_group, unit.device)
     for bucket in unit.params.buffers.layout.buckets:
@@ -130,6 +132,20 @@ def gather_whole_grads(unit: Unit) -> list[torch.Tensor | None]:
         for place, has in zip(bucket.params, present.tolist(), strict=True):
             grads[place.index] = whole[place.index] if has else None
     return grads
+
+
+def _refuse_unreduced(unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
+    """Raise MisuseError, on every rank, if one has gradients that wait for a reduction."""
+    if not unit.gradients.unreduced.is_holding:  # the same on all ranks
+        return
+    has_grad = torch.tensor([any(grad is not None for grad in grads)], dtype=torch.uint8)
+    has_grad = has_grad.to(unit.device)
+    dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=unit.mesh.shard_group)
+    if has_grad.item():
+        raise MisuseError(
+            f"{unit.label}: its gradients are not reduced yet (no_sync), so there are no whole "
+            "gradients to show. Run a backward outside of no_sync() first, or pass with_grads=False."
+        )
 
 
 @contextlib.contextmanager

@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from fullshard.comm.interface import tensor_over
 from fullshard.engine.params.buffers import whole_views
+from fullshard.engine.params.flat import show_gradient
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.references import python_uses, storage_uses
 from fullshard.plan.layout import BucketLayout, UnitLayout
@@ -409,15 +409,3 @@ def _can_be_lent(param: ManagedParameter, grad: torch.Tensor) -> bool:
         and unsharded.grad_dtype in (None, grad.dtype)
         and unsharded.requires_grad
     )
-
-
-def show_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set a parameter's ``.grad`` to a tensor of any shape and dtype, or to None."""
-    parameter.grad = None
-    if grad is None:
-        return
-    # torch compares a gradient with `data` (shape, dtype, device) when it is set, and not again.
-    data = parameter.data
-    parameter.data = grad
-    parameter.grad = grad
-    parameter.data = data

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.interface import shard_views
-from fullshard.engine.gradients.accumulation import show_gradient
 from fullshard.engine.gradients.recipe import Recipe
 from fullshard.engine.gradients.shards import GradientShards
 from fullshard.engine.params.buffers import KEPT_NBYTES
+from fullshard.engine.params.flat import show_gradient
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.layout import BucketLayout

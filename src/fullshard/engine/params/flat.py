@@ -164,7 +164,8 @@ class PieceParameter(ManagedParameter):
             super().show_whole(full, grad)
             return
         # A gradient may be set only while `data` has its shape: first the piece's goes, then `data`
-        # changes, then the whole one comes. `hide_whole` goes back in the same order.
+        # changes, then the whole one comes. `hide_whole` goes back in the same order. The piece's may
+        # have any shape: one that waits for its reduction is whole.
         self._hidden_grad, self.sharded.grad = self.sharded.grad, None
         self.sharded.data = full
         self.sharded.grad = grad
@@ -175,8 +176,21 @@ class PieceParameter(ManagedParameter):
         full, grad = self.sharded.data, self.sharded.grad
         self.sharded.grad = None
         self.sharded.data = shard
-        self.sharded.grad, self._hidden_grad = self._hidden_grad, None
+        show_gradient(self.sharded, self._hidden_grad)
+        self._hidden_grad = None
         return full, grad
+
+
+def show_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set a parameter's ``.grad`` to a tensor of any shape and dtype, or to None."""
+    parameter.grad = None
+    if grad is None:
+        return
+    # torch compares a gradient with `data` (shape, dtype, device) when it is set, and not again.
+    data = parameter.data
+    parameter.data = grad
+    parameter.grad = grad
+    parameter.data = data
 
 
 def _step(optimizers: Sequence[torch.optim.Optimizer]) -> None:
