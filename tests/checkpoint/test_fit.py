@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fullshard
@@ -45,6 +46,266 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None
     assert all(value.equal(before[name]) for name, value in other.state_dict().items())
     loaded = fullshard.load_checkpoint(tmp_path / "a", other, allow=["missing", "unexpected"])
     assert len(loaded.left_out) == 8
+
+
+class _Scaled(nn.Linear):
+    """Keeps a value of its own beside its parameters."""
+
+    own: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.own
+
+    def set_extra_state(self, state: Any) -> None:
+        self.own = state
+
+
+def _scaled(own: Any = None) -> nn.Sequential:
+    model = nn.Sequential(_Scaled(4, 4), nn.Linear(4, 4))
+    model[0].own = own
+    return model
+
+
+OWN_STATES: list[Any] = [7, {"amax": torch.ones(2), "n": [1, (2.5, "a")]}, torch.arange(3.0)]
+
+
+def _assert_alike(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            _assert_alike(one[key], other[key])
+    else:
+        assert one.equal(other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize("form", ["ours", "weights", "dcp", "file", "exported"])
+@pytest.mark.parametrize("number", range(len(OWN_STATES)))
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_modules_keep_of_their_own_comes_along(tmp_path: Path, form: str, number: int) -> None:
+    own, path = OWN_STATES[number], tmp_path / "a"
+    model = _scaled(own)
+    if form == "dcp":
+        dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    elif form == "file":
+        torch.save(model.state_dict(), path)
+    else:
+        fullshard.save_checkpoint(path, model)
+    if form == "weights":
+        path = fullshard.convert_checkpoint(path, tmp_path / "b", weights_only=True).path
+    if form == "exported":
+        fullshard.export_dcp(path, tmp_path / "b")
+        state: dict[str, Any] = {"model": _scaled(own).state_dict()}
+        for value in state["model"].values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+        dcp.load(state, checkpoint_id=tmp_path / "b")
+        _assert_alike(state["model"]["0._extra_state"], OWN_STATES[number])
+        path = tmp_path / "b"
+    other = _scaled()
+    loaded = fullshard.load_checkpoint(path, other)
+    _assert_alike(other[0].own, own)
+    assert not loaded.extra
+
+
+def test_modules_own_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fullshard.save_checkpoint(tmp_path / "plain", plain)
+    fullshard.save_checkpoint(tmp_path / "scaled", _scaled(7))
+    with pytest.raises(CheckpointError, match=r"(?s)lacks.*model/0\._extra_state"):
+        fullshard.load_checkpoint(tmp_path / "plain", _scaled())
+    with pytest.raises(CheckpointError, match=r"(?s)nothing takes.*model/0\._extra_state"):
+        fullshard.load_checkpoint(tmp_path / "scaled", plain)
+    with pytest.raises(CheckpointError, match=r"module_states/model/0\._extra_state is a .*set"):
+        fullshard.save_checkpoint(tmp_path / "b", _scaled({1, 2}))
+
+
+@alone
+@pytest.mark.parametrize("differ", [False, True])
+@on_ranks(2)
+def test_modules_own_state_on_ranks(api: Api, tmp_path: Path, differ: bool) -> None:
+    mesh = mesh_of(world_size())
+    model = api.fully_shard(_scaled({"n": rank() if differ else 5}), mesh=mesh)
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    other = api.fully_shard(_scaled(), mesh=mesh)
+    fullshard.load_checkpoint(tmp_path / "a", other)
+    assert other[0].own == model[0].own
+
+
+class _OwnWay(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}more"] = torch.ones(1)
+
+
+def test_names_may_begin_with_a_dollar(tmp_path: Path) -> None:
+    def build() -> tuple[Any, Any]:
+        model = nn.ParameterDict({"$dict": torch.ones(2), "$tensor": torch.ones(3)})
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = build()
+    for parameter in model.values():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    other, other_optimizer = build()
+    fullshard.load_checkpoint(tmp_path / "a", other, other_optimizer)
+    for name, parameter in other.items():
+        assert parameter.equal(model[name])
+        own, expected = other_optimizer.state[parameter], optimizer.state[model[name]]
+        assert all(own[key].equal(expected[key]) for key in expected)
+
+
+def test_a_module_that_fills_state_dicts_in_its_own_way_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="_OwnWay: fill state dicts in a way of their own"):
+        fullshard.save_checkpoint(tmp_path / "a", _OwnWay(2, 2))
+
+
+def test_optimizer_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["count"] = 5  # type: ignore[index]
+    with pytest.raises(StateError, match="'count', which is no parameter"):
+        fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+
+
+@pytest.mark.parametrize("given", [None, [nn.Linear(2, 2)]])
+def test_what_is_no_model_is_refused(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(CheckpointError, match="model is a "):
+        fullshard.save_checkpoint(tmp_path / "a", given)
+
+
+def test_elements_that_share_memory_are_named(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    model.register_buffer("wide", torch.ones(4, 1).expand(4, 3))
+    before = _values(model)
+    fullshard.save_checkpoint(tmp_path / "a", _with_wide(_net(3, 4)))
+    with pytest.raises(StateError, match="model/wide: several of its elements share memory"):
+        fullshard.load_checkpoint(tmp_path / "a", model)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def _with_wide(model: nn.Module) -> nn.Module:
+    model.register_buffer("wide", torch.ones(4, 3))
+    return model
+
+
+CONVERTED = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9),
+}
+
+
+@alone
+@pytest.mark.parametrize("way", ["plain", "fully_shard", "flat"])
+@pytest.mark.parametrize("kind", CONVERTED)
+@on_ranks(2)
+def test_state_of_parameters_of_another_dtype_is_converted_too(
+    api: Api, tmp_path: Path, kind: str, way: str
+) -> None:
+    def build(dtype: torch.dtype) -> tuple[Any, Any]:
+        torch.manual_seed(3)
+        model: Any = _net(4, 4).to(dtype)
+        if way == "fully_shard":
+            api.fully_shard(model, mesh=mesh_of(world_size()))
+        elif way == "flat":
+            model = api.FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        return model, CONVERTED[kind](model)
+
+    def step(model: Any, optimizer: Any) -> float:
+        dtype = next(model.parameters()).dtype
+        loss = model(torch.ones(2, 4, dtype=dtype)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    for saved, here in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        model, optimizer = build(saved)
+        step(model, optimizer)
+        path = tmp_path / str(saved)
+        fullshard.save_checkpoint(path, model, optimizer)
+        other, other_optimizer = build(here)
+        with pytest.raises(CheckpointError, match="allow="):
+            fullshard.load_checkpoint(path, other, other_optimizer)
+        fullshard.load_checkpoint(path, other, other_optimizer, allow=["dtype"])
+        states = [
+            v for own in other_optimizer.state.values() for k, v in own.items() if k != "step"
+        ]
+        assert {state.dtype for state in states} == {here}
+        torch.manual_seed(3)
+        alone_ = _net(4, 4).to(saved)
+        alone_optimizer = CONVERTED[kind](alone_)
+        step(alone_, alone_optimizer)
+        expected = _net(4, 4).to(here)
+        expected_optimizer = CONVERTED[kind](expected)
+        expected.load_state_dict(alone_.state_dict())
+        expected_optimizer.load_state_dict(alone_optimizer.state_dict())
+        for _ in range(2):
+            assert step(other, other_optimizer) == step(expected, expected_optimizer)
+
+
+LACKS = {
+    "exp_avg": lambda state: state["2.weight"].pop("exp_avg"),
+    "step": lambda state: state["2.weight"].pop("step"),
+}
+
+
+@pytest.mark.parametrize("lacks", LACKS)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_part_of_a_parameters_state_that_is_lacking_is_refused(
+    tmp_path: Path, lacks: str
+) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(4, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = build()
+    names = dict(enumerate(name for name, _ in model.named_parameters()))
+    state = {names[number]: dict(own) for number, own in optimizer.state_dict()["state"].items()}
+    LACKS[lacks](state)
+    content = {"state": state, "param_groups": [{"params": list(state), "lr": 0.1}]}
+    dcp.save({"model": model.state_dict(), "optim": content}, checkpoint_id=tmp_path / "a")
+    other, other_optimizer = build()
+    with pytest.raises(CheckpointError, match=rf"(?s)lacks.*: 1\n *optimizer/2.weight/{lacks}"):
+        fullshard.load_checkpoint(tmp_path / "a", other, other_optimizer)
+    fullshard.load_checkpoint(tmp_path / "a", other, other_optimizer, allow=["missing"])
+    assert set(other_optimizer.state[other[2].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    fresh, fresh_optimizer = build()
+    fresh_optimizer.state.clear()
+    fullshard.load_checkpoint(tmp_path / "a", fresh, fresh_optimizer, allow=["missing"])
+    own = fresh_optimizer.state[fresh[2].weight]
+    assert not own[lacks].any()
+    fresh(torch.ones(4, 5)).sum().backward()
+    fresh_optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_parameter_without_any_state_in_others_files_is_noted(tmp_path: Path) -> None:
+    model = _net(3, 4, 5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {
+        name: dict(own)
+        for (name, _), own in zip(
+            model.named_parameters(), optimizer.state_dict()["state"].values(), strict=True
+        )
+    }
+    del state["1.bias"]
+    groups = [{"params": ["0.weight", "0.bias", "1.weight", "1.bias"], "lr": 0.1}]
+    content = {"model": model.state_dict(), "optim": {"state": state, "param_groups": groups}}
+    dcp.save(content, checkpoint_id=tmp_path / "a")
+    loaded = fullshard.load_checkpoint(tmp_path / "a", model, optimizer)
+    assert any(
+        "no optimizer state of 1 trained parameters, the first 1.bias" in note
+        for note in loaded.notes
+    )
 
 
 def test_other_shapes_and_dtypes_are_refused(tmp_path: Path) -> None:

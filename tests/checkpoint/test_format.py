@@ -150,6 +150,16 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "code": (lambda c: c.update(metadata={"$pickle": "x"}), "unknown kind"),
     "no_groups": (lambda c: c.update(optimizers={}), "and not its groups"),
     "random": (lambda c: c["extra"].update(rng=5), "random generators are of no known form"),
+    "no names": (
+        lambda c: c["optimizers"]["optimizer"]["groups"][0].update(params=[{}]),
+        "groups or scalars are of no known form",
+    ),
+    "no scalars": (
+        lambda c: c["optimizers"]["optimizer"]["scalars"].update({"0.weight": {"$tuple": []}}),
+        "groups or scalars are of no known form",
+    ),
+    "no ranks": (lambda c: c.update(extra_by_rank={"$bytes": 3}), "not by ranks"),
+    "not a number": (lambda c: c.update(step=float("nan")), "NaN is no number of JSON"),
     "malformed": (lambda c: c.update(metadata={"$bytes": 3}), "no known form"),
 }
 

@@ -235,6 +235,23 @@ def test_others_files_are_not_mixed_with_a_checkpoints(prefix: str) -> None:
         fullshard.save_checkpoint(f"{prefix}/a", nn.Linear(2, 2))
 
 
+def test_going_back_renames_what_is_later(prefix: str) -> None:
+    model = nn.Linear(2, 2)
+    manager = fullshard.CheckpointManager(prefix, model, keep_last=1, signals=())
+    for step in (3, 4):
+        manager.save(step)
+    later = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    with pytest.warns(UserWarning, match="step-00000004 had more steps than 2"):
+        manager.save(2)
+    manager.close()
+    newest = fullshard.latest_checkpoint(prefix)
+    assert newest is not None
+    assert newest.step == 2
+    fullshard.load_checkpoint(f"{prefix}/step-00000004.abandoned", model)
+    assert model.weight.equal(later)
+
+
 def test_removing_takes_the_manifest_first(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         fullshard.save_checkpoint(f"{prefix}/step-{step:08d}", nn.Linear(2, 2), step=step)

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from tests.api import Api
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
 from tests.models import mlp
 from tests.resident import peak_mib
+from tests.training import assert_equal
 
 alone = pytest.mark.apis("peer_memory")
 
@@ -353,6 +356,57 @@ def test_manager_saves_when_due_and_keeps_what_was_asked(api: Api, tmp_path: Pat
 
 
 @alone
+@pytest.mark.parametrize("in_background", [True, False])
+@on_ranks(2)
+def test_going_back_loses_neither_course(api: Api, tmp_path: Path, in_background: bool) -> None:
+    model, optimizer = _sharded(api)
+    with _manager(tmp_path, model, optimizer, in_background) as manager:
+        for step in range(5):
+            _step(model, optimizer, step)
+            manager.save(step + 1)
+    other, other_optimizer = _sharded(api)
+    fullshard.load_checkpoint(tmp_path / "step-00000004", other, other_optimizer)
+    with _manager(tmp_path, other, other_optimizer, in_background) as manager:
+        for step in (2, 1):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                manager.save(step)
+            said = [str(each.message) for each in caught if "went back" in str(each.message)]
+            assert len(said) == (1 if rank() == 0 else 0)
+            manager.wait()
+            if rank() == 0:  # which renames
+                newest = fullshard.latest_checkpoint(tmp_path)
+                assert newest is not None
+                assert newest.step == step
+                assert (tmp_path / "latest").read_text() == f"step-{step:08d}\n"
+    if rank() == 0:
+        names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+        assert names == [
+            "step-00000001",
+            "step-00000002.abandoned",
+            "step-00000004.abandoned",
+            "step-00000005.abandoned",
+        ]
+    fullshard.load_checkpoint(tmp_path / "step-00000005.abandoned", other, other_optimizer)
+    assert_equal(_whole(other), _whole(model))
+
+
+@contextlib.contextmanager
+def _manager(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, in_background: bool
+) -> Iterator[fullshard.CheckpointManager]:
+    manager = fullshard.CheckpointManager(
+        path, model, optimizer, keep_last=2, in_background=in_background, signals=()
+    )
+    yield manager
+    manager.close()
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(fullshard.iter_full_state(model))
+
+
+@alone
 @on_ranks(2)
 def test_extra_state_of_one_rank_alone_is_refused(api: Api, tmp_path: Path) -> None:
     model, _ = _sharded(api)
@@ -494,6 +548,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(api: Api, tmp_path: Path) -> None
 
 _ON_SMALL_DISK = """
 import os, sys, torch, fullshard
+from collections.abc import Iterator
 from pathlib import Path
 torch.distributed.init_process_group("gloo")
 disk, read_only = map(Path, sys.argv[1:])

@@ -421,3 +421,26 @@ def _alone_on() -> None:
 def test_a_plain_parameter_is_returned_as_it_is() -> None:
     layer = nn.Linear(2, 2)
     assert fullshard.gathered(layer.weight) is layer.weight
+
+
+@ours
+@on_ranks(2)
+def test_after_an_exception_in_forward_it_is_gathered_from_shards(api: Api) -> None:
+    model = net()
+    for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
+        api.fully_shard(
+            module,
+            mesh=mesh_of(world_size()),
+            mp_policy=api.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        )
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(_x(0))
+    handle.remove()
+    whole = fullshard.gathered(model.stem.weight)
+    assert whole.dtype == torch.float32
+    assert whole.equal(net().stem.weight)

@@ -129,7 +129,11 @@ def _values(section: str, state: OptimizerState) -> dict[str, Any]:
     return {
         "class": state.kind,
         "groups": encoded(state.groups, f"{section}/groups", _no_tensor),
-        "scalars": encoded(state.scalars, section, _no_tensor),
+        # Name by name: a parameter's may begin with "$".
+        "scalars": {
+            name: encoded(own, f"{section}/{name}", _no_tensor)
+            for name, own in state.scalars.items()
+        },
     }
 
 

@@ -125,6 +125,10 @@ class Folder(abc.ABC):
         """Remove a checkpoint: first what makes it complete, in one step, then its files."""
 
     @abc.abstractmethod
+    def rename(self, name: str) -> "Folder":
+        """Give a checkpoint another name beside its own, which is free; return the folder of that name."""
+
+    @abc.abstractmethod
     def remove_left_over(self) -> None:
         """Remove what saves that died, and removals, have left in this folder."""
 

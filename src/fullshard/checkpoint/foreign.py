@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.module_states import MODULE_STATES, STATE_NAME
 from fullshard.checkpoint.saved_state import Names, SavedState
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.values import encoded
@@ -102,6 +103,7 @@ class ForeignState(SavedState):
         keys = {clean_key(key): key for key in self.files.paths}
         self.values = {"models": sorted(names.models), "optimizers": {}, "extra": {}}
         self._taken: set[str] = set()
+        self._module_states: list[tuple[str, tuple[str | int, ...], str]] = []
         left = dict(keys)
         known = {name for own in names.models.values() for name in own}
         known |= {name for own in names.optimizers.values() for each in own for name in each}
@@ -110,6 +112,7 @@ class ForeignState(SavedState):
         for section, own in names.models.items():
             self._find_model(section, set(own), keys, left)
         self._keep_extra(names.extra, left)
+        self._keep_module_states()
 
     def _find_model(
         self, section: str, names: set[str], keys: Mapping[str, str], left: dict[str, str]
@@ -121,10 +124,21 @@ class ForeignState(SavedState):
         # Where a model's tensors lie beside dicts, those in the dicts are not its own.
         own = {key: left[key] for key in left if key.startswith(beginning)}
         ways = Counter(self._way(raw) for k, raw in own.items() if k[len(beginning) :] in names)
+        way = ways.most_common(1)[0][0]
         for key, raw in own.items():
-            is_beside = self._way(raw) == ways.most_common(1)[0][0]
-            if raw in self.files.tensors and is_beside and not _is_state(key, names):
+            is_beside = self._way(raw) == way
+            if self._is_module_state(raw, way):
+                path = self.files.paths[left.pop(key)]
+                name = clean_key(".".join(map(str, path[: len(way) + 1])))[len(beginning) :]
+                self._module_states.append((section, (name, *path[len(way) + 1 :]), raw))
+            elif raw in self.files.tensors and is_beside and not _is_state(key, names):
                 self._add(f"{section}/{key[len(beginning) :]}", left.pop(key))
+
+    def _is_module_state(self, raw: str, way: tuple[str | int, ...]) -> bool:
+        """Whether a key is a module's own state, or in one that is a dict. way: to the model's tensors."""
+        path = self.files.paths[raw]
+        name = path[len(way)] if len(path) > len(way) and path[: len(way)] == way else None
+        return isinstance(name, str) and name.rpartition(".")[2] == STATE_NAME
 
     def _way(self, raw: str) -> tuple[str | int, ...]:
         """Return the dicts in which a key lies."""
@@ -204,14 +218,19 @@ class ForeignState(SavedState):
                     raise
                 left_out.append(key)
                 continue
-            place: Any = tree
-            for part in path[:-1]:
-                place = place.setdefault(part, {})
-            place[path[-1]] = value
+            _put(tree, path, value)
         self.values["extra"] = {str(key): _as_saved(value) for key, value in tree.items()}
         self.values["left_out"] = left_out
         step = self.values["extra"].get("step")
         self.values["step"] = step if type(step) is int else None
+
+    def _keep_module_states(self) -> None:
+        tree: dict[str | int, Any] = {}
+        for section, path, raw in self._module_states:
+            key = "/".join(map(str, (MODULE_STATES, section, *path)))
+            _put(tree, (section, *path), self._extra_value(key, raw))
+        if tree:
+            self.values["extra"][MODULE_STATES] = _as_saved(tree)
 
     def _extra_value(self, key: str, raw: str) -> Any:
         if raw not in self.files.tensors:
@@ -287,6 +306,13 @@ class _Numbers:
                 "(torch.distributed.checkpoint.state_dict.get_state_dict)."
             )
         return names[0]
+
+
+def _put(tree: dict[str | int, Any], path: Sequence[str | int], value: Any) -> None:
+    place: Any = tree
+    for part in path[:-1]:
+        place = place.setdefault(part, {})
+    place[path[-1]] = value
 
 
 def _as_saved(tree: Any) -> Any:

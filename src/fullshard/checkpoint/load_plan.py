@@ -4,38 +4,39 @@ Each rank compares names, shapes and dtypes of what it holds with those of the f
 changed. What does not fit is a problem, in the words of `fitting`.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint.everyones_groups import parted
 from fullshard.checkpoint.local_content import held_by
+from fullshard.checkpoint.module_states import match_module_states
 from fullshard.checkpoint.optimizer_loading import Destination
-from fullshard.checkpoint.optimizer_state import (
-    TrainedBy,
-    check_trained,
-    kind_of,
-    state_keys,
-)
+from fullshard.checkpoint.optimizer_plan import plan_optimizer
+from fullshard.checkpoint.optimizer_state import TrainedBy, check_trained
 from fullshard.checkpoint.saved_state import Names, SavedState
+from fullshard.checkpoint.saved_values import SavedValues
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.writing import bytes_of
+from fullshard.errors import StateError
 from fullshard.state.holdings import Holding
 from fullshard.state.optim_keys import Trained
 from fullshard.state.structure import structure_of
+from fullshard.state.unit_parts import HeldBox
 
 
 class LoadPlan(NamedTuple):
     """What one rank loads.
 
     holdings: memory, by the names that the files have for it. destinations: of optimizer state, by section.
-    problems: what does not fit. notes: what a reader of a log should know.
+    module_states: modules, and what each is given of its own. problems: what does not fit. notes: what a
+    reader of a log should know.
     """
 
     holdings: list[Holding]
     destinations: dict[str, Destination]
+    module_states: list[tuple[nn.Module, Any]]
     problems: list[str]
     notes: list[str]
 
@@ -45,8 +46,11 @@ def plan_load(
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
     extra: Collection[str],
+    values_of: Callable[[SavedState], SavedValues],
 ) -> LoadPlan:
-    """Compare what this rank holds with what was saved. extra: keys that are asked for.
+    """Compare what this rank holds with what was saved.
+
+    extra: keys that are asked for. values_of: returns a state's values, as this rank gets them.
 
     Makes optimizer state that is not there yet, and changes no value. Raises StateError for an optimizer
     of other parameters.
@@ -57,13 +61,20 @@ def plan_load(
     trained = {section: all_trained.of(each) for section, each in optimizers.items()}
     state.find(_names_of(models, holdings, optimizers, trained, extra))
     found, problems, taken = _found(state, holdings)
+    module_states, own_problems = match_module_states(structures, values_of(state).module_states())
+    problems += own_problems
     known_extra = {**state.values.get("extra", {}), **state.values.get("extra_by_rank", {})}
     problems += [f"missing extra/{key}" for key in extra if key not in known_extra]
     destinations = {}
+    notes: list[str] = []
+    converted = _of_other_dtypes(state, found)
     for section, optimizer in optimizers.items():
         check_trained(optimizer, trained[section])
-        destination, own_problems = _destination(state, section, optimizer, trained[section])
+        destination, own_problems, own_notes = plan_optimizer(
+            state, section, optimizer, trained[section], converted
+        )
         destinations[section] = destination
+        notes += own_notes
         problems += own_problems
         found += destination.holdings.values()
         taken.update(holding.name for holding in destination.holdings.values())
@@ -75,9 +86,11 @@ def plan_load(
         for name in state.tensors
         if name.partition("/")[0] in sections and name not in taken
     ]
-    own_problems, notes = _of_sections(state, sections, has_optimizers=bool(optimizers))
+    own_problems, own_notes = _of_sections(state, sections, has_optimizers=bool(optimizers))
     fitting = [holding for holding in found if holding.name not in mismatched]
-    return LoadPlan(fitting, destinations, problems + own_problems, notes)
+    return LoadPlan(
+        fitting, destinations, module_states, problems + own_problems, own_notes + notes
+    )
 
 
 def _found(
@@ -98,11 +111,21 @@ def _found(
         taken.update(names)
         if not names:
             problems.append(f"missing {holding.name}")
+        elif any(map(_shares_elements, holding.boxes)):
+            raise StateError(
+                f"{holding.name}: several of its elements share memory (expand), so nothing can be loaded "
+                "into it. Give the module a tensor of its own: tensor.clone()."
+            )
         elif not _are_equal(state, names, holding):
             problems.append(f"untied {' and '.join(names)}")
         else:
             found.append(holding._replace(names=(names[0],)))
     return found, problems, taken
+
+
+def _shares_elements(held: HeldBox) -> bool:
+    pairs = zip(held.view.shape, held.view.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 def _are_equal(state: SavedState, names: Sequence[str], holding: Holding) -> bool:
@@ -133,6 +156,18 @@ def _of_other_kinds(state: SavedState, holdings: Sequence[Holding]) -> Iterator[
             yield f"dtype {name}: {saved.dtype} in the checkpoint, {holding.dtype} here"
 
 
+def _of_other_dtypes(state: SavedState, found: Sequence[Holding]) -> set[str]:
+    """Return names of parameters whose dtype in the files is another than here, as optimizers have them."""
+    names = set()
+    for holding in found:
+        saved = state.tensors[holding.name]
+        if saved.dtype != holding.dtype:
+            for full in (holding.name, *saved.aliases):
+                section, _, name = full.partition("/")
+                names |= {name, f"{section.partition('.')[2]}.{name}"}
+    return names
+
+
 def _of_sections(
     state: SavedState, sections: Sequence[str], *, has_optimizers: bool
 ) -> tuple[list[str], list[str]]:
@@ -150,73 +185,6 @@ def _of_sections(
         else:  # one of several, which would lose its state without a word
             problems.append(f"unexpected {section}")
     return problems, notes
-
-
-# Optimizers
-
-
-def _destination(
-    state: SavedState,
-    section: str,
-    optimizer: torch.optim.Optimizer,
-    trained: Mapping[nn.Parameter, Trained],
-) -> tuple[Destination, list[str]]:
-    """Return memory for one optimizer's state, and what of it does not fit."""
-    prefix = f"{section}/"
-    saved = {}
-    for name, tensor in state.tensors.items():
-        if name.startswith(prefix):
-            parameter, _, key = name[len(prefix) :].rpartition("/")
-            saved[parameter, key] = (tensor.shape, tensor.dtype)
-    values = state.values.get("optimizers", {}).get(section)
-    problems: list[str] = []
-    if values is not None:
-        keys = {key for _, key in saved}.union(*map(set, values["scalars"].values()))
-        if kinds := _other_class(values.get("class"), keys, optimizer):
-            return Destination(optimizer, trained, {}, prefix), [f"class {section}: {kinds}"]
-        problems += _of_groups(section, values["groups"], optimizer, trained)
-    destination = Destination(optimizer, trained, saved, prefix)
-    return destination, [*problems, *destination.problems]
-
-
-def _other_class(saved: str | None, keys: set[str], optimizer: torch.optim.Optimizer) -> str:
-    """Return how the saved optimizer differs from this one in its class; "" if it does not.
-
-    saved: its class; None in files of others, where the keys of its state have to be the same.
-    """
-    if saved is not None:
-        own = kind_of(optimizer)
-        return f"{saved} in the checkpoint, {own} here" if saved != own else ""
-    own_keys = state_keys(optimizer)
-    if keys and own_keys and keys != own_keys:
-        return f"{sorted(keys)} in the checkpoint, {sorted(own_keys)} here"
-    return ""
-
-
-def _of_groups(
-    section: str,
-    saved: Sequence[Mapping[str, Any]],
-    optimizer: torch.optim.Optimizer,
-    trained: Mapping[nn.Parameter, Trained],
-) -> Iterator[str]:
-    """Yield problems of parameter groups: each has to get one set of options, and its own.
-
-    Parameters of a saved group that are in several groups here would all get the options that were saved,
-    whatever they were divided for.
-    """
-    options = {
-        name: sorted(group["options"].items()) for group in saved for name in group["params"]
-    }
-    numbers: dict[str, int] = {}
-    for number, own in enumerate(optimizer.param_groups):
-        names = [name for p in own["params"] for name in trained[p].names]
-        numbers.update(dict.fromkeys(names, number))
-        yield from (f"missing {section}/{name}" for name in names if name not in options)
-        if len({repr(options[name]) for name in names if name in options}) > 1:
-            yield f"groups {section}: {names[0]} and others of its group"
-    for group in saved:
-        if names := parted(group["params"], numbers):
-            yield f"groups {section}: {' and '.join(names)}"
 
 
 def _names_of(

@@ -20,7 +20,7 @@ from fullshard.checkpoint.locations import Location
 from fullshard.checkpoint.opening import check_same_files, opened
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.saved_state import SavedState
-from fullshard.checkpoint.saved_values import SavedValues
+from fullshard.checkpoint.saved_values import OptimizerValues, SavedValues
 from fullshard.checkpoint.spans import Wanted
 from fullshard.state.holdings import Holding, tell_loaded
 
@@ -106,21 +106,30 @@ def _load(
 ) -> LoadedCheckpoint:
     """Plan on all ranks, refuse on all what does not fit, read tensors, then hand on what is none."""
 
+    def values_of(state: SavedState) -> SavedValues:
+        return SavedValues(state, peers.rank, peers.size)
+
+    of_optimizers: dict[str, OptimizerValues] = {}
+
     def known() -> tuple[LoadPlan, list[str]]:
-        plan = plan_load(state, named(models, "model"), named(optimizers, "optimizer"), extra)
+        optimizers_by_section = named(optimizers, "optimizer")
+        plan = plan_load(state, named(models, "model"), optimizers_by_section, extra, values_of)
+        for section in optimizers_by_section:
+            own = values_of(state).of_optimizer(section)
+            if own is not None:
+                of_optimizers[section] = own
         return plan, plan.problems
 
     plan, problems = peers.together_telling(known)
     differing = check_fits(_source(state.location), problems, allowed)
     nbytes = peers.together(lambda: _read(state, plan.holdings))
-    values = SavedValues(state, peers.rank, peers.size)
+    values = values_of(state)
 
     def hand_on() -> tuple[dict[str, Any], list[str]]:
-        for section, destination in plan.destinations.items():
-            own = state.values.get("optimizers", {}).get(section)
-            if own is not None:
-                scalars, groups = values.decoded(own["scalars"]), values.decoded(own["groups"])
-                destination.assign(scalars, groups, peers.rank)
+        for section, (scalars, groups) in of_optimizers.items():
+            plan.destinations[section].assign(scalars, groups, peers.rank)
+        for module, own_state in plan.module_states:
+            module.set_extra_state(own_state)
         others = values.hand_on(extra)
         return others, values.restore_random_states() if rng else []
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.module_states import MODULE_STATES, States
 from fullshard.checkpoint.optimizer_state import LocalState, TrainedBy, local_state
 from fullshard.checkpoint.random_states import RNG, random_states
 from fullshard.checkpoint.values import encoded
@@ -145,9 +146,16 @@ class LocalContent:
 
         return over_copies
 
-    def with_extras(self, extra: Mapping[str, Any], *, rng: bool, compares: bool) -> "LocalContent":
-        """Return the same with extra state. Raises CheckpointError for what cannot be saved."""
+    def with_extras(
+        self, extra: Mapping[str, Any], of_modules: States, *, rng: bool, compares: bool
+    ) -> "LocalContent":
+        """Return the same with extra state, and what modules keep of their own.
+
+        Raises CheckpointError for what cannot be saved.
+        """
         states = extra_states(extra, rng=rng)
+        if of_modules:
+            states[MODULE_STATES] = of_modules
         extras = {key: _extra_of(key, state) for key, state in states.items()}
         return dataclasses.replace(self, extras=extras, compares=compares)
 
@@ -217,9 +225,10 @@ def extra_states(extra: Mapping[str, Any], *, rng: bool) -> dict[str, Any]:
     """Return the state of each extra object: what its ``state_dict()`` returns, or the value itself."""
     found = {}
     for key, value in extra.items():
-        if not key or key == RNG or {"/", "@"} & set(key):
+        if not key or key in (RNG, MODULE_STATES) or {"/", "@"} & set(key):
             raise CheckpointError(
-                f"extra: {key!r} is no key. Use strings without / and @, other than {RNG!r}."
+                f"extra: {key!r} is no key. Use strings without / and @, other than {RNG!r} and "
+                f"{MODULE_STATES!r}."
             )
         found[key] = value.state_dict() if hasattr(value, "state_dict") else value
     if rng:
@@ -231,8 +240,12 @@ def named(objects: Any, section: str) -> dict[str, Any]:
     """Return objects by the section that their tensors' names begin with.
 
     A model alone is in "model", {"actor": model} in "model.actor". Raises CheckpointError for a key with
-    a slash.
+    a slash, and for what is no model.
     """
+    if section == "model" and not isinstance(objects, nn.Module | Mapping):
+        raise CheckpointError(
+            f"model is a {type(objects).__name__}: give a module, or a dict of modules by keys."
+        )
     if objects is None:
         return {}
     if not isinstance(objects, Mapping):

@@ -94,6 +94,12 @@ class LocalFolder(Folder):
         sync_folder(self.path.parent)
         shutil.rmtree(nameless, ignore_errors=True)
 
+    def rename(self, name: str) -> "LocalFolder":
+        target = LocalFolder(self.path.with_name(name))
+        self.path.rename(target.path)
+        sync_folder(self.path.parent)
+        return target
+
     def remove_left_over(self) -> None:
         for partial in _partial_folders(self.path):
             if not _is_being_written(partial, may_wait=False):

@@ -182,11 +182,19 @@ class CheckpointManager:
         return False
 
     def save(self, step: int) -> SavedCheckpoint | PendingSave:
-        """Save now. Collective. A checkpoint of this step that is there already stays."""
+        """Save now. Collective. One of this step that is there already is replaced.
+
+        Those of more steps are renamed, with a warning: training went back, so they are of another course.
+        """
         self.wait()
         self._last_saved_at = time.monotonic()
         target = self._folder.child(f"step-{step:08d}")
-        is_there = self._peers.of_first(lambda: _is_complete(target))
+
+        def prepare() -> bool:
+            self._abandon_after(step)
+            return _is_complete(target)
+
+        is_there = self._peers.of_first(prepare)
         request = SaveRequest(
             target.location,
             self._model,
@@ -252,6 +260,31 @@ class CheckpointManager:
         work = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._voters, async_op=True)
         self._vote = mine, work
         return result
+
+    def _abandon_after(self, step: int) -> None:
+        """Rename the checkpoints of more steps than training has now, so that none is taken for the newest.
+
+        Training went back to an earlier one, or began anew in a folder of another run.
+        """
+        later = [found for number, found in _complete_in(self._folder) if number > step]
+        if not later:
+            return
+        names = {child.name for child in self._folder.children()}
+        for found in later:
+            name, number = f"{found.name}.abandoned", 1
+            while name in names:
+                number += 1
+                name = f"{found.name}.abandoned-{number}"
+            found.rename(name)
+        if left := _complete_in(self._folder):
+            self._folder.replace_small(LATEST, f"{left[-1][1].name}\n".encode())
+        warnings.warn(
+            f"{self.folder}: {', '.join(found.name for found in later)} had more steps than {step}, of which "
+            "a checkpoint is saved now, so training went back. Renamed: '.abandoned' at the end. Nothing "
+            "removes them; do so when you do not need them.",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def _point_and_prune(self, newest: Folder) -> None:
         """Name the newest checkpoint, and only then remove the oldest ones."""

@@ -183,7 +183,7 @@ def loads(data: bytes, where: str) -> Manifest:
     if checksum(zeroed).encode() != head[1]:
         raise _damaged(where, "is damaged: its content does not match its checksum")
     try:
-        content = json.loads(data)
+        content = json.loads(data, parse_constant=_refuse_constant)
     except ValueError as error:
         raise _refused(where, f"is no JSON: {error}") from error
     except RecursionError as error:
@@ -197,6 +197,15 @@ def loads(data: bytes, where: str) -> Manifest:
         raise _refused(
             where, f"lacks what every manifest has, or has it otherwise ({error!r})"
         ) from error
+
+
+def _is_dict(tree: dict[str, Any]) -> bool:
+    """Whether an encoded value is a dict: see `values.encoded`."""
+    return not any(key.startswith("$") for key in tree) or [*tree] == ["$dict"]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 _ADVICE = " Load another checkpoint, or restore this one."
@@ -324,13 +333,20 @@ class _Reader:
         for key in ("metadata", "extra", "extra_by_rank", "optimizers"):
             if not isinstance(content.get(key, {}), dict):
                 raise _refused(self.where, f"its {key} is no object")
+        for key, own in content.get("extra_by_rank", {}).items():
+            if not isinstance(own, dict) or not all(map(str.isdigit, own)):
+                raise _refused(self.where, f"its extra_by_rank has {key} not by ranks")
         for section, own in content.get("optimizers", {}).items():
             scalars, groups = own["scalars"], own["groups"]
             is_right = (
                 all(isinstance(each, dict) for each in (own, scalars, *scalars.values()))
+                and all(_is_dict(each) for each in scalars.values())
                 and isinstance(groups, list)
                 and all(
-                    isinstance(g["params"], list) and isinstance(g["options"], dict) for g in groups
+                    isinstance(g["params"], list)
+                    and all(isinstance(name, str) for name in g["params"])
+                    and isinstance(g["options"], dict)
+                    for g in groups
                 )
             )
             if not is_right:

@@ -141,6 +141,16 @@ class ObjectFolder(Folder):
         self.delete(MANIFEST)
         self.delete(*(name for name in self.files_here() if name != MANIFEST))
 
+    def rename(self, name: str) -> "ObjectFolder":
+        """Copy the objects, the manifest last, since nothing is renamed here; then remove these."""
+        parent, url = posixpath.dirname(self.root), posixpath.dirname(self.url)
+        target = ObjectFolder(self.files, f"{parent}/{name}", f"{url}/{name}")
+        with _naming(target.url, "copying"):
+            for each in (*(n for n in self.files_here() if n != MANIFEST), MANIFEST):
+                self.files.cp_file(f"{self.root}/{each}", f"{target.root}/{each}")
+        self.remove()
+        return target
+
     def remove_left_over(self) -> None:
         for child in self.children():
             assert isinstance(child, ObjectFolder)

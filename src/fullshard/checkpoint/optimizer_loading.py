@@ -4,7 +4,7 @@ State that it has not made yet is made first, in the dtypes of the checkpoint, s
 dropped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ SavedTensors = Mapping[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]
 class Destination:
     """An optimizer whose state is loaded: memory for it, and its assignment once values are there.
 
+    saved: what there is to load. lacking: by parameter, what there is not of its state, as the optimizer
+    begins with it. converted: names of parameters that have another dtype here, as their state has then.
     problems: what of the state does not fit, in the words of `loading`.
     """
 
@@ -36,9 +38,13 @@ class Destination:
         trained: Mapping[nn.Parameter, Trained],
         saved: SavedTensors,
         prefix: str,
+        *,
+        lacking: Mapping[str, Mapping[str, Any]] | None = None,
+        converted: Collection[str] = (),
     ) -> None:
         self._optimizer = optimizer
         self._trained = trained
+        self._lacking, self._converted = lacking or {}, converted
         self._units: dict[int, UnitState] = {}
         self._parts: dict[int, UnitParts] = {}
         self._plain: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
@@ -86,6 +92,7 @@ class Destination:
             state.locals[index], state.others[index] = {}, {}
             for key in wanted[name]:
                 shape, dtype = saved[name, key]
+                dtype = self._dtype_of(parameter, name, key, dtype)
                 if shape != self._parts[id(unit)].part(index).shape:
                     value = self._made_by_optimizer(parameter, key)
                     full_name = f"{prefix}{name}/{key}"
@@ -122,6 +129,7 @@ class Destination:
         state = self._plain[parameter] = {}
         for key in wanted:
             shape, dtype = saved[name, key]
+            dtype = self._dtype_of(parameter, name, key, dtype)
             if shape == tuple(parameter.shape):
                 state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:
@@ -131,6 +139,15 @@ class Destination:
                     continue
                 state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
             self.holdings[name, key] = tensor_holding(f"{prefix}{name}/{key}", state[key])
+
+    def _dtype_of(
+        self, parameter: nn.Parameter, name: str, key: str, saved: torch.dtype
+    ) -> torch.dtype:
+        """Return the dtype in which a state is loaded: as it was saved, unless the parameter's differs."""
+        if name not in self._converted or not saved.is_floating_point:
+            return saved
+        made = self._made_by_optimizer(parameter, key)
+        return parameter.dtype if made is None else made.dtype
 
     def _made_by_optimizer(self, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
         """Return a state as the optimizer has made it, or would in its first step; None if nobody can tell."""
@@ -197,6 +214,10 @@ class Destination:
             for index, name in zip(entry.indices, entry.names, strict=True):
                 unit_state.others[index] = own(name)
             state = {**put_together(entry, unit_state), **self._apart.get(parameter, {})}
+        before = self._optimizer.state.get(parameter, {})
+        for name in entry.names:
+            for key, value in self._lacking.get(name, {}).items():
+                state[key] = before.get(key, value)
         if state:
             self._optimizer.state[parameter] = state
         else:

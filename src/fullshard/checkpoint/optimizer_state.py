@@ -5,7 +5,7 @@ as step counters, is a value. Both are read from the optimizer's own memory.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -277,7 +277,15 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 def check_trained(
     optimizer: torch.optim.Optimizer, trained: Mapping[nn.Parameter, Trained]
 ) -> None:
-    """Raise StateError if an optimizer trains what is no parameter of the models."""
+    """Raise StateError if an optimizer trains, or keeps state of, what is no parameter of the models."""
+    keys: Iterable[Any] = optimizer.state
+    of_none = [key for key in keys if not isinstance(key, torch.Tensor)]
+    if of_none:
+        raise StateError(
+            f"{type(optimizer).__name__}.state has {of_none[0]!r}, which is no parameter: a checkpoint has the "
+            "state of parameters and the options of groups. Keep it in a group's options, or save it with "
+            "extra=."
+        )
     strays = [p for p in parameters_of(optimizer) if p not in trained]
     if strays:
         raise StateError(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.module_states import MODULE_STATES, States
 from fullshard.checkpoint.random_states import RNG, set_random_states
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.spans import Wanted
@@ -14,7 +15,10 @@ from fullshard.errors import CheckpointError
 from fullshard.plan.boxes import whole_box
 from fullshard.state.holdings import HeldTensor, tensor_holding
 
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+OptimizerValues = tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]
 
 
 class SavedValues:
@@ -40,11 +44,19 @@ class SavedValues:
                 f"{self._state.location}: a value in the manifest is of no known form ({error!r})."
             ) from error
 
+    def of_optimizer(self, section: str) -> OptimizerValues | None:
+        """Return an optimizer's scalars, by parameter, and its groups; None if it was not saved."""
+        own = self._state.values.get("optimizers", {}).get(section)
+        if own is None:
+            return None
+        scalars = {name: self.decoded(each) for name, each in own["scalars"].items()}
+        return scalars, self.decoded(own["groups"])
+
     def hand_on(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Load extra state into what has ``load_state_dict()`` under its key; return all other values."""
         others: dict[str, Any] = {}
         for key in (*self._shared, *self._by_rank):
-            if key == RNG:
+            if key in (RNG, MODULE_STATES):
                 continue
             target = extra.get(key)
             if target is not None and hasattr(target, "load_state_dict"):
@@ -52,6 +64,21 @@ class SavedValues:
             else:
                 others[key] = self._extra(key, None)
         return others
+
+    def module_states(self) -> States:
+        """Return what modules have saved of their own.
+
+        Where ranks differed, this rank's, and another rank's of modules that this one did not have.
+        """
+        if MODULE_STATES in self._shared:
+            found: States = self.decoded(self._shared[MODULE_STATES])
+            return found
+        by_rank = self._by_rank.get(MODULE_STATES, {})
+        joined: States = {}
+        for rank in sorted(by_rank, key=lambda each: each != str(self._rank)):
+            for section, states in self.decoded(by_rank[rank]).items():
+                joined[section] = {**states, **joined.get(section, {})}
+        return joined
 
     def restore_random_states(self) -> list[str]:
         """Set this rank's random generators; return notes for its log."""

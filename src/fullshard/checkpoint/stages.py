@@ -37,6 +37,7 @@ from fullshard.checkpoint.local_content import (
 )
 from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, readable
+from fullshard.checkpoint.module_states import module_states
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
@@ -149,7 +150,12 @@ def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
         memory: Sequence[torch.Tensor] = content.views()
     else:
         content, memory = plan.content(structures, optimizers)
-    content = content.with_extras(request.extra, rng=request.rng, compares=compares(request.model))
+    content = content.with_extras(
+        request.extra,
+        module_states(structures),
+        rng=request.rng,
+        compares=compares(request.model),
+    )
     return Captured(request, target, content, values, memory)
 
 

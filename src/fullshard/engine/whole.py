@@ -138,8 +138,8 @@ def _refuse_unreduced(unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
     """Raise MisuseError, on every rank, if one has gradients that wait for a reduction."""
     if not unit.gradients.unreduced.is_holding:  # the same on all ranks
         return
-    has_grad = torch.tensor([any(grad is not None for grad in grads)], dtype=torch.uint8)
-    has_grad = has_grad.to(unit.device)
+    own = [any(grad is not None for grad in grads)]
+    has_grad = torch.tensor(own, dtype=torch.uint8, device=unit.device)
     dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=unit.mesh.shard_group)
     if has_grad.item():
         raise MisuseError(

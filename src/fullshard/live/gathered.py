@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.access import is_running
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.module_state import state_of_unit
 from fullshard.engine.params.flat import FlatParameter
@@ -105,7 +106,7 @@ def _gathered(param: torch.Tensor, manager: ManagedParameter, unit: Unit) -> tor
         )
     state = state_of_unit(unit)
     assert isinstance(state, Hooks)
-    if param is manager.unsharded and unit.is_unsharded and state.is_running:
+    if param is manager.unsharded and unit.is_unsharded and is_running(state, if_unknown=True):
         return param
     index = unit.params.all.index(manager)
     if not (torch.is_grad_enabled() and manager.requires_grad):

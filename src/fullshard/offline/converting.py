@@ -11,6 +11,7 @@ import torch
 
 from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manifest import readable
+from fullshard.checkpoint.module_states import MODULE_STATES
 from fullshard.checkpoint.saved_state import SavedState, SavedTensor
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.stages import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
@@ -96,7 +97,10 @@ class _Copy:
 
 def _kept(state: SavedState, weights_only: bool) -> dict[str, SavedTensor]:
     def is_kept(name: str) -> bool:
-        return not weights_only or name.partition("/")[0].partition(".")[0] == "model"
+        section, _, rest = name.partition("/")
+        if section == "extra":
+            return not weights_only or rest.partition("/")[0].partition("@")[0] == MODULE_STATES
+        return not weights_only or section.partition(".")[0] == "model"
 
     kept = {name: tensor for name, tensor in state.tensors.items() if is_kept(name)}
     numbered = [name for name in kept if _is_by_number(name)]
@@ -143,7 +147,9 @@ def _facts(tensor: SavedTensor, ranks: int) -> dict[str, Any]:
 def _values(state: SavedState, weights_only: bool) -> dict[str, Any]:
     values = dict(state.values)
     if weights_only:
-        values.update(optimizers={}, extra={}, extra_by_rank={})
+        values["optimizers"] = {}
+        for key in ("extra", "extra_by_rank"):
+            values[key] = {k: v for k, v in values.get(key, {}).items() if k == MODULE_STATES}
     values.setdefault("extra_by_rank", {})
     values.setdefault("metadata", {})
     return values

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from fullshard.checkpoint.dcp_files import METADATA
 from fullshard.checkpoint.locations import Location
+from fullshard.checkpoint.module_states import MODULE_STATES
 from fullshard.checkpoint.random_states import RNG
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.spans import Wanted
@@ -110,6 +111,7 @@ def _leaves(state: SavedState, weights_only: bool) -> list[_Leaf]:
             elif section.partition(".")[0] == "optimizer" and not weights_only:
                 parameter, _, key = rest.rpartition("/")
                 found.append(_Leaf((*_optim(section), "state", parameter, key), name))
+    found += _module_leaves(state)
     if not weights_only:
         found += _value_leaves(state)
     if not found:
@@ -121,12 +123,25 @@ def _optim(section: str) -> tuple[str, ...]:
     return ("optim", *section.split(".", 1)[1:])
 
 
+def _module_leaves(state: SavedState) -> Iterator[_Leaf]:
+    """Yield what modules keep of their own, where PyTorch's state dicts have it."""
+    trees = [state.values.get("extra", {}).get(MODULE_STATES, {})]
+    trees += state.values.get("extra_by_rank", {}).get(MODULE_STATES, {}).values()
+    first: dict[_Path, Any] = {}
+    for sections in trees:
+        for section, states in sections.items():
+            for name, tree in states.items():
+                first.setdefault((*section.split(".", 1), name), tree)
+    for path, tree in first.items():
+        yield from _of_tree(path, tree, state)
+
+
 def _value_leaves(state: SavedState) -> Iterator[_Leaf]:
     values = state.values
     for section, own in values.get("optimizers", {}).items():
         way = _optim(section)
-        for name, kept in _plain(own.get("scalars", {}), state).items():
-            for key, value in kept.items():
+        for name, kept in own.get("scalars", {}).items():
+            for key, value in _plain(kept, state).items():
                 yield _Leaf((*way, "state", name, key), None, value)
         for number, group in enumerate(_plain(own.get("groups", []), state)):
             options = {**group["options"], "params": group["params"]}
@@ -134,10 +149,10 @@ def _value_leaves(state: SavedState) -> Iterator[_Leaf]:
                 yield _Leaf((*way, "param_groups", number, key), None, value)
     # States of random generators are of this many ranks, and of no use to others.
     for key, tree in values.get("extra", {}).items():
-        if key != RNG:
+        if key not in (RNG, MODULE_STATES):
             yield from _of_tree((key,), tree, state)
     for key, by_rank in values.get("extra_by_rank", {}).items():
-        if key == RNG:
+        if key in (RNG, MODULE_STATES):
             continue
         for rank, tree in by_rank.items():
             yield _Leaf(("extra_by_rank", key, rank), None, _plain(tree, state))

@@ -7,7 +7,7 @@ parameter at a time: the optimizer itself, its parameters and its counters stay 
 
 import collections
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,13 +29,18 @@ def lacking_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, int]]
 
 
 @torch.no_grad()
-def first_state(optimizer: torch.optim.Optimizer, group: int, position: int) -> dict[str, Any]:
+def first_state(
+    optimizer: torch.optim.Optimizer,
+    group: int,
+    position: int,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return a parameter's state as it is before the first step: AdamW's moments 0 and step 0.
 
-    Empty if the optimizer keeps none. Raises StateError if it can be known only by a real step, as
-    with LBFGS, whose steps take a closure.
+    options: take the place of those of the group. Empty if the optimizer keeps no state. Raises
+    StateError if it can be known only by a real step, as with LBFGS, whose steps take a closure.
     """
-    own = optimizer.param_groups[group]
+    own = {**optimizer.param_groups[group], **(options or {})}
     stand_in = nn.Parameter(own["params"][position].detach().clone())
     stand_in.grad = torch.zeros_like(stand_in)
     copy = _copy_without_state(optimizer)
