@@ -168,6 +168,39 @@ def test_optimizer_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
         fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
 
 
+class _Counting(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": 5}
+
+
+def test_what_an_optimizer_saves_in_its_own_way_is_named(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    with pytest.warns(UserWarning, match=r"_Counting.state_dict\(\) has 'count' beside"):
+        fullshard.save_checkpoint(tmp_path / "a", model, _Counting(model.parameters(), lr=0.1))
+
+
+def test_lazy_modules_are_named(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="weight has no shape yet"):
+        fullshard.save_checkpoint(tmp_path / "a", nn.LazyLinear(4))
+
+
+_CIRCULAR: dict[str, Any] = {}
+_CIRCULAR["itself"] = _CIRCULAR
+
+
+@pytest.mark.parametrize("metadata", [_CIRCULAR, {"a": np.array(["b"])}])
+def test_metadata_that_cannot_be_saved_is_named(tmp_path: Path, metadata: Any) -> None:
+    with pytest.raises(CheckpointError, match="metadata cannot be saved"):
+        fullshard.save_checkpoint(tmp_path / "a", _net(3, 4), metadata=metadata)
+
+
+def test_paths_and_steps_that_are_none_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no path"):
+        fullshard.save_checkpoint(f"{tmp_path}/a\0b", _net(3, 4))
+    with pytest.raises(CheckpointError, match="step is True"):
+        fullshard.save_checkpoint(tmp_path / "a", _net(3, 4), step=True)
+
+
 @pytest.mark.parametrize("given", [None, [nn.Linear(2, 2)]])
 def test_what_is_no_model_is_refused(tmp_path: Path, given: Any) -> None:
     with pytest.raises(CheckpointError, match="model is a "):

@@ -26,7 +26,7 @@ def folder_at(location: Location, *, lasting: bool = False) -> Folder:
     """
     given = cast("object", location)  # whatever a user has passed
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
-    if not isinstance(text, str):
+    if not isinstance(text, str) or "\0" in text:
         raise CheckpointError(f"{location!r} is no path. Give a string or a pathlib.Path.")
     if text.startswith("file://"):
         return LocalFolder(Path(text.removeprefix("file://")))

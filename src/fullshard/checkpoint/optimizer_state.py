@@ -5,6 +5,7 @@ as step counters, is a value. Both are read from the optimizer's own memory.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -158,6 +159,7 @@ def local_state(
     nor a value.
     """
     check_trained(optimizer, trained)
+    _warn_of_more(optimizer)
     names = names_of_trained(trained)
     units = [unit for structure in structures for unit, _ in structure.units]
     numbers = {id(unit): number for number, unit in enumerate(units)}
@@ -292,6 +294,23 @@ def check_trained(
             f"{type(optimizer).__name__} trains {len(strays)} parameters that the model does not have, "
             f"the first of shape {tuple(strays[0].shape)}. Make the optimizer after sharding, from "
             "model.parameters(), or pass the models of all its parameters."
+        )
+
+
+def _warn_of_more(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of what an optimizer with a ``state_dict`` of its own puts beside state and groups."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return
+    try:
+        more = sorted({*optimizer.state_dict()} - {"state", "param_groups"}, key=str)
+    except Exception:  # whatever it needs for that is of no interest here
+        return
+    if more:
+        warnings.warn(
+            f"{kind_of(optimizer)}.state_dict() has {', '.join(map(repr, more))} beside the state of parameters "
+            "and the groups. A checkpoint does not: save it with extra=.",
+            UserWarning,
+            stacklevel=2,
         )
 
 

@@ -41,7 +41,7 @@ from fullshard.checkpoint.module_states import module_states
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.boxes import tiling_fault
 from fullshard.versions import VERSION
 
@@ -132,7 +132,7 @@ def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
 
     plan: of the save before, to be used if it is right for this one, too.
     """
-    if not isinstance(request.step, int | None):
+    if type(request.step) not in (int, type(None)):
         raise CheckpointError(f"step is {request.step!r}: give an int, or None.")
     if not folder_at(request.path).name:
         raise CheckpointError(f"path is {str(request.path)!r}: name a folder.")
@@ -142,7 +142,7 @@ def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
             raise CheckpointError(f"{name} is {given!r:.80}: give a dict.")
     values = {
         "step": encoded(request.step, "step", _refuse),
-        "metadata": encoded(dict(request.metadata), "metadata", _refuse),
+        "metadata": _encoded_metadata(request.metadata),
     }
     structures, optimizers = structures_of(request.model), named(request.optimizer, "optimizer")
     if plan is None:
@@ -193,6 +193,18 @@ def decide(request: SaveRequest, captured: Callable[[], Captured], peers: Peers)
         for holding in content.holdings
     }
     return SaveJob(request, own.target, to_write(content.holdings), tensors, content, own.values)
+
+
+def _encoded_metadata(metadata: Mapping[str, Any]) -> Any:
+    try:
+        return encoded(dict(metadata), "metadata", _refuse)
+    except FullshardError:
+        raise
+    except Exception as error:  # of arrays of other kinds, or what contains itself
+        raise CheckpointError(
+            f"metadata cannot be saved: {type(error).__name__}: {error}. Give numbers, strings, and lists "
+            "and dicts of them."
+        ) from error
 
 
 def _keys(extra: Any) -> Any:

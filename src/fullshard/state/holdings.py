@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fullshard.engine.access import settle_to_read, settle_to_write
 from fullshard.engine.module_state import state_of
@@ -171,6 +172,10 @@ def tensor_holding(name: str, tensor: torch.Tensor | HeldTensor) -> Holding:
     """Return the holding of a tensor of a state: a held one, a DTensor or a plain one."""
     if isinstance(tensor, HeldTensor):
         return tensor.holding._replace(names=(name,))
+    if is_lazy(tensor):
+        raise StateError(
+            f"{name} has no shape yet, as its module is lazy. Run a forward before saving or loading."
+        )
     tensor = plain_memory(tensor.detach(), name)
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
