@@ -202,6 +202,7 @@ ATTRIBUTES = (
     Attribute(nn.Module, "_call_impl", "recognise the frame that runs a forward"),
     Attribute(nn.Module, "_register_state_dict_hook", "make FSDP1's state dicts"),
     Attribute(nn.Module, "_register_load_state_dict_pre_hook", "load FSDP1's state dicts"),
+    Attribute(nn.Module, "_save_to_state_dict", "warn of modules that save more in their own way"),
     Attribute(nn.Module(), "_non_persistent_buffers_set", "leave buffers out of checkpoints"),
     # Tensors
     Attribute(torch.Tensor, "_backward_hooks", "move a parameter's hooks to its other form"),
