@@ -539,6 +539,19 @@ def test_other_numbers_of_ranks_get_all_values_and_different_randomness(
     found = pools.run(3, Task(__name__, "_load_own", how))
     assert [position for position, _ in found] == [[0, 1]] * 3
     assert len({drawn for _, drawn in found}) == 3
+    assert pools.run(3, Task(__name__, "_refused_own", how)) == [True] * 3
+
+
+def _refused_own(api: Api, folder: Path) -> bool:
+    """Whether a sampler is refused the states of another number of ranks, before the model changes."""
+    model = mlp()
+    nn.utils.vector_to_parameters(
+        torch.ones(sum(p.numel() for p in model.parameters())), model.parameters()
+    )
+    before = _values(model)
+    with pytest.raises(CheckpointError, match="saved separately by 2 ranks, and these are 3"):
+        fullshard.load_checkpoint(folder, model, extra={"position": nn.Linear(1, 1)})
+    return all(value.equal(before[name]) for name, value in model.state_dict().items())
 
 
 @alone

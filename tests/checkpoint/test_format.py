@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -109,9 +110,13 @@ def _with_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> 
     """Change what a manifest says, with a checksum that is right."""
     content = json.loads((folder / MANIFEST).read_bytes())
     change(content)
-    content["checksum"] = f"xxh3-64:{'0' * 16}"
-    text = json.dumps(content, separators=(",", ":")).encode()
-    (folder / MANIFEST).write_bytes(text.replace(b"0" * 16, checksum(text).encode(), 1))
+    _seal(folder / MANIFEST, json.dumps(content, separators=(",", ":")).encode())
+
+
+def _seal(manifest: Path, text: bytes) -> None:
+    """Write a manifest with a checksum that is right. text: with any checksum."""
+    text = re.sub(rb"xxh3-64:[0-9a-f]{16}", b"xxh3-64:" + b"0" * 16, text, count=1)
+    manifest.write_bytes(text.replace(b"0" * 16, checksum(text).encode(), 1))
 
 
 def _weight(content: dict[str, Any]) -> dict[str, Any]:
@@ -161,14 +166,29 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no ranks": (lambda c: c.update(extra_by_rank={"$bytes": 3}), "not by ranks"),
     "not a number": (lambda c: c.update(step=float("nan")), "NaN is no number of JSON"),
     "malformed": (lambda c: c.update(metadata={"$bytes": 3}), "no known form"),
+    "malformed extra": (lambda c: c["extra"].update(mine={"$bytes": 3}), "no known form"),
+    "extra of nothing": (lambda c: c["extra"].update(mine={"$array": "nothing"}), "no tensor"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_manifests_are_refused(saved: Path, name: str) -> None:
+def test_hostile_manifests_are_refused_before_anything_changes(saved: Path, name: str) -> None:
     change, said = HOSTILE[name]
     _with_manifest(saved, change)
+    model, optimizer = _trained(seed=1)
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(CheckpointError, match=said):
+        fullshard.load_checkpoint(saved, model, optimizer)
+    if name != "random":  # whose states are tried last
+        assert all(value.equal(before[key]) for key, value in model.state_dict().items())
+
+
+def test_names_that_come_twice_are_refused(saved: Path) -> None:
+    _seal(
+        (saved / MANIFEST),
+        (saved / MANIFEST).read_bytes().replace(b'"step":7', b'"step":7,"step":8'),
+    )
+    with pytest.raises(CheckpointError, match="a name twice"):
         _load(saved)
 
 

@@ -118,6 +118,7 @@ def _load(
             own = values_of(state).of_optimizer(section)
             if own is not None:
                 of_optimizers[section] = own
+        values_of(state).check(extra)
         return plan, plan.problems
 
     plan, problems = peers.together_telling(known)

@@ -183,7 +183,9 @@ def loads(data: bytes, where: str) -> Manifest:
     if checksum(zeroed).encode() != head[1]:
         raise _damaged(where, "is damaged: its content does not match its checksum")
     try:
-        content = json.loads(data, parse_constant=_refuse_constant)
+        content = json.loads(
+            data, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats
+        )
     except ValueError as error:
         raise _refused(where, f"is no JSON: {error}") from error
     except RecursionError as error:
@@ -206,6 +208,13 @@ def _is_dict(tree: dict[str, Any]) -> bool:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("an object has a name twice")
+    return content
 
 
 _ADVICE = " Load another checkpoint, or restore this one."

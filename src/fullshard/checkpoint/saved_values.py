@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.module_states import MODULE_STATES, States
 from fullshard.checkpoint.random_states import RNG, set_random_states
-from fullshard.checkpoint.saved_state import SavedState
+from fullshard.checkpoint.saved_state import SavedState, SavedTensor
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.values import decoded, encoded, tensor_names
 from fullshard.errors import CheckpointError
@@ -52,18 +52,26 @@ class SavedValues:
         scalars = {name: self.decoded(each) for name, each in own["scalars"].items()}
         return scalars, self.decoded(own["groups"])
 
+    def check(self, extra: Mapping[str, Any]) -> None:
+        """Refuse what `hand_on` could not hand on: to be called before anything is changed."""
+        trees = [self._tree_of(key, _target_of(key, extra)) for key in self._extra_keys()]
+        self.decoded([self._state.values.get("metadata", {}), *trees], self._stand_in_of)
+
     def hand_on(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Load extra state into what has ``load_state_dict()`` under its key; return all other values."""
         others: dict[str, Any] = {}
-        for key in (*self._shared, *self._by_rank):
-            if key in (RNG, MODULE_STATES):
-                continue
-            target = extra.get(key)
-            if target is not None and hasattr(target, "load_state_dict"):
-                target.load_state_dict(self._extra(key, target))
+        for key in self._extra_keys():
+            target = _target_of(key, extra)
+            value = self._value_of(self._tree_of(key, target), key, target)
+            if target is None:
+                others[key] = value
             else:
-                others[key] = self._extra(key, None)
+                target.load_state_dict(value)
         return others
+
+    def _extra_keys(self) -> list[str]:
+        """Return the keys of the extra state that is the user's own."""
+        return [k for k in (*self._shared, *self._by_rank) if k not in (RNG, MODULE_STATES)]
 
     def module_states(self) -> States:
         """Return what modules have saved of their own.
@@ -109,20 +117,22 @@ class SavedValues:
         torch.manual_seed(int(seeds[self._rank]))
         return [f"rank {self._rank} has new random generators: fewer ranks saved"]
 
-    def _extra(self, key: str, target: Any) -> Any:
+    def _tree_of(self, key: str, target: Any) -> Any:
+        """Return what this rank gets of a key, as in the manifest. target: what loads it, or None."""
         if key in self._shared:
-            tree = self._shared[key]
-        else:
-            own = self._by_rank[key]
-            if str(self._rank) not in own or len(own) != self._num_ranks:
-                if target is None:
-                    return [self.decoded(each) for each in own.values()]
-                raise CheckpointError(
-                    f"extra {key!r} was saved separately by {len(own)} ranks, and these are "
-                    f"{self._num_ranks}. Leave it out of extra=: it is returned as a list then, one "
-                    "state a rank, for you to divide."
-                )
-            tree = own[str(self._rank)]
+            return self._shared[key]
+        own = self._by_rank[key]
+        if str(self._rank) in own and len(own) == self._num_ranks:
+            return own[str(self._rank)]
+        if target is None:
+            return [*own.values()]
+        raise CheckpointError(
+            f"extra {key!r} was saved separately by {len(own)} ranks, and these are "
+            f"{self._num_ranks}. Leave it out of extra=: it is returned as a list then, one "
+            "state a rank, for you to divide."
+        )
+
+    def _value_of(self, tree: Any, key: str, target: Any) -> Any:
         templates: dict[str, Any] = {}
         names = tensor_names(tree)
         if target is not None and any(_is_sharded(self._state.tensors.get(name)) for name in names):
@@ -138,17 +148,31 @@ class SavedValues:
 
         return self.decoded(tree, tensor)
 
+    def _stand_in_of(self, name: str) -> torch.Tensor:
+        """Return an empty tensor for one of the checkpoint's."""
+        return torch.empty(0, dtype=self._entry_of(name).dtype, device="cpu")
+
     def _tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor of the checkpoint, in host memory."""
+        saved = self._entry_of(name)
+        result = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+        if result.numel():
+            self._state.read([Wanted(name, whole_box(saved.shape), result)])
+        return result
+
+    def _entry_of(self, name: str) -> SavedTensor:
         saved = self._state.tensors.get(name)
         if saved is None:
             raise CheckpointError(
                 f"{self._state.location}: has no tensor {name}, which a value names."
             )
-        result = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-        if result.numel():
-            self._state.read([Wanted(name, whole_box(saved.shape), result)])
-        return result
+        return saved
+
+
+def _target_of(key: str, extra: Mapping[str, Any]) -> Any:
+    """Return what loads the state under a key by itself, or None."""
+    given = extra.get(key)
+    return given if hasattr(given, "load_state_dict") else None
 
 
 def _is_sharded(tensor: Any) -> bool:
