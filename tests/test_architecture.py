@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": NEAR_TORCH | {"comm", "plan"},
     "faces": NEAR_TORCH | {"engine", "plan"},
     "offline": BASE | {"checkpoint", "huggingface", "plan"},
-    "checkpoint": BASE | {"engine", "plan", "state", "versions"},
+    "checkpoint": BASE | {"comm", "engine", "plan", "state", "versions"},
     "huggingface": BASE | {"checkpoint", "plan", "state"},
     "live": NEAR_TORCH | {"comm", "engine", "plan", "state"},
     "state": NEAR_TORCH | {"faces", "comm", "engine", "plan"},

@@ -6,7 +6,8 @@ import collections
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fullshard
-from fullshard.errors import CheckpointError, StateError
+from fullshard.errors import CheckpointError, FullshardError, StateError
 from tests.api import Api
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
+from tests.live.ways import sharded
 from tests.models import mlp
+from tests.training import assert_equal
 
 alone = pytest.mark.apis("peer_memory")
 
@@ -1000,7 +1003,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_named_on_all(api: Api, tmp_pat
     fullshard.save_checkpoint(tmp_path / "a", model)
     fullshard.export_hf(model, tmp_path / "hf")
     allow: Any
-    for allow in ("foo", None, [3]):
+    for allow in ("foo", 3, [3]):
         wrong = allow if rank() == 1 else ()
         for load, path in ((fullshard.load_checkpoint, "a"), (fullshard.load_hf, "hf")):
             with pytest.raises(CheckpointError, match=r"rank 1: allow: \[.*\] is not known. Use"):
@@ -1048,3 +1051,177 @@ def test_extra_state_and_metadata_are_dicts(api: Api, tmp_path: Path) -> None:
     for name in ("extra", "metadata"):
         with pytest.raises(CheckpointError, match=f"rank 1: {name} is 3: give a dict"):
             fullshard.save_checkpoint(tmp_path / "a", _net(3, 4), **{name: wrong})
+
+
+# Tensors and values of unusual forms
+
+
+class _Turned(nn.Module):
+    """Has buffers that show other values than their memory has."""
+
+    def __init__(self, value: complex) -> None:
+        super().__init__()
+        own = torch.full((3,), value)
+        self.register_buffer("turned", own.conj())
+        self.register_buffer("negative", own.conj().imag)
+
+
+def test_views_that_negate_get_the_values_that_were_saved(tmp_path: Path) -> None:
+    model, other = _Turned(1 + 2j), _Turned(0j)
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    fullshard.load_checkpoint(tmp_path / "a", other)
+    assert_equal(
+        {name: value.resolve_conj().resolve_neg() for name, value in other.state_dict().items()},
+        {"turned": torch.full((3,), 1 - 2j), "negative": torch.full((3,), -2.0)},
+    )
+
+
+def test_models_without_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed)
+        models = {"net": _net(3, 4), "loss": nn.MSELoss()}
+        return models, torch.optim.SGD(models["net"].parameters(), lr=0.1)
+
+    models, optimizer = build(0)
+    fullshard.save_checkpoint(tmp_path / "a", models, {"net": optimizer})
+    others, made = build(1)
+    fullshard.load_checkpoint(tmp_path / "a", others, {"net": made})
+    assert_equal(others["net"].state_dict(), models["net"].state_dict())
+
+
+def test_milestones_come_along_and_count_on(tmp_path: Path) -> None:
+    def build() -> Any:
+        model = _net(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rates = torch.optim.lr_scheduler
+        parts = [
+            rates.LinearLR(optimizer, total_iters=2),
+            rates.MultiStepLR(optimizer, milestones=[2, 4, 4, 6], gamma=0.5),
+        ]
+        return model, optimizer, rates.SequentialLR(optimizer, parts, milestones=[2])
+
+    def rates_of(optimizer: Any, scheduler: Any) -> list[float]:
+        found = []
+        for _ in range(7):
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    model, optimizer, scheduler = build()
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer, extra={"scheduler": scheduler})
+    other, made, fresh = build()
+    fullshard.load_checkpoint(tmp_path / "a", other, made, extra={"scheduler": fresh})
+    assert type(fresh._schedulers[1].milestones) is collections.Counter
+    assert rates_of(made, fresh) == rates_of(optimizer, scheduler)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_what_is_nested_loads_or_is_not_saved(tmp_path: Path, kind: Any) -> None:
+    def nested(depth: int) -> Any:
+        value: Any = 1
+        for _ in range(depth):
+            value = kind([value])
+        return value
+
+    model = _net(3, 4)
+    fits = 190 if kind is list else 95
+    given = {"deep": nested(fits)}
+    fullshard.save_checkpoint(tmp_path / "a", model, extra=given, metadata=given)
+    loaded = fullshard.load_checkpoint(tmp_path / "a", model)
+    assert loaded.extra == given
+    assert loaded.metadata == given
+    for depth in (210, 400, 100_000):
+        for name in ("extra", "metadata"):
+            with pytest.raises(CheckpointError, match=f"{name}.*nested deeper than the 200 levels"):
+                fullshard.save_checkpoint(tmp_path / "b", model, **{name: {"deep": nested(depth)}})
+    assert not (tmp_path / "b").exists()
+
+
+def test_integers_load_or_are_not_saved(tmp_path: Path) -> None:
+    model = _net(3, 4)
+    fullshard.save_checkpoint(tmp_path / "a", model, extra={"n": -(2**8000)})
+    assert fullshard.load_checkpoint(tmp_path / "a", model).extra == {"n": -(2**8000)}
+    with pytest.raises(CheckpointError, match="n is an integer of more than 8192 bits"):
+        fullshard.save_checkpoint(tmp_path / "b", model, extra={"n": 10**5000})
+
+
+# Parts of a model
+
+
+@alone
+@pytest.mark.parametrize("way", ["orig", "flat"])
+@on_ranks(2)
+def test_what_was_wrapped_is_the_wrappers(api: Api, tmp_path: Path, way: str) -> None:
+    model = sharded(api, way)
+    whole = dict(fullshard.iter_full_state(model))
+    inner = model.module
+    assert_equal(dict(fullshard.iter_full_state(inner)), whole)
+    fullshard.save_checkpoint(tmp_path / "a", inner)
+    other = sharded(api, way, seed=2)
+    fullshard.load_checkpoint(tmp_path / "a", other.module)
+    assert_equal(dict(fullshard.iter_full_state(other)), whole)
+    third = sharded(api, way, seed=3)
+    fullshard.load_sharded_state(fullshard.sharded_state(inner), third.module)
+    assert_equal(dict(fullshard.iter_full_state(third)), whole)
+    ema = fullshard.EMA(inner, decay=0.5)
+    ema.update()
+    part = next(module for module in model.modules() if type(module) is nn.Linear)
+    calls: list[Callable[[], object]] = [
+        lambda: dict(fullshard.iter_full_state(part)),
+        lambda: fullshard.save_checkpoint(tmp_path / "b", part),
+        lambda: fullshard.load_checkpoint(tmp_path / "a", part),
+        lambda: fullshard.sharded_state(part),
+        lambda: fullshard.EMA(part, decay=0.5),
+    ]
+    for call in calls:
+        with pytest.raises(FullshardError, match=r"Linear is a part of .* Pass that wrapper"):
+            call()
+
+
+class _Twice(nn.Module):
+    """Has one module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.again = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.second(self.first(x)))
+
+
+@alone
+@pytest.mark.parametrize("way", ["plain", "fully_shard", "replicate", "orig", "flat"])
+@on_ranks(2)
+def test_a_module_under_two_names_has_both(api: Api, tmp_path: Path, way: str) -> None:
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return sharded(api, way, _Twice())
+
+    def whole(model: Any) -> dict[str, torch.Tensor]:
+        found = dict(fullshard.iter_full_state(model))  # names of one tensor come in a row
+        return {name: found[name] for name in sorted(found)}
+
+    torch.manual_seed(0)
+    expected = dict(sorted(_Twice().state_dict().items()))
+    model = build(0)
+    assert_equal(whole(model), expected)
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    other = build(1)
+    fullshard.load_checkpoint(tmp_path / "a", other)
+    assert_equal(whole(other), expected)
+    if rank() == 0:
+        fullshard.export_dcp(tmp_path / "a", tmp_path / "dcp")
+        found = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is one process
+            dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        assert_equal(found["model"], expected)
+    plain = _Twice()
+    fullshard.load_checkpoint(tmp_path / "a", plain)
+    assert_equal(dict(sorted(plain.state_dict().items())), expected)

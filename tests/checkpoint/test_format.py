@@ -167,6 +167,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "not a number": (lambda c: c.update(step=float("nan")), "NaN is no number of JSON"),
     "malformed": (lambda c: c.update(metadata={"$bytes": 3}), "no known form"),
     "malformed extra": (lambda c: c["extra"].update(mine={"$bytes": 3}), "no known form"),
+    "too large": (
+        lambda c: c["extra"].update(mine={"$scalar": 1e300, "dtype": "I32"}),
+        "no known form",
+    ),
     "extra of nothing": (lambda c: c["extra"].update(mine={"$array": "nothing"}), "no tensor"),
 }
 
@@ -181,6 +185,14 @@ def test_hostile_manifests_are_refused_before_anything_changes(saved: Path, name
         fullshard.load_checkpoint(saved, model, optimizer)
     if name != "random":  # whose states are tried last
         assert all(value.equal(before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_manifest_that_is_none_by_its_size_is_not_read(saved: Path) -> None:
+    with (saved / MANIFEST).open("r+b") as file:
+        file.truncate(50 << 30)  # sparse
+    for call in (_load, fullshard.verify_checkpoint):
+        with pytest.raises(CheckpointError, match="53687091200 bytes, so it is not what its name"):
+            call(saved)
 
 
 def test_names_that_come_twice_are_refused(saved: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import gc
 import os
 import random
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -476,6 +478,68 @@ def test_time_is_that_of_the_first_rank(api: Api, tmp_path: Path) -> None:
     assert saved == [False, True, True, True]
 
 
+@alone
+@on_ranks(2)
+def test_a_time_that_has_come_is_one_save(api: Api, tmp_path: Path) -> None:
+    model, optimizer = _sharded(api)
+    manager = fullshard.CheckpointManager(
+        tmp_path, model, optimizer, every_minutes=1, signals=(), keep_last=None
+    )
+    saved = []
+    for step in range(1, 9):
+        if step in (2, 5):
+            manager._last_saved_at -= 61  # a minute passes
+        if step == 5:
+            manager.save(4)  # by the program itself: the minute begins anew
+        saved.append(manager.step(step))
+    manager.close()
+    assert saved == [False, False, True, False, False, False, False, False]
+    assert [each.step for each in checkpoints_in(tmp_path)] == [3, 4]
+
+
+@alone
+@pytest.mark.parametrize("is_first", [True, False])
+@on_ranks(2)
+def test_going_back_waits_for_the_save_that_is_under_way(
+    api: Api, tmp_path: Path, is_first: bool
+) -> None:
+    model, optimizer = _sharded(api)
+    manager = fullshard.CheckpointManager(tmp_path, model, optimizer, every_steps=1, signals=())
+    if not is_first:
+        _step(model, optimizer, 1)
+        manager.step(1)
+    _step(model, optimizer, 2)
+    before = _whole(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "_HEAD_START_SECONDS", 0.3)
+        manager.step(2)
+        _step(model, optimizer, 3)
+        assert manager.resume() == 2
+    assert_equal(_whole(model), before)
+    manager.close()
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "manifest"])
+def test_what_cannot_be_loaded_is_not_what_stays(tmp_path: Path, damage: str) -> None:
+    for step in (1, 2, 3):
+        fullshard.save_checkpoint(tmp_path / f"step-{step:08d}", nn.Linear(2, 2), step=step)
+    newest = tmp_path / "step-00000003"
+    (shard,) = newest.glob("*.safetensors")
+    if damage == "missing":
+        shard.unlink()
+    else:
+        file = newest / "manifest.json" if damage == "manifest" else shard
+        file.write_bytes(file.read_bytes()[:-1])
+    latest = fullshard.latest_checkpoint(tmp_path)
+    assert latest is not None
+    assert latest.step == 2
+    with pytest.warns(UserWarning, match="step-00000003 is damaged.*does not count"):
+        removed = prune_checkpoints(tmp_path, keep_last=1)
+    assert [each.step for each in removed] == [1]
+    fullshard.load_checkpoint(latest.path, nn.Linear(2, 2))
+    assert newest.is_dir()
+
+
 def test_manager_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     manager = fullshard.CheckpointManager(tmp_path, model, signals=())
@@ -488,7 +552,10 @@ def test_manager_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
         assert manager.resume() == 2
     with pytest.raises(CheckpointError, match="keep_last is 0"):
         fullshard.CheckpointManager(tmp_path, model, keep_last=0)
-    assert prune_checkpoints(tmp_path, keep_last=1, dry_run=True)
+    with pytest.warns(UserWarning, match="step-00000003 is damaged"):
+        assert prune_checkpoints(tmp_path, keep_last=1, dry_run=True)
+    with pytest.raises(CheckpointError, match="keep_last is 0"):
+        prune_checkpoints(tmp_path, keep_last=0)
     assert len(checkpoints_in(tmp_path)) == 3
     with pytest.raises(CheckpointError, match="is a checkpoint"):
         prune_checkpoints(tmp_path / "step-00000002", keep_last=1)
@@ -852,6 +919,40 @@ def test_no_moment_is_without_a_complete_checkpoint(
         fullshard.load_checkpoint(folder, found)
         assert found.weight.equal(first.weight) or found.weight.equal(second.weight)
     assert done_at >= 4
+
+
+# Ranks that do not come
+
+
+def _restart(folder: Path, timeout_s: int) -> None:
+    number, count = rank(), world_size()
+    dist.destroy_process_group()
+    limit = datetime.timedelta(seconds=timeout_s)
+    store = dist.FileStore(str(folder / f"store{timeout_s}"), count)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=limit)
+
+
+def _save_without_one(folder: Path) -> float:
+    _restart(folder, 2)
+    model = nn.Linear(2, 2)
+    fullshard.save_checkpoint(folder / "a", model)
+    began = time.monotonic()
+    if rank() == 0:
+        with pytest.raises(CheckpointError, match="has not come, for as long as the process group"):
+            fullshard.save_checkpoint(folder / "b", model)
+    else:
+        time.sleep(5)
+    waited = time.monotonic() - began
+    _restart(folder, 60)
+    return waited
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_program_says(
+    tmp_path: Path,
+) -> None:
+    outcomes = run_fresh(2, _save_without_one, folder=tmp_path)
+    assert [each.fate for each in outcomes] == [Fate.RETURNED] * 2, outcomes
+    assert outcomes[0].value < 5
 
 
 # A path that one rank cannot use

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.errors import CheckpointError, ShardingError, StateError
+from fullshard.errors import CheckpointError, MisuseError, ShardingError, StateError
 from tests.api import Api
 from tests.collectives import record_traffic
 from tests.fsdp1.models import batch, clean, net
@@ -330,3 +330,21 @@ def test_averages_of_a_model_in_distributed_data_parallel(api: Api) -> None:
     averages.update()
     with averages.applied():
         torch.testing.assert_close(model.module.weight.detach(), before + 1)
+
+
+@ours
+@pytest.mark.parametrize("way", ["plain", "fully_shard", "flat"])
+@on_ranks(2)
+def test_nothing_is_loaded_where_averages_are_shown(api: Api, tmp_path: Path, way: str) -> None:
+    model = sharded(api, way)
+    before = _state(model)
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    fullshard.export_hf(model, tmp_path / "hf")
+    ema = fullshard.EMA(model, decay=0.5)
+    with ema.applied():
+        with pytest.raises(MisuseError, match=r"load_checkpoint is called inside EMA.applied"):
+            fullshard.load_checkpoint(tmp_path / "a", model)
+        with pytest.raises(MisuseError, match=r"load_hf is called inside EMA.applied"):
+            fullshard.load_hf(model, tmp_path / "hf")
+    assert_equal(_state(model), before)
+    fullshard.load_checkpoint(tmp_path / "a", model)

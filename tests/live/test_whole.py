@@ -205,11 +205,11 @@ def test_part_of_a_model_can_be_whole_while_the_rest_runs(api: Api) -> None:
 def test_part_of_a_flat_unit_is_refused(api: Api, way: str) -> None:
     model = sharded(api, way)
     blocks = [m for m in model.modules() if type(m) is Block]
-    for part in (blocks[0].wide, model.module):
-        with pytest.raises(UnsupportedError, match="a unit that contains more than this module"):
-            fullshard.full_parameters(part).__enter__()
-    with fullshard.full_parameters(model):
-        pass
+    with pytest.raises(UnsupportedError, match=r"This Linear is a part of .* Pass that wrapper"):
+        fullshard.full_parameters(blocks[0].wide).__enter__()
+    for whole in (model, model.module):  # what was wrapped is the wrapper's
+        with fullshard.full_parameters(whole):
+            assert blocks[0].wide.weight.shape == Block().wide.weight.shape
 
 
 @ours
@@ -370,3 +370,46 @@ def test_names_are_those_inside_distributed_data_parallel(api: Api, tmp_path: Pa
     assert fresh.weight.equal(model.module.weight)
     wanted = optimizer.state[model.module.weight]["momentum_buffer"]
     assert made.state[fresh.weight]["momentum_buffer"].equal(wanted)
+
+
+@ours
+@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize("way", ["fully_shard", "replicate", "orig", "flat"])
+@on_ranks(2)
+def test_optimizers_do_not_step_inside(api: Api, way: str, writeback: bool) -> None:
+    model = sharded(api, way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    _train(model, optimizer)
+    before = _state(model)
+    with fullshard.full_parameters(model, writeback=writeback):
+        other.step()
+        with pytest.raises(MisuseError, match=r"step\(\) is called inside full_parameters"):
+            optimizer.step()
+    assert_equal(_state(model), before)
+    _train(model, optimizer)
+    with pytest.raises(ZeroDivisionError), fullshard.full_parameters(model):
+        raise ZeroDivisionError
+    _train(model, optimizer)
+
+
+@ours
+@pytest.mark.parametrize("way", ["plain", "ignored", "rest", "fully_shard", "orig"])
+@on_ranks(2)
+def test_changes_that_are_dropped_are_those_of_all_parameters(api: Api, way: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if way == "ignored":
+        api.fully_shard(model, mesh=mesh_of(2), ignored_params={model[0].weight})
+    elif way == "rest":
+        api.fully_shard(model[0], mesh=mesh_of(2))
+    else:
+        model = sharded(api, way, model)
+    before = _state(model)
+    with fullshard.full_parameters(model, writeback=False), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert_equal(_state(model), before)
+    with fullshard.full_parameters(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert_equal(_state(model), {name: value + 1 for name, value in before.items()})

@@ -308,7 +308,6 @@ def test_verify_says_where_there_are_no_checksums(saved: Path, tmp_path: Path) -
     manifest.write_bytes(manifest.read_bytes().replace(b"AdamW", b"AdamX"))
     assert _run("verify", saved).exit_code == Exit.DAMAGED
     assert _run("reshard", tmp_path / "dcp", saved / "inner", "--ranks", 1).exit_code == Exit.FAILED
-    assert _run("prune", tmp_path / "missing", "--keep-last", 1).exit_code == Exit.USAGE
 
 
 def test_prune_keeps_what_was_asked_for(tmp_path: Path) -> None:
@@ -323,6 +322,84 @@ def test_prune_keeps_what_was_asked_for(tmp_path: Path) -> None:
     assert [path[-1] for path in json.loads(done.stdout)["removed"]] == ["1", "3"]
     assert sorted(path.name[-1] for path in folder.iterdir()) == ["2", "4"]
     assert _run("inspect", tmp_path / "run").stdout.startswith(str(folder / "step-00000004"))
+
+
+def test_what_goes_wrong_is_json_too(saved: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    for arguments in (
+        ("inspect", missing),
+        ("verify", missing),
+        ("diff", saved, missing),
+        ("reshard", saved, ".", "--ranks", 1),
+        ("import", missing, tmp_path / "x"),
+        ("export", missing, tmp_path / "x", "--to", "hf"),
+        ("export", missing, tmp_path / "x", "--to", "dcp"),
+        ("prune", missing, "--keep-last", 1),
+    ):
+        done = _run(*arguments, "--json")
+        assert done.exit_code == Exit.FAILED, arguments
+        assert json.loads(done.stdout)["error"], arguments
+        assert done.stderr, arguments
+    torch.save(_Net().state_dict(), tmp_path / "net.pt")
+    refused = _run("export", tmp_path / "net.pt", tmp_path / "hf", "--to", "hf")
+    assert refused.exit_code == Exit.FAILED
+    assert "fullshard ckpt import" in refused.stderr
+
+
+@pytest.mark.parametrize("form", ["dcp", "hf"])
+def test_other_forms_that_are_damaged_are_found_damaged(
+    saved: Path, tmp_path: Path, form: str
+) -> None:
+    assert _run("export", saved, tmp_path / "a", "--to", form).exit_code == Exit.OK
+    name = ".metadata" if form == "dcp" else "model.safetensors"
+    file = tmp_path / "a" / name
+    file.write_bytes(file.read_bytes()[:40])
+    found = _run("verify", tmp_path / "a")
+    assert found.exit_code == Exit.DAMAGED
+    assert name in found.stdout + found.stderr
+
+
+def test_optimizers_without_state_are_found_in_files(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "a.pt")
+    for command in ("inspect", "verify"):
+        assert _run(command, tmp_path / "a.pt").exit_code == Exit.OK
+    refused = _run("import", tmp_path / "a.pt", tmp_path / "b")
+    assert refused.exit_code == Exit.FAILED
+    assert "by numbers of parameters, whose names only a model tells" in refused.stderr
+    done = _run("import", tmp_path / "a.pt", tmp_path / "b", "--weights-only")
+    assert done.exit_code == Exit.OK, done.stderr
+    other = nn.Linear(3, 2)
+    made = torch.optim.SGD(other.parameters(), lr=1.0)
+    fullshard.load_checkpoint(tmp_path / "b", other)
+    assert_equal(other.state_dict(), model.state_dict())
+    fullshard.load_checkpoint(tmp_path / "a.pt", other, made)
+    assert made.param_groups[0]["lr"] == 0.25
+
+
+def test_names_that_are_numbers_are_names(tmp_path: Path) -> None:
+    model = nn.ParameterList([torch.ones(2), torch.ones(3)])
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    sum(p.sum() for p in model).backward()
+    optimizer.step()
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+    fullshard.convert_checkpoint(tmp_path / "a", tmp_path / "b", ranks=2)
+    assert fullshard.diff_checkpoints(tmp_path / "a", tmp_path / "b") == []
+
+
+@pytest.mark.parametrize("ema_first", [False, True])
+def test_averages_beside_a_model_are_not_a_model(tmp_path: Path, ema_first: bool) -> None:
+    model, averages = nn.Linear(3, 2), nn.Linear(3, 2)
+    state = {"model": model.state_dict(), "ema": averages.state_dict()}
+    if ema_first:
+        state = dict(reversed(state.items()))
+    torch.save(state, tmp_path / "a.pt")
+    assert _run("import", tmp_path / "a.pt", tmp_path / "b").exit_code == Exit.OK
+    other = nn.Linear(3, 2)
+    fullshard.load_checkpoint(tmp_path / "b", other)
+    assert_equal(other.state_dict(), model.state_dict())
 
 
 @pytest.mark.long

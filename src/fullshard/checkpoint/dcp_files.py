@@ -19,7 +19,7 @@ from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.folder import Folder
 from fullshard.checkpoint.foreign import ForeignFiles, ForeignTensor
 from fullshard.checkpoint.spans import Wanted
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, common, tiling_fault, whole_box
 from fullshard.plan.layout import Shape
 
@@ -95,9 +95,8 @@ class DcpFiles(ForeignFiles):
         except CheckpointError as error:
             raise self._refused(f"{METADATA} {error}") from error
         except Exception as error:  # whatever damaged bytes make of a pickle
-            raise self._refused(
-                f"{METADATA} is damaged, or of another version ({error!r})"
-            ) from error
+            refused = self._refused(f"{METADATA} is damaged, or of another version ({error!r})")
+            raise DamagedCheckpointError(str(refused)) from error
 
     def close(self) -> None:
         pass

@@ -65,14 +65,16 @@ def check_fits(
     return groups
 
 
-def listed(allow: Collection[str] | str) -> list[str]:
+def listed(allow: Collection[str] | str | None) -> list[str]:
     """Return what may differ, however users have said it, as all ranks have it that said the same."""
+    if allow is None:
+        return []
     if isinstance(allow, str) or not isinstance(allow, Iterable):
         return [str(allow)]
     return sorted(map(str, allow))
 
 
-def check_allowed(allow: Collection[str] | str, known: Collection[str]) -> frozenset[str]:
+def check_allowed(allow: Collection[str] | str | None, known: Collection[str]) -> frozenset[str]:
     """Return what may differ. Raises CheckpointError for what is not known."""
     unknown = [each for each in listed(allow) if each not in known]
     if unknown:

@@ -16,10 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fullshard.errors import CheckpointError
+
 SHARD_SUFFIX = ".safetensors"
 
 # A save shows that it is alive this often, and is taken for dead after three silent beats.
 BEAT_S = 10.0
+
+# A manifest has about 20 bytes for each MiB of tensors.
+_MOST_SMALL_NBYTES = 1 << 30
 
 
 class DataFile(abc.ABC):
@@ -97,6 +102,10 @@ class Folder(abc.ABC):
         """Return the size of a file in bytes, None if it is not there."""
 
     @abc.abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of all files in bytes, by name."""
+
+    @abc.abstractmethod
     def open_data(self, name: str) -> DataFile:
         """Open a file for reading. Raises CheckpointError if it is not there, or is a link."""
 
@@ -133,9 +142,13 @@ class Folder(abc.ABC):
         """Remove what saves that died, and removals, have left in this folder."""
 
     def read_small(self, name: str) -> bytes:
-        """Return a file's content. Raises as `open_data` does."""
+        """Return a file's content. Raises as `open_data` does, and CheckpointError for over a GiB."""
         file = self.open_data(name)
         try:
+            if file.nbytes > _MOST_SMALL_NBYTES:
+                raise CheckpointError(
+                    f"{self}/{name}: has {file.nbytes} bytes, so it is not what its name says."
+                )
             content = bytearray(file.nbytes)
             count = file.read_into(memoryview(content), 0)
             return bytes(content[:count])

@@ -27,7 +27,7 @@ from fullshard.plan.layout import Shape
 from fullshard.plan.units import clean_name, without_compile
 
 # If several beginnings fit equally well, these come first.
-_USUAL = ("model.", "", "state_dict.", "module.", "optim.", "optimizer.")
+USUAL = ("model.", "", "state_dict.", "module.", "optim.", "optimizer.")
 _SMALL_NBYTES = 1 << 20  # tensors of extra state that are read though nobody asks for them
 GROUPS = "param_groups"
 VALUES = "values/"  # the section of tensors that are values: step counters
@@ -272,7 +272,7 @@ class ForeignState(SavedState):
             return None
         most = max(free.values())
         best = [beginning for beginning, count in free.items() if count == most]
-        usual = [beginning for beginning in _USUAL if beginning in best]
+        usual = [beginning for beginning in USUAL if beginning in best]
         if usual or len(best) == 1:
             self._taken.add((usual or best)[0])
             return (usual or best)[0]

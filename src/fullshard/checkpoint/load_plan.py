@@ -80,13 +80,16 @@ def plan_load(
         taken.update(holding.name for holding in destination.holdings.values())
     mismatched = {h.name for h in found if state.tensors[h.name].shape != h.shape}
     problems += _of_other_kinds(state, found)
+    held = {holding.name.partition("/")[0] for holding in holdings}
     sections = (*models, *optimizers)
     problems += [
         f"unexpected {name}"
         for name in state.tensors
         if name.partition("/")[0] in sections and name not in taken
     ]
-    own_problems, own_notes = _of_sections(state, sections, has_optimizers=bool(optimizers))
+    # A model may have no tensors, as a loss.
+    needed = [section for section in sections if section in held or section in optimizers]
+    own_problems, own_notes = _of_sections(state, sections, needed, has_optimizers=bool(optimizers))
     fitting = [holding for holding in found if holding.name not in mismatched]
     return LoadPlan(
         fitting, destinations, module_states, problems + own_problems, own_notes + notes
@@ -169,12 +172,12 @@ def _of_other_dtypes(state: SavedState, found: Sequence[Holding]) -> set[str]:
 
 
 def _of_sections(
-    state: SavedState, sections: Sequence[str], *, has_optimizers: bool
+    state: SavedState, sections: Sequence[str], needed: Sequence[str], *, has_optimizers: bool
 ) -> tuple[list[str], list[str]]:
-    """Return problems and notes for whole sections: asked for and not saved, or the reverse."""
+    """Return problems and notes for whole sections: needed and not saved, or saved and not asked for."""
     saved = {name.partition("/")[0] for name in state.tensors}
     saved |= {*state.values.get("optimizers", {})}
-    problems = [f"missing {section}" for section in sections if section not in saved]
+    problems = [f"missing {section}" for section in needed if section not in saved]
     notes = [
         f"{key} is in the files and was left out; name it in extra= to load it"
         for key in state.values.get("left_out", ())

@@ -64,6 +64,10 @@ class LocalFolder(Folder):
         path = self.path / name
         return path.stat().st_size if path.is_file() else None
 
+    def sizes(self) -> dict[str, int]:
+        with os.scandir(self.path) as entries:
+            return {each.name: each.stat().st_size for each in entries if each.is_file()}
+
     def open_data(self, name: str) -> DataFile:
         return _LocalData(self.path / name)
 
@@ -182,6 +186,8 @@ class LocalDraft(Draft):
     """A partial folder beside the checkpoint's place, until it gets the checkpoint's name."""
 
     def __init__(self, target: Path, tag: str, *, overwrite: bool) -> None:
+        if not target.name:
+            raise CheckpointError(f"{target}: name the folder that is to be the checkpoint.")
         self.target, self.overwrite = target, overwrite
         self.path = target.with_name(f"{target.name}{_PARTIAL}{tag}")
         self.folder = LocalFolder(self.path)

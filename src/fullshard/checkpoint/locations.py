@@ -1,4 +1,4 @@
-"""From a path or a URL to its folder: `folder_at`."""
+"""From a path or a URL to its folder: `folder_at`; `disk_path` where only disks will do."""
 
 import os
 import re
@@ -14,6 +14,16 @@ Location = str | os.PathLike[str]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _URL_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
+
+
+def disk_path(location: Location, doing: str) -> Path:
+    """Return a path of this machine's filesystem. Raises CheckpointError for a URL of anything else."""
+    folder = folder_at(location)
+    if not isinstance(folder, LocalFolder):
+        raise CheckpointError(
+            f"{location}: {doing} needs a path of a mounted filesystem. Give one, and copy from or to the URL."
+        )
+    return folder.path
 
 
 def folder_at(location: Location, *, lasting: bool = False) -> Folder:

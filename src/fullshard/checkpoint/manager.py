@@ -62,14 +62,27 @@ def _complete_in(parent: Folder) -> list[tuple[int, Folder]]:
 
 
 def latest_checkpoint(folder: Location) -> Checkpoint | None:
-    """Return the complete checkpoint with the most steps whose manifest is undamaged, or None."""
+    """Return the checkpoint with the most steps that has all its files, or None. See `_fault_of`."""
     for step, found in reversed(_complete_in(folder_at(folder))):
-        try:
-            loads(found.read_small(MANIFEST), str(found))
-        except CheckpointError:
-            continue
-        return Checkpoint(step, found.location)
+        if not _fault_of(found):
+            return Checkpoint(step, found.location)
     return None
+
+
+def _fault_of(folder: Folder) -> str:
+    """Say why a checkpoint cannot be loaded; "" if its manifest is undamaged and files are of their sizes.
+
+    What is in the files is not read.
+    """
+    try:
+        manifest = loads(folder.read_small(MANIFEST), f"{folder}/{MANIFEST}")
+    except CheckpointError as error:
+        return str(error)
+    sizes = folder.sizes()
+    for file in manifest.files:
+        if sizes.get(file.name) != file.nbytes:
+            return f"{folder}/{file.name}: has {sizes.get(file.name, 0)} bytes instead of {file.nbytes}."
+    return ""
 
 
 class CheckpointManager:
@@ -85,7 +98,7 @@ class CheckpointManager:
         manager.close()
 
     every_steps, every_minutes: when `step` saves; either, both or neither.
-    keep_last: how many of the newest stay. keep_every: those of steps that this divides stay as well.
+    keep_last: how many of the newest stay; None for all. keep_every: those of steps that this divides stay as well.
     in_background: save with `async_save_checkpoint`.
     signals: on these, `step` saves once more and sets ``stopping``. () for none.
 
@@ -101,7 +114,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         every_steps: int | None = None,
         every_minutes: float | None = None,
-        keep_last: int = 3,
+        keep_last: int | None = 3,
         keep_every: int | None = None,
         in_background: bool = True,
         signals: Collection[signal.Signals] = (signal.SIGTERM,),
@@ -125,6 +138,7 @@ class CheckpointManager:
         self._last_saved_at = time.monotonic()
         self._asked = self._closed = False
         self._vote: tuple[torch.Tensor, Any] | None = None
+        self._is_vote_older = False  # than the last save
         self._previous = {number: signal.signal(number, self._ask) for number in signals}
         self._votes = every_minutes is not None or bool(signals)
         # A group of its own: votes are under way while a save in the background talks to its peers.
@@ -143,8 +157,10 @@ class CheckpointManager:
     def load_latest(self, *, allow: Collection[str] = ()) -> LoadedCheckpoint | None:
         """Load the newest complete checkpoint; return what `load_checkpoint` returns, or None.
 
-        Where its files are damaged, an older one is loaded, with a warning.
+        Where its files are damaged, an older one is loaded, with a warning. A save in the background is
+        waited for: it may be the newest.
         """
+        self.wait()
 
         def complete() -> list[str]:
             self._folder.remove_left_over()
@@ -174,12 +190,13 @@ class CheckpointManager:
         if self._closed:
             raise CheckpointError(f"{self.folder}: this manager is closed. Make another one.")
         is_due = self._every_steps is not None and step % self._every_steps == 0
-        stop, late = self._votes_of_all()
+        stop, late = self._heard()
         self.stopping = self.stopping or stop
-        if is_due or stop or late:
+        saves = is_due or stop or late
+        if saves:
             self.save(step)
-            return True
-        return False
+        self._tell()
+        return saves
 
     def save(self, step: int) -> SavedCheckpoint | PendingSave:
         """Save now. Collective. One of this step that is there already is replaced.
@@ -188,6 +205,7 @@ class CheckpointManager:
         """
         self.wait()
         self._last_saved_at = time.monotonic()
+        self._is_vote_older = self._vote is not None
         target = self._folder.child(f"step-{step:08d}")
 
         def prepare() -> bool:
@@ -238,28 +256,38 @@ class CheckpointManager:
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 
-    def _votes_of_all(self) -> tuple[bool, bool]:
+    def _heard(self) -> tuple[bool, bool]:
         """Return whether a rank was asked to stop, and whether it is time, as of the step before."""
         if not self._votes:
             return False, False
-        late = (
-            self._every_minutes is not None
-            and time.monotonic() - self._last_saved_at >= 60 * self._every_minutes
-        )
-        mine = torch.tensor([int(self._asked), int(late and self._peers.rank == 0)], device="cpu")
         if self._voters is None:
-            self._asked = False
-            return bool(mine[0]), bool(mine[1])
-        result = False, False
-        if self._vote is not None:
+            votes = self._own_votes()
+        elif self._vote is None:
+            return False, False
+        else:
             votes, work = self._vote
             work.wait()
-            result = bool(votes[0]), bool(votes[1])
-        if result[0]:
-            self._asked, mine[0] = False, 0
-        work = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._voters, async_op=True)
-        self._vote = mine, work
-        return result
+            self._vote = None
+        stop, late = map(bool, votes)
+        if stop:
+            self._asked = False
+        return stop, late and not self._is_vote_older
+
+    def _tell(self) -> None:
+        """Tell the others, after a save, whether this rank was asked to stop, and whether it is time."""
+        self._is_vote_older = False
+        if self._voters is not None:
+            mine = self._own_votes()
+            work = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._voters, async_op=True)
+            self._vote = mine, work
+
+    def _own_votes(self) -> torch.Tensor:
+        late = (
+            self._peers.rank == 0
+            and self._every_minutes is not None
+            and time.monotonic() - self._last_saved_at >= 60 * self._every_minutes
+        )
+        return torch.tensor([int(self._asked), int(late)], device="cpu")
 
     def _abandon_after(self, step: int) -> None:
         """Rename the checkpoints of more steps than training has now, so that none is taken for the newest.
@@ -289,9 +317,10 @@ class CheckpointManager:
     def _point_and_prune(self, newest: Folder) -> None:
         """Name the newest checkpoint, and only then remove the oldest ones."""
         self._folder.replace_small(LATEST, f"{newest.name}\n".encode())
-        prune_checkpoints(
-            self._folder.location, keep_last=self._keep_last, keep_every=self._keep_every
-        )
+        if self._keep_last is not None:
+            prune_checkpoints(
+                self._folder.location, keep_last=self._keep_last, keep_every=self._keep_every
+            )
 
 
 def _is_complete(folder: Folder) -> bool:
@@ -307,18 +336,35 @@ def prune_checkpoints(
 ) -> list[Checkpoint]:
     """Remove checkpoints of a folder but the newest and those of steps that ``keep_every`` divides.
 
-    Returns what was removed. It loses its name first, so that nobody takes half of one for complete.
+    Only those that can be loaded count, as far as names and sizes of files tell; another one that is newer
+    than those stays, with a warning. Returns what was removed. It loses its name first, so that nobody
+    takes half of one for complete.
     Raises CheckpointError for a folder that is a checkpoint itself.
     """
+    if keep_last < 1:
+        raise CheckpointError(f"keep_last is {keep_last}: must be at least 1.")
     if _is_complete(folder_at(folder)):
         raise CheckpointError(
             f"{folder}: is a checkpoint. Name the folder that holds it and others."
         )
     complete = _complete_in(folder_at(folder))
-    kept = {step for step, _ in complete[-keep_last:]}
+    kept: set[int] = set()
+    damaged: set[int] = set()
+    for step, found in reversed(complete):
+        if len(kept) == keep_last:
+            break
+        if fault := _fault_of(found):
+            damaged.add(step)
+            warnings.warn(
+                f"{found} is damaged, so it does not count among those to keep, and stays: {fault}",
+                UserWarning,
+                stacklevel=2,
+            )
+        else:
+            kept.add(step)
     if keep_every:
         kept |= {step for step, _ in complete if step % keep_every == 0}
-    removed = [(step, found) for step, found in complete if step not in kept]
+    removed = [(step, found) for step, found in complete if step not in kept | damaged]
     for _, found in () if dry_run else removed:
         found.remove()
     return [Checkpoint(step, found.location) for step, found in removed]

@@ -112,6 +112,10 @@ class ObjectFolder(Folder):
             raise
         return size
 
+    def sizes(self) -> dict[str, int]:
+        files = (each for each in self.entries() if each["type"] == "file")
+        return {posixpath.basename(each["name"]): each["size"] for each in files}
+
     def open_data(self, name: str) -> DataFile:
         return _ObjectData(self, name)
 
@@ -175,7 +179,7 @@ class ObjectFolder(Folder):
         return [each for each in found if each["name"].strip("/") != self.root.strip("/")]
 
     def files_here(self) -> list[str]:
-        return [posixpath.basename(e["name"]) for e in self.entries() if e["type"] == "file"]
+        return [*self.sizes()]
 
     def delete(self, *names: str) -> None:
         with _naming(self.url, "removing files"):
@@ -221,6 +225,11 @@ class _ObjectData(DataFile):
             return 0
         with _naming(self._url, "reading"):
             data = self._files.cat_file(self._path, start=position, end=stop)
+        if len(data) > stop - position:
+            raise CheckpointError(
+                f"{self._url}: {stop - position} bytes were asked for, and {len(data)} came: this server "
+                "sends whole files alone. Read from one that knows ranges, or copy the checkpoint to a disk."
+            )
         out[: len(data)] = data
         return len(data)
 
@@ -256,6 +265,7 @@ class _ObjectDraft(Draft):
     def __init__(self, target: ObjectFolder, tag: str, *, overwrite: bool) -> None:
         self.folder = self._target = target
         self._tag, self._overwrite = tag, overwrite
+        self._may_be_complete = False
         self._old = self._check_target()
         self._refuse_other_writer()
         self._beat(0)
@@ -268,14 +278,30 @@ class _ObjectDraft(Draft):
             )
         left = [name for name in self._target.files_here() if name.endswith(SHARD_SUFFIX)]
         self._heart.stop()
-        self._target.replace_small(MANIFEST, manifest)
+        self._put(manifest)
         with contextlib.suppress(
             CheckpointError
         ):  # it is complete, whatever is left of the old one
             self._target.delete(_writer_name(self._tag), *(n for n in left if n not in names))
 
+    def _put(self, manifest: bytes) -> None:
+        """Write the manifest. A write whose answer was lost may have come about all the same, or yet will."""
+        try:
+            self._target.replace_small(MANIFEST, manifest)
+        except CheckpointError as error:
+            with contextlib.suppress(CheckpointError):
+                if self._target.read_small(MANIFEST) == manifest:
+                    return
+            self._may_be_complete = True
+            raise CheckpointError(
+                f"{error} If the store has written it all the same, this checkpoint is complete, so its files "
+                "stay there."
+            ) from error
+
     def give_up(self) -> None:
         self._heart.stop()
+        if self._may_be_complete:
+            return
         own = [name for name in self._target.files_here() if f".{self._tag}." in name]
         self._target.delete(*own, _writer_name(self._tag))
 
@@ -303,14 +329,16 @@ class _ObjectDraft(Draft):
 
     def _refuse_other_writer(self) -> None:
         names = self._target.files_here()
+        complete = (self._old or b"").decode(errors="replace")
         for writer in filter(_WRITER.fullmatch, names):
+            who = self._content(writer).decode()
             if not is_silent(functools.partial(self._content, writer)):
                 raise CheckpointError(
-                    f"{self._target}: another job is writing it ({self._content(writer).decode()}). Give "
-                    "each job a URL of its own."
+                    f"{self._target}: another job is writing it ({who}). Give each job a URL of its own."
                 )
             tag = writer.removeprefix("writer-").removesuffix(".json")
-            self._target.delete(writer, *(name for name in names if f".{tag}." in name))
+            left = [name for name in names if f".{tag}." in name and f'"{name}"' not in complete]
+            self._target.delete(writer, *left)
 
     def _content(self, name: str) -> bytes:
         try:

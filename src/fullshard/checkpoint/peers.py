@@ -4,6 +4,7 @@ Of their own, since a save in the background goes on while the program's groups 
 """
 
 import contextlib
+import datetime
 import pickle
 import re
 import weakref
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.backends import timeout_s
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -243,10 +245,12 @@ def _naming_loss() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        what = "A rank has died, or has left its process group,"
+        if "imed out" in str(error):
+            what = "A rank has not come, for as long as the process group's timeout says,"
         raise CheckpointError(
-            "A rank has died, or has left its process group, while the ranks saved or loaded together "
-            f"({str(error).partition(chr(10))[0][:200]}). Checkpoints that were complete before are as they "
-            "were: start again from the newest."
+            f"{what} while the ranks saved or loaded together ({str(error).partition(chr(10))[0][:200]}). "
+            "Checkpoints that were complete before are as they were: start again from the newest."
         ) from error
 
 
@@ -270,7 +274,9 @@ def _group(use: str) -> dist.ProcessGroup:
     assert world is not None
     groups = _groups.setdefault(world, {})
     if use not in groups:
-        group = dist.new_group(backend="gloo")
+        # As long as the program's: torch's default of half an hour else.
+        timeout = datetime.timedelta(seconds=timeout_s(world))
+        group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
         groups[use] = group
     return groups[use]

@@ -5,6 +5,7 @@ are read in which those lie. Where they lie in order in the wanted memory too, t
 into it; otherwise through a buffer of some blocks.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -164,7 +165,7 @@ class Reader(SavedState):
         with self._lock:
             if number not in self._open:
                 entry = self.manifest.files[number]
-                file = self.folder.open_data(entry.name)
+                file = self._opened(entry)
                 try:
                     self._check_file(file, number, entry)
                 except BaseException:
@@ -172,6 +173,17 @@ class Reader(SavedState):
                     raise
                 self._open[number] = file
             return self._open[number]
+
+    def _opened(self, entry: FileEntry) -> DataFile:
+        try:
+            return self.folder.open_data(entry.name)
+        except DamagedCheckpointError as error:  # it is missing
+            with contextlib.suppress(CheckpointError):
+                if checksum(self.folder.read_small(MANIFEST)) != self.digest:
+                    raise CheckpointError(
+                        f"{self.folder}: was replaced by another save while it was read. Load it again."
+                    ) from error
+            raise
 
     def _check_file(self, file: DataFile, number: int, entry: FileEntry) -> None:
         if file.nbytes != entry.nbytes:

@@ -15,7 +15,7 @@ from fullshard.errors import CheckpointError
 from fullshard.plan.boxes import whole_box
 from fullshard.state.holdings import HeldTensor, tensor_holding
 
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
 
 OptimizerValues = tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]
@@ -92,7 +92,7 @@ class SavedValues:
         """Set this rank's random generators; return notes for its log."""
         try:
             return self._restore_random_states()
-        except (*_MALFORMED, RuntimeError) as error:
+        except _MALFORMED as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(

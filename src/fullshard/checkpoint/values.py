@@ -8,11 +8,13 @@ object with one key that begins with "$":
     {"$tensor": "extra/ema/w"}           a tensor of the checkpoint
     {"$array": "extra/rng/0"}            the same, as a NumPy array
     {"$dtype": "BF16"}                   a torch.dtype
+    {"$counter": [[key, count], ...]}    a collections.Counter
 
 Nothing is pickled, so nothing that is loaded can run code.
 """
 
 import base64
+import collections
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -24,15 +26,46 @@ from fullshard.checkpoint.manifest import DTYPES, dtype_name
 from fullshard.errors import CheckpointError
 from fullshard.state.holdings import HeldTensor
 
+# Far from what Python's stack and its conversion of integers to text allow.
+_MOST_LEVELS = 200
+_MOST_BITS = 8192
+
 
 def encoded(value: Any, name: str, keep: Callable[[str, Any], object]) -> Any:
     """Return what stands for a value in JSON.
 
     name: of the value, as a path. keep: is called with the name and the value of each tensor inside, plain,
     DTensor or `HeldTensor`.
-    Raises CheckpointError, with the path, for a value that JSON has no form for.
+    Raises CheckpointError, with the path, for a value that JSON has no form for, or that is nested too deep.
     """
-    if value is None or type(value) in (bool, int, str):
+    try:
+        tree = _encoded(value, name, keep)
+        is_too_deep = _levels(tree) > _MOST_LEVELS
+    except RecursionError:
+        is_too_deep = True
+    if is_too_deep:
+        raise CheckpointError(
+            f"{name} cannot be saved: it contains itself, or is nested deeper than the {_MOST_LEVELS} levels that "
+            "a checkpoint holds (a tuple takes two)."
+        )
+    return tree
+
+
+def _levels(tree: Any) -> int:
+    """Return how deep lists and dicts are nested in each other."""
+    count, level = 0, [tree]
+    while level := [each for each in level if isinstance(each, list | dict)]:
+        count += 1
+        level = [v for each in level for v in (each.values() if isinstance(each, dict) else each)]
+    return count
+
+
+def _encoded(value: Any, name: str, keep: Callable[[str, Any], object]) -> Any:
+    if value is None or type(value) in (bool, str):
+        return value
+    if type(value) is int:
+        if value.bit_length() > _MOST_BITS:
+            raise CheckpointError(f"{name} is an integer of more than {_MOST_BITS} bits.")
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
@@ -46,20 +79,25 @@ def encoded(value: Any, name: str, keep: Callable[[str, Any], object]) -> Any:
     if isinstance(value, torch.dtype):
         return {"$dtype": dtype_name(value, name)}
     if isinstance(value, torch.Size) or type(value) is tuple:
-        return {"$tuple": [encoded(v, f"{name}/{n}", keep) for n, v in enumerate(value)]}
+        return {"$tuple": [_encoded(v, f"{name}/{n}", keep) for n, v in enumerate(value)]}
     if type(value) is list:
-        return [encoded(each, f"{name}/{n}", keep) for n, each in enumerate(value)]
+        return [_encoded(each, f"{name}/{n}", keep) for n, each in enumerate(value)]
+    if type(value) is collections.Counter:  # a milestone scheduler's, which counts on it
+        pairs = [
+            [_encoded(k, f"{name}/key", keep), _encoded(n, name, keep)] for k, n in value.items()
+        ]
+        return {"$counter": pairs}
     if isinstance(value, Mapping):
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: encoded(each, f"{name}/{key}", keep) for key, each in value.items()}
+            return {key: _encoded(each, f"{name}/{key}", keep) for key, each in value.items()}
         pairs = [
-            [encoded(key, f"{name}/key", keep), encoded(each, f"{name}/{key}", keep)]
+            [_encoded(key, f"{name}/key", keep), _encoded(each, f"{name}/{key}", keep)]
             for key, each in value.items()
         ]
         return {"$dict": pairs}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
-        return encoded(value.item(), name, keep)
+        return _encoded(value.item(), name, keep)
     if numpy is not None and type(value) is numpy.ndarray:
         tensor_name = _encoded_tensor(
             torch.from_numpy(value.copy()).reshape(value.shape), name, keep
@@ -87,6 +125,9 @@ def decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
     simple: dict[str, Callable[[], Any]] = {
         "$tuple": lambda: tuple(decoded(each, tensor) for each in content),
         "$dict": lambda: {decoded(k, tensor): decoded(v, tensor) for k, v in content},
+        "$counter": lambda: collections.Counter(
+            {decoded(k, tensor): decoded(n, tensor) for k, n in content}
+        ),
         "$float": lambda: float(content),
         "$bytes": lambda: base64.b64decode(content, validate=True),
         "$dtype": lambda: DTYPES[content],

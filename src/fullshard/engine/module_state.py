@@ -380,6 +380,12 @@ def state_of_unit(unit: Unit) -> ModuleState | None:
     return reference() if reference is not None else None
 
 
+def flat_states() -> list[ModuleState]:
+    """Return all states in this process whose units have their parameters in flat ones."""
+    found = (reference() for unit, reference in _owners.items() if unit.params.is_flat)
+    return [*dict.fromkeys(state for state in found if state is not None)]
+
+
 def named_states(root: nn.Module) -> dict[str, ModuleState]:
     """Return the states in a model by the paths of their modules."""
     return {

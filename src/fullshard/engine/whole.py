@@ -238,12 +238,12 @@ def _hide(unit: Unit, options: WholeOptions, *, is_shown: bool) -> None:
 def _write(shard: torch.Tensor, part: torch.Tensor) -> None:
     """Copy what has been changed. Nothing otherwise: autograd and the engine take writes for changes."""
     part = part.to(shard.device)
-    # Not `equal`, for which NaN differs from itself; bits, as -0.0 is another value than 0.0.
-    if not torch.equal(_bits(shard), _bits(part)):
+    if not torch.equal(bits(shard), bits(part)):
         shard.copy_(part)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes, by which NaN equals itself and -0.0 is not 0.0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard.checkpoint.background import finish_background
 from fullshard.checkpoint.folder import Folder, NewFile
-from fullshard.checkpoint.locations import Location, folder_at
+from fullshard.checkpoint.locations import Location, disk_path, folder_at
 from fullshard.checkpoint.manager import latest_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.peers import Peers
@@ -96,7 +96,8 @@ def export_hf(
     options = {"max_shard_size": max_shard_size, "key": key, "overwrite": overwrite}
     is_model = isinstance(model, nn.Module)
     peers.check_alike(path=str(path), is_model=is_model, dtype=dtype, rename=mapping, **options)
-    if not Path(path).name:
+    target = peers.together(lambda: disk_path(path, "an export"))
+    if not target.name:
         raise CheckpointError(f"path is {str(path)!r}: name a folder.")
     source: _Source
     with contextlib.ExitStack() as stack:
@@ -119,7 +120,7 @@ def export_hf(
                 check_ties(found, own, source.tied())
             return found
 
-        export = _Export(Path(path), files, beside, overwrite, progress)
+        export = _Export(target, files, beside, overwrite, progress)
         return export.run(source, peers)
 
 
@@ -244,5 +245,8 @@ def _checkpoint(folder: Folder) -> Folder:
         return folder
     found = latest_checkpoint(folder.location)
     if found is None:
-        raise CheckpointError(f"{folder}: is no complete checkpoint, and holds none.")
+        raise CheckpointError(
+            f"{folder}: is no complete checkpoint, and holds none. Of files of other forms, make one first: "
+            "fullshard ckpt import."
+        )
     return folder_at(found.path)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.spans import Limits, Wanted, read_at_once, read_shared
 from fullshard.checkpoint.writing import PART_OF
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import common, whole_box
 from fullshard.plan.layout import Shape
 
@@ -241,8 +241,8 @@ def _open(path: Path) -> int:
     return descriptor
 
 
-def _refused(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}. Download or save it again, or load another.")
+def _refused(path: Path, what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{path}: {what}. Download or save it again, or load another.")
 
 
 class WeightsReader:

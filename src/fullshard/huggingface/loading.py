@@ -10,6 +10,7 @@ from torch import nn
 
 from fullshard.checkpoint.background import finish_background
 from fullshard.checkpoint.fitting import Source, check_allowed, check_fits, listed
+from fullshard.checkpoint.locations import disk_path
 from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.spans import Wanted
@@ -78,7 +79,8 @@ def load_hf(
     mapping = sorted(rename.items()) if isinstance(rename, Mapping) else callable(rename)
     alike = {"path": str(path), "allow": listed(allow), "rename": mapping}
     allowed = peers.together(lambda: check_allowed(allow, ALLOWED), alike=alike)
-    weights = peers.of_first(lambda: weights_of(Path(path)))
+    source_path = peers.together(lambda: disk_path(path, "load_hf"))
+    weights = peers.of_first(lambda: weights_of(source_path))
     with WeightsReader(weights) as reader, torch.inference_mode(False), torch.no_grad():
 
         def planned() -> tuple[_Plan, list[str]]:
@@ -95,7 +97,7 @@ def load_hf(
             return nbytes
 
         return LoadedWeights(
-            Path(path),
+            source_path,
             len(plan.holdings),
             peers.together(read),
             tuple(differing.get("missing", ())),

@@ -11,6 +11,7 @@ from torch import nn
 from fullshard.errors import CheckpointError
 from fullshard.huggingface.export_folder import CONFIG, as_json, side_files
 from fullshard.huggingface.names import plain_name
+from fullshard.state.holdings import without_ddp
 
 # A folder or a file to copy from, fields, or an object that knows its JSON.
 Config = str | Path | Mapping[str, Any] | Any
@@ -56,8 +57,8 @@ def _copied(path: Path) -> dict[str, bytes]:
 def _of_model(model: nn.Module) -> dict[str, bytes]:
     inner = [
         module
-        for path, module in model.named_modules()
-        if not plain_name(path) and _knows_json(getattr(module, "config", None))
+        for path, module in without_ddp(model).named_modules()
+        if not plain_name(f"{path}.").strip(".") and _knows_json(getattr(module, "config", None))
     ]
     if not inner:
         return {}

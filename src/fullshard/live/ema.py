@@ -25,11 +25,20 @@ from fullshard.errors import ShardingError, StateError
 from fullshard.plan.boxes import Box, whole_box
 from fullshard.plan.layout import Shape
 from fullshard.plan.units import without_compile
-from fullshard.state.holdings import HeldTensor, Holding, holdings_in, plain_memory, without_ddp
+from fullshard.state.holdings import (
+    HeldTensor,
+    Holding,
+    holdings_in,
+    lent,
+    plain_memory,
+    without_ddp,
+)
 from fullshard.state.structure import structure_of, units_of
 from fullshard.state.unit_parts import HeldBox
 
 Decay = float | Callable[[int], float]
+
+_APPLIED = "EMA.applied"
 
 # Elements that are cast at once where averages have another dtype than parameters.
 _CAST_NUMEL = 1 << 24
@@ -215,21 +224,25 @@ class EMA:
 
         Whatever reads the model sees them: forwards, state dicts, `save_checkpoint`, `stream_weights`. An
         optimizer's step inside is undone with them. Memory: a copy of this rank's shards.
+
+        Loading a checkpoint inside is a MisuseError.
         """
         self._refuse_while_applied("applied()")
-        self._follow_model(writes="EMA.applied")
+        self._follow_model(writes=_APPLIED)
         with torch.no_grad():
             kept = [view.clone() for _, view, _ in self._pairs()]
             self._write(average for average, _, _ in self._pairs())
         self._is_applied = True
+        shows = [m for m in without_ddp(self._model).modules() if m not in lent]
+        lent.update(dict.fromkeys(shows, _APPLIED))
         try:
             yield
         finally:
             self._is_applied = False
+            for module in shows:
+                lent.pop(module, None)
             with torch.no_grad():
-                self._sources.refresh(
-                    writes="EMA.applied"
-                )  # forwards may have left units unsharded
+                self._sources.refresh(writes=_APPLIED)  # forwards may have left units unsharded
                 self._write(iter(kept))
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,19 +1,22 @@
 """`full_parameters`: whole parameters on every module, however it was sharded."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.params.managed import ManagedParameter, manager_of
 from fullshard.engine.params.resharded import manager_of_placeholder
 from fullshard.engine.unit import Unit
-from fullshard.engine.whole import WholeOptions, whole_parameters
-from fullshard.errors import UnsupportedError
-from fullshard.state.holdings import refuse_others
+from fullshard.engine.whole import WholeOptions, bits, whole_parameters
+from fullshard.errors import MisuseError, UnsupportedError
+from fullshard.state.holdings import forms_in, refuse_others
+from fullshard.state.structure import whole_of
 
 _TORCH_FSDP = "torch.distributed.fsdp."
 
@@ -37,26 +40,75 @@ def full_parameters(
 
     writeback: what the block has changed is written to the shards when it ends, also by an exception:
         of each rank's whole parameters its own part, so all ranks have to make the same changes. Without
-        it changes are dropped.
+        it changes are dropped, those of parameters that are not sharded too: copies of these are kept.
     rank0_only: only the first rank of each mesh (rank 0) shows whole parameters; the others show their
         shards. With ``writeback`` the first rank's values are sent to all when the block ends.
     offload: show them in host memory.
 
     A forward inside computes with what is shown, without mixed precision, and cannot be differentiated;
-    for losses of weights there is `gathered`. Optimizers keep their parameters: do not step inside.
+    for losses of weights there is `gathered`.
 
-    Raises MisuseError during forward or backward, inside another such block, and, when the block ends,
-    if the shape of a parameter was changed; UnsupportedError if ``module`` has parameters that a unit
-    outside it owns, or that define their own all-gather.
+    Raises MisuseError for a step inside of an optimizer that has the shards; during forward or backward;
+    inside another such block; and, when the block ends, if the shape of a parameter was changed. Raises
+    UnsupportedError if ``module`` has parameters that a unit outside it owns, or that define their own
+    all-gather.
     """
     options = WholeOptions(
         writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload, copies=True
     )
-    with whole_parameters(_units(module), options):
+    units = _units(module)
+    sharded = {id(form) for unit in units for form in forms_in(unit)}
+    with contextlib.ExitStack() as stack:
+        if not writeback:
+            stack.enter_context(_dropping_changes(module, sharded))
+        stack.enter_context(_refusing_steps(sharded))
+        stack.enter_context(whole_parameters(units, options))
         yield
 
 
+@contextlib.contextmanager
+def _refusing_steps(sharded: Collection[int]) -> Iterator[None]:
+    """Raise MisuseError at a step of an optimizer that has sharded parameters (by id)."""
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if any(id(p) in sharded for group in optimizer.param_groups for p in group["params"]):
+            raise MisuseError(
+                "optimizer.step() is called inside full_parameters, where the model shows other tensors than "
+                "those that the optimizer has. Step after the block."
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _dropping_changes(module: nn.Module, sharded: Collection[int]) -> Iterator[None]:
+    """Give parameters that are not sharded their values of before when the body ends."""
+    plain = [p for p in module.parameters() if id(p) not in sharded and not p.is_meta]
+    kept = [_own_memory(parameter).clone() for parameter in plain]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in zip(plain, kept, strict=True):
+                own = _own_memory(parameter)
+                if own.shape != values.shape:
+                    parameter.data = values
+                elif not torch.equal(bits(own), bits(values)):
+                    own.copy_(values)
+
+
+def _own_memory(parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's part of a parameter."""
+    tensor = parameter.detach()
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _units(module: nn.Module) -> list[Unit]:
+    module = whole_of(module)
     refuse_others(module)
     for path, each in module.named_modules():
         if any(c.__module__.startswith(_TORCH_FSDP) for c in type(each).__mro__):

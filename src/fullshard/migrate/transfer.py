@@ -17,7 +17,7 @@ from fullshard.state.first_state import first_state, lacking_state, with_first_s
 from fullshard.state.optim import SaveOptions, Values, load, save
 from fullshard.state.optim_keys import trained_parameters
 from fullshard.state.parts import locals_of
-from fullshard.state.structure import structure_of
+from fullshard.state.structure import structure_of, whole_of
 
 
 def sharded_state(
@@ -32,6 +32,7 @@ def sharded_state(
     that a new process has something to load a checkpoint into. The optimizer itself is not changed.
     Raises StateError if the state before a first step cannot be known (see `first_state`).
     """
+    model = whole_of(model)
     with saving_sharded(model):
         state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
@@ -54,6 +55,7 @@ def load_sharded_state(
     as ``load_state_dict`` does, and StateError if optimizer state is missing or belongs to
     parameters that the optimizer does not train. Both before anything is loaded into the optimizer.
     """
+    model = whole_of(model)
     if optimizer is not None:
         # All ranks check together before any of them loads.
         _check_complete(model, optimizer, state["optimizer"])

@@ -17,7 +17,7 @@ from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.stages import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, bytes_of, write_files
 from fullshard.errors import CheckpointError
-from fullshard.offline.opening import Progress, form_of, open_state
+from fullshard.offline.opening import Progress, form_of, naming_disk_faults, open_state
 from fullshard.plan.boxes import Cut, box_after, in_rows, whole_box
 
 # Of a tensor that one thread of a few has in memory.
@@ -50,7 +50,7 @@ def convert_checkpoint(
     if ranks < 1:
         raise CheckpointError(f"ranks is {ranks}: must be at least 1.")
     begun = time.perf_counter()
-    with open_state(source) as state:
+    with naming_disk_faults(target), open_state(source) as state:
         tensors = _kept(state, weights_only)
         draft = folder_at(target).draft(tag := secrets.token_hex(4), overwrite=overwrite)
         try:
@@ -103,8 +103,7 @@ def _kept(state: SavedState, weights_only: bool) -> dict[str, SavedTensor]:
         return not weights_only or section.partition(".")[0] == "model"
 
     kept = {name: tensor for name, tensor in state.tensors.items() if is_kept(name)}
-    numbered = [name for name in kept if _is_by_number(name)]
-    if numbered:
+    if not weights_only and _is_by_number(state):
         raise CheckpointError(
             f"{state.location}: has optimizer state by numbers of parameters, whose names only a model "
             "tells. Load it into one and save that, or take the weights alone."
@@ -114,9 +113,12 @@ def _kept(state: SavedState, weights_only: bool) -> dict[str, SavedTensor]:
     return kept
 
 
-def _is_by_number(name: str) -> bool:
-    section, _, rest = name.partition("/")
-    return section.partition(".")[0] == "optimizer" and rest.partition("/")[0].isdigit()
+def _is_by_number(state: SavedState) -> bool:
+    optimizers = state.values.get("optimizers", {}).values()
+    groups = [group for own in optimizers for group in own["groups"]]
+    found = {name for group in groups for name in group["params"] if name.isdigit()}
+    of_models = (name.partition("/")[2] for name in state.tensors if name.startswith("model"))
+    return bool(found.difference(of_models))  # those of a ParameterList are named so
 
 
 def _items(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> Iterator[ToWrite]:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fullshard.checkpoint.dcp_files import METADATA
-from fullshard.checkpoint.locations import Location
+from fullshard.checkpoint.locations import Location, disk_path
 from fullshard.checkpoint.module_states import MODULE_STATES
 from fullshard.checkpoint.random_states import RNG
 from fullshard.checkpoint.saved_state import SavedState
@@ -35,7 +35,7 @@ from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.values import decoded
 from fullshard.errors import CheckpointError
 from fullshard.huggingface.export_folder import ExportFolder
-from fullshard.offline.opening import Progress, open_state
+from fullshard.offline.opening import Progress, naming_disk_faults, open_state
 from fullshard.plan.boxes import Box, in_rows, whole_box
 
 _PART_NBYTES = 64 << 20
@@ -69,18 +69,19 @@ def export_dcp(
     Raises CheckpointError if the source cannot be read or the target cannot be written; what was written
     is removed then.
     """
+    target = disk_path(path, "an export")
     with open_state(source) as state:
         leaves = _leaves(state, weights_only)
-        folder = _DcpFolder(Path(path), secrets.token_hex(4), overwrite=overwrite)
+        folder = _DcpFolder(target, secrets.token_hex(4), overwrite=overwrite)
         try:
             planner = _Planner(state, leaves, progress)
-            with torch.no_grad():
+            with torch.no_grad(), naming_disk_faults(target):
                 _write(folder.path, planner)
             folder.finish()
         except BaseException:
             folder.give_up()
             raise
-        return ExportedState(Path(path), planner.num_tensors, planner.total)
+        return ExportedState(target, planner.num_tensors, planner.total)
 
 
 class _DcpFolder(ExportFolder):

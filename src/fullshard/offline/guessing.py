@@ -1,13 +1,15 @@
 """Which tensors of foreign files are a model's and an optimizer's, told by the files alone.
 
 Where there are ``param_groups``, there is an optimizer, and its state beside them. Of the other dicts of
-tensors the largest is the model; those with the same names are models as well.
+tensors the one under a usual key (model, state_dict) is the model, else the largest. Those with the same names are
+models as well if none of them is under a usual key, or all are in a dict "model"; else they are extra state, as
+averages are.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from fullshard.checkpoint.foreign import GROUPS, ForeignFiles, clean_key, endings
+from fullshard.checkpoint.foreign import GROUPS, USUAL, ForeignFiles, clean_key, endings
 from fullshard.checkpoint.saved_state import Names
 
 _Path = tuple[str | int, ...]
@@ -19,7 +21,15 @@ def guessed_names(files: ForeignFiles) -> Names:
     beginnings = {
         key.removesuffix(rest) for key in keys for rest in endings(key) if rest.startswith(GROUPS)
     }
-    optimizers = {beginning: _parameters(keys, f"{beginning}state.") for beginning in beginnings}
+    optimizers = {
+        beginning: sorted(
+            {
+                *_with_state(keys, f"{beginning}state."),
+                *_in_groups(files, keys, f"{beginning}{GROUPS}"),
+            }
+        )
+        for beginning in beginnings
+    }
     labels = _labels([tuple(b.rstrip(".").split(".")) for b in sorted(beginnings)])
     sections = {
         ("optimizer" if len(beginnings) == 1 else f"optimizer.{label}"): optimizers[beginning]
@@ -34,10 +44,24 @@ def guessed_names(files: ForeignFiles) -> Names:
     )
 
 
-def _parameters(keys: Iterable[str], beginning: str) -> list[str]:
+def _with_state(keys: Iterable[str], beginning: str) -> set[str]:
     """Return the names that have state under keys with a beginning: of beginning + name + "." + state."""
     own = (key.removeprefix(beginning) for key in keys if key.startswith(beginning))
-    return sorted({key.rpartition(".")[0] for key in own})
+    return {key.rpartition(".")[0] for key in own}
+
+
+def _in_groups(files: ForeignFiles, keys: Mapping[str, str], beginning: str) -> set[str]:
+    """Return the names or numbers of the parameters that groups list, in one list or one by one."""
+    found: set[str] = set()
+    for key, raw in keys.items():
+        if key == beginning:
+            listed = [group.get("params") for group in files.value_of(raw)]
+        elif key.startswith(f"{beginning}.") and key.endswith(".params"):
+            listed = [files.value_of(raw)]
+        else:
+            continue
+        found |= {clean_key(str(each)) for own in listed if isinstance(own, list) for each in own}
+    return found
 
 
 def _dicts(files: ForeignFiles, keys: Mapping[str, str]) -> dict[_Path, dict[str, int]]:
@@ -54,13 +78,14 @@ def _dicts(files: ForeignFiles, keys: Mapping[str, str]) -> dict[_Path, dict[str
 def _models(dicts: Mapping[_Path, Mapping[str, int]]) -> dict[str, list[str]]:
     if not dicts:
         return {}
-    first = max(dicts, key=lambda path: sum(dicts[path].values()))
+    usual = [path for path in dicts if "".join(f"{part}." for part in path) in USUAL]
+    first = max(usual or dicts, key=lambda path: sum(dicts[path].values()))
     alike = [
         path
         for path, own in dicts.items()
         if path and (own.keys() == dicts[first].keys() or path[:-1] == first[:-1] == ("model",))
     ]
-    if len(alike) < 2:
+    if len(alike) < 2 or (usual and not all(path[:-1] == ("model",) for path in alike)):
         return {"model": [*dicts[first]]}
     labels = _labels([tuple(map(str, path)) for path in alike])
     return {f"model.{label}": [*dicts[path]] for path, label in zip(alike, labels, strict=True)}

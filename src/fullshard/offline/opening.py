@@ -1,6 +1,7 @@
 """Opening whatever holds saved state, without a model: checkpoints, DCP, files of torch.save, safetensors."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manager import latest_checkpoint
 from fullshard.checkpoint.manifest import DTYPES, MANIFEST
 from fullshard.checkpoint.opening import opened
+from fullshard.checkpoint.peers import said
 from fullshard.checkpoint.reading import Reader
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.values import encoded
+from fullshard.errors import CheckpointError
 from fullshard.huggingface.files import WeightsReader, weights_of
 from fullshard.offline.guessing import guessed_names
 from fullshard.plan.boxes import whole_box
@@ -26,6 +29,21 @@ _OF_A_RUN = "checkpoints"  # where `fullshard train` keeps them in a run's folde
 _WEIGHTS = "model/"
 
 Progress = Callable[[int, int], object] | None  # bytes done so far, and in all
+
+
+@contextlib.contextmanager
+def naming_disk_faults(path: object) -> Iterator[None]:
+    """Say of errors of a disk that is written to which path they are of."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(said(error)) from error
+    except RuntimeError as error:
+        if "inline_container" not in str(
+            error
+        ):  # torch's writer of files, which tells nothing else
+            raise
+        raise CheckpointError(f"{path}: cannot be written. Check space and permissions.") from error
 
 
 def open_state(path: Location) -> SavedState:

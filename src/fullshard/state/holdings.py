@@ -11,6 +11,7 @@ Several ranks may hold the same box: replicas, and every rank of what is not sha
 numbered, so that each can write its share of it.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from fullshard.engine.access import settle_to_read, settle_to_write
 from fullshard.engine.module_state import state_of
 from fullshard.engine.unit import Unit
-from fullshard.errors import StateError, UnsupportedError
+from fullshard.errors import MisuseError, StateError, UnsupportedError
 from fullshard.plan.boxes import whole_box
 from fullshard.plan.layout import Shape
 from fullshard.state.structure import Structure, structure_of
@@ -33,6 +34,9 @@ _TORCH_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 # Placements of what every rank has: kept alike by the optimizer, and not kept alike by anything.
 REPLICATED = "replicated"
 BUFFER = "buffer"
+
+# Modules that show other values than their own for a while, and the call that has put them there.
+lent: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 
 # The number of a copy of which this rank hands on nothing.
 ELSEWHERE = -1
@@ -103,13 +107,15 @@ def holdings_of(model: nn.Module, *, writes: str = "") -> list[Holding]:
 def holdings_in(structure: Structure, *, writes: str = "") -> list[Holding]:
     """List what `holdings_of` lists of a model of this structure."""
     _refuse_others(structure.modules)
+    if writes:
+        _refuse_lent(structure.modules, writes)
     for unit, _ in structure.units:
         if writes:
             settle_to_write(unit, writes)
         else:
             settle_to_read(unit)
     found = [holding for unit, names in structure.units for holding in _of_unit(unit, names)]
-    managed = {id(param) for unit, _ in structure.units for param in _shown(unit)}
+    managed = {id(param) for unit, _ in structure.units for param in forms_in(unit)}
     found += _plain_parameters(structure, managed)
     found += _buffers(structure)
     for holding in found:
@@ -122,6 +128,16 @@ def holdings_in(structure: Structure, *, writes: str = "") -> list[Holding]:
     for position, name in enumerate(_names_in_order(structure)):
         order.setdefault(name, position)  # where a tied parameter comes first
     return sorted(found, key=lambda holding: order.get(holding.name, len(order)))
+
+
+def _refuse_lent(modules: Sequence[tuple[str, nn.Module]], writes: str) -> None:
+    for _, module in modules:
+        call = lent.get(module, writes)
+        if call != writes:
+            raise MisuseError(
+                f"{writes} is called inside {call}, at whose end the model gets its own values back, so what "
+                "is loaded would be lost. Call it before or after."
+            )
 
 
 def without_ddp(model: Any) -> Any:
@@ -181,8 +197,12 @@ def tensor_holding(name: str, tensor: torch.Tensor | HeldTensor) -> Holding:
     if isinstance(tensor, DTensor):
         boxes = dtensor_boxes(tensor)
         return Holding((name,), shape, tensor.dtype, boxes, placement_of(tensor._spec))
-    boxes = (HeldBox(whole_box(shape), tensor),) if tensor.numel() else ()
-    return Holding((name,), shape, tensor.dtype, boxes, REPLICATED)
+    loaded, copied = None, tensor
+    if tensor.is_conj() or tensor.is_neg():  # its memory has other values than it shows
+        copied = tensor.resolve_conj().resolve_neg()
+        loaded = _copier(tensor, copied)
+    boxes = (HeldBox(whole_box(shape), copied),) if tensor.numel() else ()
+    return Holding((name,), shape, tensor.dtype, boxes, REPLICATED, after_loading=loaded)
 
 
 def unit_holding(
@@ -297,7 +317,7 @@ def _dtypes_before_casts(structure: Structure) -> dict[tuple[int, str], torch.dt
     }
 
 
-def _shown(unit: Unit) -> Iterator[nn.Parameter]:
+def forms_in(unit: Unit) -> Iterator[nn.Parameter]:
     """Yield every form in which a unit's parameters may be registered."""
     if unit.params.flat is not None:
         yield unit.params.flat.sharded

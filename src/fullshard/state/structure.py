@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fullshard.engine.module_state import state_of
+from fullshard.engine.module_state import ModuleState, flat_states, state_of
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
+from fullshard.errors import UnsupportedError
 from fullshard.plan.units import clean_name
 
 NamedUnit = tuple[Unit, list[list[str]]]  # and the names of each of its parameters
@@ -27,18 +28,23 @@ class Structure(NamedTuple):
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """Return what a model is made of."""
+    """Return what a model is made of.
+
+    What a wrapper with a flat parameter wraps (``wrapped.module``) is the wrapper's. Raises
+    UnsupportedError for any other part of what such a wrapper contains: ranks have arbitrary pieces of it.
+    """
+    model = whole_of(model)
     modules = [
         (f"{clean}." if (clean := clean_name(path)) else "", module)
         for path, module in model.named_modules(remove_duplicate=False)
     ]
-    prefixes: dict[int, str] = {}
+    prefixes: dict[int, list[str]] = {}
     for prefix, module in modules:
-        prefixes.setdefault(id(module), prefix)
+        prefixes.setdefault(id(module), []).append(prefix)
 
     def names(param: ManagedParameter) -> list[str]:
-        found = [(prefixes.get(id(slot.module())), slot.name) for slot in param.slots]
-        return [prefix + name for prefix, name in found if prefix is not None]
+        slots = [(prefixes.get(id(slot.module()), ()), slot.name) for slot in param.slots]
+        return [prefix + name for places, name in slots for prefix in places]
 
     states = dict.fromkeys(state for _, m in modules if (state := state_of(m)) is not None)
     units = [(unit, [*map(names, unit.params)]) for state in states for unit in state.units]
@@ -47,5 +53,37 @@ def structure_of(model: nn.Module) -> Structure:
 
 def units_of(model: nn.Module) -> list[Unit]:
     """Return the units of a model that have parameters, in the order of its modules."""
-    states = dict.fromkeys(state for m in model.modules() if (state := state_of(m)) is not None)
+    modules = whole_of(model).modules()
+    states = dict.fromkeys(state for m in modules if (state := state_of(m)) is not None)
     return [unit for state in states for unit in state.units]
+
+
+def whole_of(model: nn.Module) -> nn.Module:
+    """Return the wrapper with a flat parameter that wraps a model; if none does, the model.
+
+    Raises UnsupportedError for a part of what such a wrapper contains.
+    """
+    modules = {id(module) for module in model.modules()}
+    around = {
+        state: slot.name
+        for state in flat_states()
+        if not any(id(module) in modules for module in state.modules)
+        for unit in state.units
+        for param in unit.params
+        for slot in param.slots
+        if id(slot.module()) in modules
+    }
+    for state, name in around.items():
+        wrapper = _wrapper_of(model, state)
+        if wrapper is None:
+            raise UnsupportedError(
+                f"This {type(model).__name__} is a part of {state.all_units[0].label}, whose parameters are one "
+                f"flat parameter ({name} too): ranks hold arbitrary pieces of it. Pass that wrapper, or the "
+                "whole model."
+            )
+        return wrapper
+    return model
+
+
+def _wrapper_of(model: nn.Module, state: ModuleState) -> nn.Module | None:
+    return next((m for m in state.modules if any(c is model for c in m.children())), None)

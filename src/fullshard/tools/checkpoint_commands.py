@@ -44,7 +44,7 @@ def inspect(path: str, *, tensors: bool, as_json: bool) -> Exit:
             _show_summary(summary, tensors=tensors)
         return Exit.OK
 
-    return _guarded("inspect", run)
+    return _guarded("inspect", run, as_json=as_json)
 
 
 def verify(path: str, *, as_json: bool) -> Exit:
@@ -66,7 +66,7 @@ def verify(path: str, *, as_json: bool) -> Exit:
             print(f"{found.path}: {_size(found.nbytes)} read, {verdict}")
         return Exit.DAMAGED if found.faults else Exit.OK
 
-    return _guarded("verify", run)
+    return _guarded("verify", run, as_json=as_json)
 
 
 def diff(first: str, second: str, only: Sequence[str], tolerance: float, *, as_json: bool) -> Exit:
@@ -88,7 +88,7 @@ def diff(first: str, second: str, only: Sequence[str], tolerance: float, *, as_j
             print(f"{len(found)} differences" if found else "no differences")
         return Exit.DIFFERENT if found else Exit.OK
 
-    return _guarded("diff", run)
+    return _guarded("diff", run, as_json=as_json)
 
 
 def convert(path: str, target: str, ranks: int, ways: Ways, *, command: str) -> Exit:
@@ -107,7 +107,7 @@ def convert(path: str, target: str, ranks: int, ways: Ways, *, command: str) -> 
         _written({"path": str(saved.path), "nbytes": saved.nbytes, "step": saved.step}, ways)
         return Exit.OK
 
-    return _guarded(command, run)
+    return _guarded(command, run, as_json=ways.as_json)
 
 
 def export_hf(path: str, target: str, options: HfOptions, ways: Ways) -> Exit:
@@ -130,7 +130,7 @@ def export_hf(path: str, target: str, options: HfOptions, ways: Ways) -> Exit:
         _written(fields, ways)
         return Exit.OK
 
-    return _guarded("export", run)
+    return _guarded("export", run, as_json=ways.as_json)
 
 
 def export_dcp(path: str, target: str, ways: Ways) -> Exit:
@@ -148,7 +148,7 @@ def export_dcp(path: str, target: str, ways: Ways) -> Exit:
         _written({"path": str(written.path), "nbytes": written.nbytes}, ways)
         return Exit.OK
 
-    return _guarded("export", run)
+    return _guarded("export", run, as_json=ways.as_json)
 
 
 def prune(
@@ -156,10 +156,9 @@ def prune(
 ) -> Exit:
     """Remove all but the newest checkpoints of a folder, and print which."""
 
-    if "://" not in folder and not Path(folder).is_dir():
-        return refuse("prune", f"{folder}: is no folder.")
-
     def run() -> Exit:
+        if "://" not in folder and not Path(folder).is_dir():
+            raise CheckpointError(f"{folder}: is no folder.")
         removed: list[str] = []
         for parent in (folder, f"{folder.rstrip('/')}/{_RUN_CHECKPOINTS}"):
             found = fullshard.prune_checkpoints(
@@ -175,7 +174,7 @@ def prune(
                 print("nothing to remove")
         return Exit.OK
 
-    return _guarded("prune", run)
+    return _guarded("prune", run, as_json=as_json)
 
 
 def refuse(command: str, text: str) -> Exit:
@@ -185,10 +184,12 @@ def refuse(command: str, text: str) -> Exit:
     return Exit.USAGE
 
 
-def _guarded(command: str, run: Callable[[], Exit]) -> Exit:
+def _guarded(command: str, run: Callable[[], Exit], *, as_json: bool) -> Exit:
     try:
         return run()
     except (CheckpointError, OSError) as error:
+        if as_json:
+            print(json.dumps({"error": str(error)}))
         for line in str(error).replace("pass overwrite=True", "add --overwrite").splitlines():
             print(f"fullshard ckpt {command}: {printable(line)}", file=sys.stderr)
         is_damaged = command == "verify" and isinstance(error, DamagedCheckpointError)
