@@ -318,7 +318,7 @@ def test_going_back_renames_what_is_later(prefix: str) -> None:
         manager.save(step)
     later = model.weight.detach().clone()
     nn.init.zeros_(model.weight)
-    with pytest.warns(UserWarning, match="step-00000004 had more steps than 2"):
+    with pytest.warns(UserWarning, match="step-00000004 are of step 2 or later"):
         manager.save(2)
     manager.close()
     newest = fullshard.latest_checkpoint(prefix)

@@ -393,6 +393,30 @@ def test_going_back_loses_neither_course(api: Api, tmp_path: Path, in_background
     assert_equal(_whole(other), _whole(model))
 
 
+def test_a_step_of_another_course_is_not_replaced(tmp_path: Path) -> None:
+    def manager(model: nn.Module) -> fullshard.CheckpointManager:
+        return fullshard.CheckpointManager(tmp_path, model, every_steps=1)
+
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    with manager(first) as own:
+        own.step(1)
+        own.step(2)
+    with manager(second) as own:
+        with pytest.warns(UserWarning, match="00001, .*00002 are of step 1 or later"):
+            own.step(1)  # without having loaded it
+        own.save(1)
+    with manager(second) as own:
+        assert own.resume() == 1
+        own.save(1)
+    assert len(checkpoints_in(tmp_path)) == 1
+    found = nn.Linear(2, 2)
+    fullshard.load_checkpoint(tmp_path / "step-00000001.abandoned", found)
+    assert found.weight.equal(first.weight)
+    with pytest.raises(ZeroDivisionError), manager(second) as own:
+        raise ZeroDivisionError
+    own.close()
+
+
 @contextlib.contextmanager
 def _manager(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, in_background: bool

@@ -102,7 +102,8 @@ class CheckpointManager:
     in_background: save with `async_save_checkpoint`.
     signals: on these, `step` saves once more and sets ``stopping``. () for none.
 
-    Every rank makes one, with the same arguments, and calls its methods alike.
+    Every rank makes one, with the same arguments, and calls its methods alike. In a ``with`` statement it
+    closes itself, unless an exception leaves it: the other ranks may be elsewhere then.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class CheckpointManager:
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._keep_last, self._keep_every = keep_last, keep_every
         self._in_background = in_background
+        self._course: set[int] = set()  # the steps that were loaded or saved here
         self._last_saved_at = time.monotonic()
         self._asked = self._closed = False
         self._vote: tuple[torch.Tensor, Any] | None = None
@@ -143,6 +145,13 @@ class CheckpointManager:
         self._votes = every_minutes is not None or bool(signals)
         # A group of its own: votes are under way while a save in the background talks to its peers.
         self._voters = Peers("votes").group if self._votes else None
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
 
     @property
     def folder(self) -> Path | str:
@@ -162,18 +171,20 @@ class CheckpointManager:
         """
         self.wait()
 
-        def complete() -> list[str]:
+        def complete() -> list[tuple[int, str]]:
             self._folder.remove_left_over()
-            return [str(found) for _, found in reversed(_complete_in(self._folder))]
+            return [(step, str(found)) for step, found in reversed(_complete_in(self._folder))]
 
-        paths = self._peers.of_first(complete)
-        for number, path in enumerate(paths):
+        complete_ones = self._peers.of_first(complete)
+        for number, (step, path) in enumerate(complete_ones):
             try:
-                return load_checkpoint(
+                loaded = load_checkpoint(
                     path, self._model, self._optimizer, extra=self._extra, allow=allow
                 )
+                self._course.add(step)
+                return loaded
             except DamagedCheckpointError as error:  # on every rank, if on one
-                if number + 1 == len(paths):
+                if number + 1 == len(complete_ones):
                     raise
                 warnings.warn(
                     f"{path} is damaged, so the checkpoint before it is loaded: {error}",
@@ -199,9 +210,9 @@ class CheckpointManager:
         return saves
 
     def save(self, step: int) -> SavedCheckpoint | PendingSave:
-        """Save now. Collective. One of this step that is there already is replaced.
+        """Save now. Collective. One of this step that this manager has loaded or saved is replaced.
 
-        Those of more steps are renamed, with a warning: training went back, so they are of another course.
+        Others of as many steps or more are renamed, with a warning: they are of another course of training.
         """
         self.wait()
         self._last_saved_at = time.monotonic()
@@ -213,6 +224,7 @@ class CheckpointManager:
             return _is_complete(target)
 
         is_there = self._peers.of_first(prepare)
+        self._course.add(step)
         request = SaveRequest(
             target.location,
             self._model,
@@ -290,11 +302,15 @@ class CheckpointManager:
         return torch.tensor([int(self._asked), int(late)], device="cpu")
 
     def _abandon_after(self, step: int) -> None:
-        """Rename the checkpoints of more steps than training has now, so that none is taken for the newest.
+        """Rename the checkpoints of another course of training, so that none is taken for the newest.
 
         Training went back to an earlier one, or began anew in a folder of another run.
         """
-        later = [found for number, found in _complete_in(self._folder) if number > step]
+        later = [
+            found
+            for number, found in _complete_in(self._folder)
+            if number > step or (number == step and step not in self._course)
+        ]
         if not later:
             return
         names = {child.name for child in self._folder.children()}
@@ -307,9 +323,9 @@ class CheckpointManager:
         if left := _complete_in(self._folder):
             self._folder.replace_small(LATEST, f"{left[-1][1].name}\n".encode())
         warnings.warn(
-            f"{self.folder}: {', '.join(found.name for found in later)} had more steps than {step}, of which "
-            "a checkpoint is saved now, so training went back. Renamed: '.abandoned' at the end. Nothing "
-            "removes them; do so when you do not need them.",
+            f"{self.folder}: {', '.join(found.name for found in later)} are of step {step} or later, of which a "
+            "checkpoint is saved now: training went back or began anew, or another job saves here. Renamed: "
+            "'.abandoned' at the end. Nothing removes them; do so when you do not need them.",
             UserWarning,
             stacklevel=2,
         )
