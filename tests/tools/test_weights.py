@@ -84,11 +84,29 @@ def test_what_cannot_be_exported_is_said(run: Path, tmp_path: Path) -> None:
         assert said in result.output
         assert "fullshard export --help" in result.output
     for file in (run / "checkpoints" / "step-00000002").glob("*.safetensors"):
-        file.write_bytes(file.read_bytes()[:-4])
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
     result = _call("export", run, "--hf", tmp_path / "a")
     assert result.exit_code == Exit.FAILED
     assert "is damaged" in result.output
     assert not (tmp_path / "a").exists()
+
+
+def test_the_newest_whole_checkpoint_is_exported(run: Path, tmp_path: Path) -> None:
+    for file in (run / "checkpoints" / "step-00000002").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-4])
+    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
+        result = _call("export", run, "--hf", tmp_path / "a")
+    assert result.exit_code == Exit.OK, result.output
+    assert "step-00000001" in result.stdout
+    for file in (run / "checkpoints" / "step-00000001").glob("*.safetensors"):
+        file.unlink()
+    damaged = [pytest.warns(UserWarning, match=f"step-0000000{n} is damaged") for n in (1, 2)]
+    with damaged[0], damaged[1]:
+        result = _call("export", run, "--hf", tmp_path / "b")
+    assert result.exit_code == Exit.USAGE
+    assert "no complete checkpoint" in result.output
 
 
 # In

@@ -62,10 +62,19 @@ def _complete_in(parent: Folder) -> list[tuple[int, Folder]]:
 
 
 def latest_checkpoint(folder: Location) -> Checkpoint | None:
-    """Return the checkpoint with the most steps that has all its files, or None. See `_fault_of`."""
+    """Return the checkpoint with the most steps that has all its files, or None. See `_fault_of`.
+
+    Warns of damaged ones with more.
+    """
     for step, found in reversed(_complete_in(folder_at(folder))):
-        if not _fault_of(found):
+        fault = _fault_of(found)
+        if not fault:
             return Checkpoint(step, found.location)
+        warnings.warn(
+            f"{found} is damaged, so it is not taken for the newest: {fault}",
+            UserWarning,
+            stacklevel=2,
+        )
     return None
 
 
@@ -76,9 +85,9 @@ def _fault_of(folder: Folder) -> str:
     """
     try:
         manifest = loads(folder.read_small(MANIFEST), f"{folder}/{MANIFEST}")
-    except CheckpointError as error:
+        sizes = folder.sizes()
+    except (CheckpointError, OSError) as error:
         return str(error)
-    sizes = folder.sizes()
     for file in manifest.files:
         if sizes.get(file.name) != file.nbytes:
             return f"{folder}/{file.name}: has {sizes.get(file.name, 0)} bytes instead of {file.nbytes}."
