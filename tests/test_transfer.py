@@ -482,3 +482,14 @@ def test_state_of_an_optimizer_is_needed_to_load_one(api: Api, way: str) -> None
         api.load_sharded_state(state, *other)
     with pytest.raises(ValueError, match='must have the keys "state"'):
         api.load_sharded_state({**state, "optimizer": {}}, *other)
+
+
+@on_default_comm
+@pytest.mark.parametrize("way", ["orig", "fully_shard"])
+@on_ranks(2)
+def test_optimizers_of_what_was_replaced_are_named(api: Api, way: str) -> None:
+    model, optimizer = _make(api, way)
+    inner = getattr(model, "module", model)
+    inner.batch_norm = nn.BatchNorm1d(inner.batch_norm.num_features)
+    with pytest.raises(StateError, match="trains 2 parameters that the model does not have"):
+        api.sharded_state(model, optimizer)

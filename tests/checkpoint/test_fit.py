@@ -1141,6 +1141,38 @@ def test_what_is_nested_loads_or_is_not_saved(tmp_path: Path, kind: Any) -> None
     assert not (tmp_path / "b").exists()
 
 
+CLASHING: list[Any] = [
+    {"a/b": torch.ones(2), "a": {"b": torch.zeros(3)}},
+    {1: torch.ones(2), "1": torch.zeros(3)},
+    {"a": [torch.ones(2)], "a/0": torch.zeros(2), "a/0~2": torch.full((2,), 2.0)},
+    {(1, 2): np.ones(2), "(1, 2)": np.zeros(2), None: np.ones(1), "None": np.zeros(1)},
+]
+
+
+@alone
+@pytest.mark.parametrize("number", range(len(CLASHING)))
+@on_ranks(2)
+def test_keys_that_read_alike_have_values_of_their_own(
+    api: Api, tmp_path: Path, number: int
+) -> None:
+    given, model = CLASHING[number], _net(3, 4)
+    own = {key: value if rank() == 0 else [value] for key, value in given.items()}
+    fullshard.save_checkpoint(tmp_path / "a", model, extra={"k": given, "own": own})
+    extra = fullshard.load_checkpoint(tmp_path / "a", model).extra
+    _assert_same(extra["k"], given)
+    _assert_same(extra["own"], own)
+
+
+def _assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, dict | list):
+        assert type(one) is type(other)
+        assert len(one) == len(other)
+        for key in one if isinstance(one, dict) else range(len(one)):
+            _assert_same(one[key], other[key])
+    else:
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
 def test_integers_load_or_are_not_saved(tmp_path: Path) -> None:
     model = _net(3, 4)
     fullshard.save_checkpoint(tmp_path / "a", model, extra={"n": -(2**8000)})

@@ -35,7 +35,7 @@ from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.reading import Reader
-from fullshard.errors import CheckpointError, StateError
+from fullshard.errors import CheckpointError, DamagedCheckpointError, StateError
 from tests.api import Api
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
 from tests.models import mlp
@@ -412,9 +412,116 @@ def test_a_step_of_another_course_is_not_replaced(tmp_path: Path) -> None:
     found = nn.Linear(2, 2)
     fullshard.load_checkpoint(tmp_path / "step-00000001.abandoned", found)
     assert found.weight.equal(first.weight)
-    with pytest.raises(ZeroDivisionError), manager(second) as own:
+    before = signal.getsignal(signal.SIGTERM)
+    failing = manager(second)
+    assert signal.getsignal(signal.SIGTERM) != before
+    with pytest.raises(ZeroDivisionError), failing:
         raise ZeroDivisionError
-    own.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@alone
+@on_ranks(2)
+def test_each_save_takes_what_extra_has_then(api: Api, tmp_path: Path) -> None:
+    model, optimizer = _sharded(api)
+    extra: dict[str, Any] = {"tokens": 0, "seen": [0]}
+    with fullshard.CheckpointManager(
+        tmp_path, model, optimizer, extra=extra, every_steps=1, signals=(), keep_last=None
+    ) as manager:
+        for step in (1, 2, 3):
+            extra["tokens"] += 100
+            extra["seen"].append(step)
+            extra[f"new{step}"] = step
+            manager.step(step)
+        loaded = manager.load_latest()
+    assert loaded is not None
+    assert loaded.extra == extra
+    second = fullshard.load_checkpoint(tmp_path / "step-00000002", model, optimizer)
+    assert second.extra == {"tokens": 200, "seen": [0, 1, 2], "new1": 1, "new2": 2}
+
+
+@alone
+@on_ranks(2)
+def test_what_is_asked_for_is_that_of_the_call(api: Api, tmp_path: Path) -> None:
+    model, optimizer = _sharded(api)
+    extra: dict[str, Any] = {"a": 1}
+    metadata: dict[str, Any] = {"list": [1]}
+    models = {"net": model}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "_HEAD_START_SECONDS", 0.3)
+        pending = fullshard.async_save_checkpoint(
+            tmp_path / "a", models, {"net": optimizer}, extra=extra, metadata=metadata
+        )
+        if rank() == 1:  # and not on the other
+            extra["b"] = models["other"] = nn.Linear(2, 2)
+            metadata["list"].append(2)
+        pending.wait()
+    loaded = fullshard.load_checkpoint(tmp_path / "a", {"net": model}, {"net": optimizer})
+    assert loaded.extra == {"a": 1}
+    assert loaded.metadata == {"list": [1]}
+
+
+@alone
+@pytest.mark.parametrize("saved_in", ["close", "step"])
+@on_ranks(2)
+def test_a_signal_in_the_last_step_is_saved(api: Api, tmp_path: Path, saved_in: str) -> None:
+    model, optimizer = _sharded(api)
+    manager = fullshard.CheckpointManager(tmp_path, model, optimizer)
+    manager.step(1)
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    manager.step(2)
+    if saved_in == "step":
+        assert manager.step(3)
+    manager.close()
+    assert manager.stopping
+    if rank() == 0:  # which has heard that the others are done
+        wanted = [2 if saved_in == "close" else 3]
+        assert [each.step for each in checkpoints_in(tmp_path)] == wanted
+    manager.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        manager.save(4)
+
+
+@pytest.mark.parametrize("step", ["2", None, 1.5, True, -1])
+def test_steps_are_numbers(tmp_path: Path, step: Any) -> None:
+    with fullshard.CheckpointManager(tmp_path, nn.Linear(2, 2)) as manager:
+        for call in (manager.step, manager.save):
+            with pytest.raises(CheckpointError, match="give the number of steps"):
+                call(step)
+    for name in ("every_steps", "every_minutes", "keep_last", "keep_every"):
+        if not (name == "every_minutes" and step == 1.5) and step is not None:
+            options: Any = {name: step}
+            with pytest.raises(CheckpointError, match=f"{name} is .*must be at least"):
+                fullshard.CheckpointManager(tmp_path, nn.Linear(2, 2), **options)
+    with pytest.raises(CheckpointError, match="extra is 5: give a dict"):
+        fullshard.CheckpointManager(tmp_path, nn.Linear(2, 2), extra=5)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_has_lost_its_manifest_is_named_and_set_aside(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with fullshard.CheckpointManager(tmp_path, model, every_steps=1) as manager:
+        for step in (1, 2):
+            manager.step(step)
+    others = tmp_path / "step-00000009"  # no checkpoint of ours
+    others.mkdir()
+    (others / "notes.txt").touch()
+    lost = tmp_path / "step-00000002"
+    (lost / "manifest.json").unlink()
+    with pytest.raises(DamagedCheckpointError, match="has lost its manifest"):
+        fullshard.load_checkpoint(lost, model)
+    with pytest.warns(UserWarning, match="00002 is damaged.*has lost its manifest|is missing"):
+        latest = fullshard.latest_checkpoint(tmp_path)
+    assert latest is not None
+    assert latest.step == 1
+    with fullshard.CheckpointManager(tmp_path, model, every_steps=1) as manager:
+        with pytest.warns(UserWarning, match="00002 is damaged.*has lost its manifest"):
+            assert manager.resume() == 1
+        with pytest.warns(UserWarning, match="00002 are of step 2 or later"):
+            manager.step(2)
+    assert [each.step for each in checkpoints_in(tmp_path)] == [1, 2]
+    assert (tmp_path / "step-00000002.abandoned").is_dir()
+    assert (others / "notes.txt").is_file()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.errors import MisuseError, StateError, UnsupportedError
 from tests.api import TORCH, Api
-from tests.fsdp1.models import Block, batch, clean, net
+from tests.fsdp1.models import Block, batch, clean, net, quiet
 from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.live.ways import TRAINING, sharded, without_sync
 from tests.test_transfer import HYBRID
@@ -413,3 +413,32 @@ def test_changes_that_are_dropped_are_those_of_all_parameters(api: Api, way: str
         for parameter in model.parameters():
             parameter.add_(1.0)
     assert_equal(_state(model), {name: value + 1 for name, value in before.items()})
+
+
+@ours
+@pytest.mark.parametrize("way", ["fully_shard", "orig", "flat"])
+@on_ranks(2)
+def test_state_dicts_where_one_rank_shows_whole_parameters(api: Api, way: str) -> None:
+    model = sharded(api, way)
+    whole = _state(model)
+    with fullshard.full_parameters(model, rank0_only=True, writeback=False):
+        if rank() == 0:
+            found = {clean(name): value for name, value in model.state_dict().items()}
+            assert_equal({name: found[name] for name in whole}, whole)
+        elif way == "flat":
+            with pytest.raises(MisuseError, match="on a rank that shows its flat parameter"):
+                model.state_dict()
+        else:
+            assert model.state_dict()
+    assert_equal(_state(model), whole)
+    if way == "fully_shard":
+        return
+    only = fullshard.FullStateDictConfig(rank0_only=True)
+    with (
+        quiet(),
+        model.state_dict_type(model, fullshard.StateDictType.FULL_STATE_DICT, only),
+        fullshard.full_parameters(model, rank0_only=True, writeback=False),
+    ):
+        found = model.state_dict()
+    assert (not found) == (rank() != 0)
+    assert_equal({name: found[name] for name in whole if name in found}, whole if found else {})

@@ -102,6 +102,10 @@ class Folder(abc.ABC):
         """Return the size of a file in bytes, None if it is not there."""
 
     @abc.abstractmethod
+    def has_lost_manifest(self) -> bool:
+        """Whether this was a complete checkpoint, and its manifest is gone. False if it cannot be known."""
+
+    @abc.abstractmethod
     def sizes(self) -> dict[str, int]:
         """Return the sizes of all files in bytes, by name."""
 

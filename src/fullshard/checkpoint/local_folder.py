@@ -64,6 +64,10 @@ class LocalFolder(Folder):
         path = self.path / name
         return path.stat().st_size if path.is_file() else None
 
+    def has_lost_manifest(self) -> bool:
+        names = self.path.glob(f"shard-*{SHARD_SUFFIX}")
+        return not (self.path / MANIFEST).exists() and any(names)
+
     def sizes(self) -> dict[str, int]:
         with os.scandir(self.path) as entries:
             return {each.name: each.stat().st_size for each in entries if each.is_file()}

@@ -53,10 +53,15 @@ def checkpoints_in(folder: Location) -> list[Checkpoint]:
 
 
 def _complete_in(parent: Folder) -> list[tuple[int, Folder]]:
+    return [(step, found) for step, found in _steps_in(parent) if _is_complete(found)]
+
+
+def _steps_in(parent: Folder) -> list[tuple[int, Folder]]:
+    """Return the complete checkpoints by their steps, and those that have lost their manifest."""
     found = []
     for folder in parent.children():
         match = _NAME.fullmatch(folder.name)
-        if match and folder.size_of(MANIFEST) is not None:
+        if match and (_is_complete(folder) or folder.has_lost_manifest()):
             found.append((int(match[1]), folder))
     return sorted(found, key=lambda each: each[0])
 
@@ -66,7 +71,7 @@ def latest_checkpoint(folder: Location) -> Checkpoint | None:
 
     Warns of damaged ones with more.
     """
-    for step, found in reversed(_complete_in(folder_at(folder))):
+    for step, found in reversed(_steps_in(folder_at(folder))):
         fault = _fault_of(found)
         if not fault:
             return Checkpoint(step, found.location)
@@ -110,9 +115,11 @@ class CheckpointManager:
     keep_last: how many of the newest stay; None for all. keep_every: those of steps that this divides stay as well.
     in_background: save with `async_save_checkpoint`.
     signals: on these, `step` saves once more and sets ``stopping``. () for none.
+    extra: each save takes what the dict has then. Objects in it are loaded by `resume`; other values are
+    returned by `load_latest`.
 
     Every rank makes one, with the same arguments, and calls its methods alike. In a ``with`` statement it
-    closes itself, unless an exception leaves it: the other ranks may be elsewhere then.
+    closes itself; without waiting if an exception leaves it, as the other ranks may be elsewhere then.
     """
 
     def __init__(
@@ -133,21 +140,30 @@ class CheckpointManager:
         given = (every_steps, every_minutes, keep_last, keep_every)
 
         def checked() -> Folder:
+            if not isinstance(extra, Mapping | None):
+                raise CheckpointError(f"extra is {extra!r:.80}: give a dict.")
             for (name, smallest), value in zip(least.items(), given, strict=True):
-                if value is not None and not value >= smallest:
-                    raise CheckpointError(f"{name} is {value}: must be at least {smallest}.")
+                fits = float if name == "every_minutes" else int
+                if value is None:
+                    continue
+                if type(value) not in (int, fits) or not value >= smallest:
+                    raise CheckpointError(f"{name} is {value!r}: must be at least {smallest}.")
             return folder_at(folder, lasting=True)
 
         self._peers = Peers()
         self._folder = self._peers.together(checked)
         self.stopping = False
-        self._model, self._optimizer, self._extra = model, optimizer, dict(extra or {})
+        self._model, self._optimizer = model, optimizer
+        self._extra = (
+            {} if extra is None else extra
+        )  # the program's: each save takes what it has then
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._keep_last, self._keep_every = keep_last, keep_every
         self._in_background = in_background
         self._course: set[int] = set()  # the steps that were loaded or saved here
         self._last_saved_at = time.monotonic()
         self._asked = self._closed = False
+        self._unsaved: int | None = None  # the steps that are done, if no checkpoint is of them
         self._vote: tuple[torch.Tensor, Any] | None = None
         self._is_vote_older = False  # than the last save
         self._previous = {number: signal.signal(number, self._ask) for number in signals}
@@ -161,6 +177,8 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
+        else:
+            self._give_signals_back()
 
     @property
     def folder(self) -> Path | str:
@@ -182,7 +200,7 @@ class CheckpointManager:
 
         def complete() -> list[tuple[int, str]]:
             self._folder.remove_left_over()
-            return [(step, str(found)) for step, found in reversed(_complete_in(self._folder))]
+            return [(step, str(found)) for step, found in reversed(_steps_in(self._folder))]
 
         complete_ones = self._peers.of_first(complete)
         for number, (step, path) in enumerate(complete_ones):
@@ -207,12 +225,12 @@ class CheckpointManager:
         A rank's clock and signals are told to the others while they compute: the ranks act on them
         together, one step later.
         """
-        if self._closed:
-            raise CheckpointError(f"{self.folder}: this manager is closed. Make another one.")
+        self._check(step)
         is_due = self._every_steps is not None and step % self._every_steps == 0
         stop, late = self._heard()
         self.stopping = self.stopping or stop
         saves = is_due or stop or late
+        self._unsaved = step
         if saves:
             self.save(step)
         self._tell()
@@ -223,7 +241,9 @@ class CheckpointManager:
 
         Others of as many steps or more are renamed, with a warning: they are of another course of training.
         """
+        self._check(step)
         self.wait()
+        self._unsaved = None
         self._last_saved_at = time.monotonic()
         self._is_vote_older = self._vote is not None
         target = self._folder.child(f"step-{step:08d}")
@@ -238,7 +258,7 @@ class CheckpointManager:
             target.location,
             self._model,
             self._optimizer,
-            self._extra,
+            dict(self._extra),
             step,
             overwrite=is_there,
             then=lambda: self._point_and_prune(target),
@@ -253,19 +273,30 @@ class CheckpointManager:
         finish_background()
 
     def close(self) -> None:
-        """Wait for the last save, and give signals back to who had them. Collective."""
+        """Wait for the last save, and give signals back to who had them. Collective.
+
+        If a rank was asked to stop in the last step, that is saved, if it was not yet.
+        """
         try:
-            if self._vote is not None:
-                self._vote[1].wait()
-                self._vote = None
+            if not self._closed and self._heard()[0]:
+                self.stopping = True
+                if self._unsaved is not None:
+                    self.save(self._unsaved)
             self.wait()
         finally:
-            self._closed = True
-            for number, handler in self._previous.items():
-                if (
-                    signal.getsignal(number) == self._ask
-                ):  # else another one came since, and calls this
-                    signal.signal(number, handler)
+            self._give_signals_back()
+
+    def _give_signals_back(self) -> None:
+        self._closed = True
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) == self._ask:  # else another one came since, and calls this
+                signal.signal(number, handler)
+
+    def _check(self, step: int) -> None:
+        if self._closed:
+            raise CheckpointError(f"{self.folder}: this manager is closed. Make another one.")
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"step is {step!r}: give the number of steps that are done.")
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[signal.Signals(number)]
@@ -317,7 +348,7 @@ class CheckpointManager:
         """
         later = [
             found
-            for number, found in _complete_in(self._folder)
+            for number, found in _steps_in(self._folder)
             if number > step or (number == step and step not in self._course)
         ]
         if not later:

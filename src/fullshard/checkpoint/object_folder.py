@@ -112,6 +112,9 @@ class ObjectFolder(Folder):
             raise
         return size
 
+    def has_lost_manifest(self) -> bool:
+        return False  # a save that is under way looks the same
+
     def sizes(self) -> dict[str, int]:
         files = (each for each in self.entries() if each["type"] == "file")
         return {posixpath.basename(each["name"]): each["size"] for each in files}

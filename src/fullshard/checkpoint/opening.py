@@ -11,7 +11,7 @@ from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.reading import Reader
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.torch_files import TorchFile
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 
 def opened(path: Location) -> SavedState:
@@ -29,6 +29,10 @@ def opened(path: Location) -> SavedState:
         if location.suffix == SHARD_SUFFIX:
             raise CheckpointError(f"{location}: holds weights alone. Load it with load_hf.")
         return ForeignState(TorchFile(location))
+    if folder.has_lost_manifest():
+        raise DamagedCheckpointError(
+            f"{folder}: has lost its {MANIFEST}. Load another checkpoint, or restore this one."
+        )
     why = "has no manifest, so no save was completed there" if folder.exists() else "is no folder"
     raise CheckpointError(
         f"{folder}: {why}. Name a complete checkpoint, on a filesystem that all hosts share."

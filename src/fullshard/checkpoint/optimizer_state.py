@@ -21,7 +21,7 @@ from fullshard.state.agreement import Digests, Others, Report, agree, digests_of
 from fullshard.state.copies import own_share
 from fullshard.state.first_state import first_state
 from fullshard.state.holdings import Holding, tensor_holding, unit_holding
-from fullshard.state.optim_keys import Trained, names_of_trained, trained_in
+from fullshard.state.optim_keys import Trained, names_of_trained, refuse_strays, trained_in
 from fullshard.state.optim_units import UnitState, copied, report, take_apart
 from fullshard.state.structure import Structure
 from fullshard.state.unit_parts import parts_of
@@ -288,13 +288,7 @@ def check_trained(
             "state of parameters and the options of groups. Keep it in a group's options, or save it with "
             "extra=."
         )
-    strays = [p for p in parameters_of(optimizer) if p not in trained]
-    if strays:
-        raise StateError(
-            f"{type(optimizer).__name__} trains {len(strays)} parameters that the model does not have, "
-            f"the first of shape {tuple(strays[0].shape)}. Make the optimizer after sharding, from "
-            "model.parameters(), or pass the models of all its parameters."
-        )
+    refuse_strays(optimizer, trained)
 
 
 def _warn_of_more(optimizer: torch.optim.Optimizer) -> None:

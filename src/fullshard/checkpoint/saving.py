@@ -15,6 +15,7 @@ from fullshard.checkpoint.stages import (
     SavedCheckpoint,
     SaveJob,
     SaveRequest,
+    alike_in,
     capture,
     decide,
     execute,
@@ -80,7 +81,7 @@ def save_now(request: SaveRequest) -> SavedCheckpoint:
     finish_background()
     peers = Peers()
     with collector_waits():
-        job = decide(request, lambda: capture(request), peers)
+        job = decide(alike_in(request), lambda: capture(request), peers)
         nbytes = execute(job, peers)
     saved = job.saved(nbytes, begun=begun, stall_seconds=time.perf_counter() - begun)
     if warning := job.warning(peers):  # last: it may be an error, and peers would wait
@@ -102,6 +103,7 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
 
     Where a rank has much of which it cannot know alone who writes it, the ranks decide first.
     """
+    alike = alike_in(request)
     try:
         captured = capture(request, kept_plan)
         knows = peers.size == 1 or captured.content.is_mostly_numbered
@@ -112,11 +114,11 @@ def _decided_later(request: SaveRequest, peers: Peers) -> Callable[[], SaveJob]:
             fault = CheckpointError(f"{request.path}: cannot be saved: {said(error)}")
             fault.__cause__ = error
         failed = _raising(fault)
-        return lambda: decide(request, failed, peers)
+        return lambda: decide(alike, failed, peers)
     if knows:
-        return lambda: decide(request, own, peers)
+        return lambda: decide(alike, own, peers)
     try:
-        job = decide(request, own, peers).staged(staging.copies)
+        job = decide(alike, own, peers).staged(staging.copies)
     except Exception as error:  # raised where the other ranks raise it
         return _raising(error)
     return lambda: job

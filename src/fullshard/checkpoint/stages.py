@@ -159,19 +159,9 @@ def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
     return Captured(request, target, content, values, memory)
 
 
-@torch.no_grad()
-def decide(request: SaveRequest, captured: Callable[[], Captured], peers: Peers) -> SaveJob:
-    """Agree with the other ranks on what there is, and decide what this rank writes. Collective.
-
-    captured: returns what this rank brings; its error is raised on all ranks. Raises CheckpointError, on
-    all ranks, for arguments that differ between them or cannot be saved.
-    """
-
-    def known() -> tuple[Captured, Told]:
-        own = captured()
-        return own, own.content.told()
-
-    alike = {
+def alike_in(request: SaveRequest) -> dict[str, Any]:
+    """Return what all ranks have to ask for alike, as it is now: the program may change its dicts."""
+    return {
         "path": str(request.path),
         "step": request.step,
         "metadata": _comparable(request.metadata),
@@ -181,6 +171,20 @@ def decide(request: SaveRequest, captured: Callable[[], Captured], peers: Peers)
         "optimizer": section_names(request.optimizer, "optimizer"),
         "extra": _keys(request.extra),
     }
+
+
+@torch.no_grad()
+def decide(alike: Mapping[str, Any], captured: Callable[[], Captured], peers: Peers) -> SaveJob:
+    """Agree with the other ranks on what there is, and decide what this rank writes. Collective.
+
+    alike: see `alike_in`. captured: returns what this rank brings; its error is raised on all ranks.
+    Raises CheckpointError, on all ranks, for arguments that differ between them or cannot be saved.
+    """
+
+    def known() -> tuple[Captured, Told]:
+        own = captured()
+        return own, own.content.told()
+
     own, told = peers.together_telling(known, alike=alike)
     content = agreed_content(own.content, told, peers)
     tensors = {
@@ -192,7 +196,9 @@ def decide(request: SaveRequest, captured: Callable[[], Captured], peers: Peers)
         }
         for holding in content.holdings
     }
-    return SaveJob(request, own.target, to_write(content.holdings), tensors, content, own.values)
+    return SaveJob(
+        own.request, own.target, to_write(content.holdings), tensors, content, own.values
+    )
 
 
 def _encoded_metadata(metadata: Mapping[str, Any]) -> Any:

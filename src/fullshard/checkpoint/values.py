@@ -34,12 +34,24 @@ _MOST_BITS = 8192
 def encoded(value: Any, name: str, keep: Callable[[str, Any], object]) -> Any:
     """Return what stands for a value in JSON.
 
-    name: of the value, as a path. keep: is called with the name and the value of each tensor inside, plain,
-    DTensor or `HeldTensor`.
+    name: of the value, as a path. keep: is called with a name and the value of each tensor inside, plain,
+    DTensor or `HeldTensor`. Names are paths too; where two would be one, as of the keys 1 and "1", the later
+    gets "~2" at its end.
     Raises CheckpointError, with the path, for a value that JSON has no form for, or that is nested too deep.
     """
+    taken: set[str] = set()
+
+    def named(path: str, tensor: Any) -> str:
+        own, number = path, 1
+        while own in taken:
+            number += 1
+            own = f"{path}~{number}"
+        taken.add(own)
+        keep(own, tensor)
+        return own
+
     try:
-        tree = _encoded(value, name, keep)
+        tree = _encoded(value, name, named)
         is_too_deep = _levels(tree) > _MOST_LEVELS
     except RecursionError:
         is_too_deep = True
@@ -60,7 +72,7 @@ def _levels(tree: Any) -> int:
     return count
 
 
-def _encoded(value: Any, name: str, keep: Callable[[str, Any], object]) -> Any:
+def _encoded(value: Any, name: str, keep: Callable[[str, Any], str]) -> Any:
     if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:
@@ -72,8 +84,7 @@ def _encoded(value: Any, name: str, keep: Callable[[str, Any], object]) -> Any:
     if isinstance(value, torch.Tensor):
         return _encoded_tensor(value, name, keep)
     if isinstance(value, HeldTensor):
-        keep(name, value)
-        return {"$tensor": name}
+        return {"$tensor": keep(name, value)}
     if type(value) is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
@@ -156,7 +167,7 @@ def tensor_names(value: Any) -> list[str]:
 
 
 def _encoded_tensor(
-    value: torch.Tensor, name: str, keep: Callable[[str, torch.Tensor], object]
+    value: torch.Tensor, name: str, keep: Callable[[str, torch.Tensor], str]
 ) -> dict[str, Any]:
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         raise CheckpointError(
@@ -165,9 +176,8 @@ def _encoded_tensor(
         )
     if value.dim() == 0 and type(value) in (torch.Tensor, torch.nn.Parameter):
         number = value.item()
-        return {"$scalar": encoded(number, name, keep), "dtype": dtype_name(value.dtype, name)}
-    keep(name, value)
-    return {"$tensor": name}
+        return {"$scalar": _encoded(number, name, keep), "dtype": dtype_name(value.dtype, name)}
+    return {"$tensor": keep(name, value)}
 
 
 def _scalar(content: Any, dtype: str) -> torch.Tensor:

@@ -81,6 +81,9 @@ def after_saving(
         for _, key in _keys(module, unit, prefix):
             del state_dict[key]
         saved |= _local_values(unit, prefix)
+    elif unit.is_whole and drops:  # this rank may show its flat parameter
+        for key in (f"{prefix}{FLAT_PARAM}", *(key for _, key in _keys(module, unit, prefix))):
+            state_dict.pop(key, None)
     else:
         is_full = isinstance(config, FullStateDictConfig)
         values = _whole_values(unit) if is_full else _row_values(unit, config)
@@ -94,7 +97,13 @@ def after_saving(
 def _whole_values(unit: Unit) -> list[torch.Tensor]:
     if unit.is_whole:
         current = [param.slots[0].current for param in unit.params]
-        return [p.detach().clone() for p in current if p is not None]
+        shown = [p.detach().clone() for p in current if p is not None]
+        if len(shown) < len(current):
+            raise MisuseError(
+                f"{unit.label}: a full state dict is asked for inside rank0_only=True, on a rank that shows its "
+                "flat parameter. Ask on rank 0 alone, or with FullStateDictConfig(rank0_only=True)."
+            )
+        return shown
     whole = [tensor.clone() for tensor in gather_whole(unit)]
     return [
         tensor

@@ -36,6 +36,7 @@ from fullshard.state.optim_keys import (
     keys_of_parameters,
     names_of_trained,
     parameters_by_key,
+    refuse_strays,
     trained_parameters,
 )
 from fullshard.state.optim_units import (
@@ -105,10 +106,12 @@ def save(
     "param_groups" if ``state_dict`` has none. State under keys that are no parameter's is copied,
     with a warning. Ranks that ``options`` gives no result return an empty dict.
 
-    Raises StateError if one rank lacks state that the others have, or if state is neither a scalar
-    nor of its parameter's shape.
+    Raises StateError if one rank lacks state that the others have, if state is neither a scalar nor of
+    its parameter's shape, or if the optimizer trains what the model does not have.
     """
     trained = trained_parameters(model)
+    if optim is not None:
+        refuse_strays(optim, trained)
     by_key = parameters_by_key(model, optim, state_dict, trained, optim_input)
     saved: StateByName = {}
     units = units_of(model)

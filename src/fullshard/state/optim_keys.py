@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.unit import Unit
-from fullshard.errors import MisuseError, ShardingError
+from fullshard.errors import MisuseError, ShardingError, StateError
 from fullshard.state.options import OptimStateKeyType
 from fullshard.state.structure import Structure, structure_of
 
@@ -58,6 +58,19 @@ def trained_in(structure: Structure) -> dict[nn.Parameter, Trained]:
             if parameter is not None and parameter not in found:
                 found[parameter] = Trained((prefix + name,))
     return found
+
+
+def refuse_strays(
+    optimizer: torch.optim.Optimizer, trained: Mapping[nn.Parameter, Trained]
+) -> None:
+    """Raise StateError if an optimizer trains what is no parameter of the model."""
+    strays = [p for group in optimizer.param_groups for p in group["params"] if p not in trained]
+    if strays:
+        raise StateError(
+            f"{type(optimizer).__name__} trains {len(strays)} parameters that the model does not have, "
+            f"the first of shape {tuple(strays[0].shape)}. Make the optimizer after sharding, from "
+            "model.parameters(), or pass the models of all its parameters."
+        )
 
 
 def rekey(
