@@ -392,3 +392,18 @@ def test_directories_that_cannot_be_are_refused(
     }
     with pytest.raises(CheckpointError, match=texts[fault]):
         fullshard.load_checkpoint(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"k": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}}, "keys that read 'k.a.b'"),
+        ({"k": {1: 1, "1": 2}}, "keys that read 'k.1'"),
+        ({"k": {"_orig_mod.w": 1, "w": 2}}, "has both 'k._orig_mod.w' and 'k.w'"),
+    ],
+)
+def test_values_of_one_name_are_refused(tmp_path: Path, more: Any, said: str) -> None:
+    model = nn.Linear(2, 2)
+    torch.save({"model": model.state_dict(), **more}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=said):
+        fullshard.load_checkpoint(tmp_path / "a.pt", model)

@@ -100,7 +100,14 @@ class ForeignState(SavedState):
 
     def find(self, names: Names) -> None:
         self.tensors, self._keys, self._inside = {}, {}, {}
-        keys = {clean_key(key): key for key in self.files.paths}
+        keys: dict[str, str] = {}
+        for key in self.files.paths:
+            other = keys.setdefault(clean_key(key), key)
+            if other != key:
+                raise CheckpointError(
+                    f"{self.location}: has both {other!r} and {key!r}, which are one name without wrappers. "
+                    "Save it again without one of them."
+                )
         self.values = {"models": sorted(names.models), "optimizers": {}, "extra": {}}
         self._taken: set[str] = set()
         self._module_states: list[tuple[str, tuple[str | int, ...], str]] = []

@@ -37,6 +37,10 @@ class TorchFile(ForeignFiles):
         self._values: dict[str, Any] = {}
         for way, value in _leaves(content, ()):
             key = ".".join(map(str, way))
+            if key in self.paths:
+                raise CheckpointError(
+                    f"{path}: has two values under keys that read {key!r}. Save it again with other keys."
+                )
             self.paths[key] = way
             self._values[key] = value
             if isinstance(value, torch.Tensor):
