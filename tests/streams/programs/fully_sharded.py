@@ -183,6 +183,21 @@ def _unshard_and_read(lab: Lab, name: str) -> None:
     train(lab, problem, model, before=read)
 
 
+def _gathered(lab: Lab, name: str) -> None:
+    """Read whole parameters one by one between steps, which gathers them on compute."""
+    problem = problem_of(name)
+    model = shard(problem)
+
+    for _ in range(2):
+        train(lab, problem, model, num_steps=1)
+        for parameter in model.parameters():
+            fullshard.gathered(parameter).detach().sum()
+
+
+program("gathered")(_gathered)
+program("gathered-async", is_nccl=False)(_gathered)
+
+
 def _loaded(lab: Lab, name: str, **options: Any) -> None:
     """Load shards while they are being gathered: what was gathered is of no use."""
     problem = problem_of(name)
