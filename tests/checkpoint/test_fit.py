@@ -1057,22 +1057,33 @@ def test_extra_state_and_metadata_are_dicts(api: Api, tmp_path: Path) -> None:
 
 
 class _Turned(nn.Module):
-    """Has buffers that show other values than their memory has."""
+    """Has tensors that show other values than their memory has, each in memory of its own."""
 
     def __init__(self, value: complex) -> None:
         super().__init__()
-        own = torch.full((3,), value)
-        self.register_buffer("turned", own.conj())
-        self.register_buffer("negative", own.conj().imag)
+
+        def turned() -> torch.Tensor:
+            return torch.full((3,), value).conj()
+
+        self.parameter = nn.Parameter(turned())
+        self.register_buffer("turned", turned())
+        self.register_buffer("negative", turned().imag)
 
 
 def test_views_that_negate_get_the_values_that_were_saved(tmp_path: Path) -> None:
     model, other = _Turned(1 + 2j), _Turned(0j)
+    assert other.parameter.is_conj()
+    assert other.turned.is_conj()
+    assert other.negative.is_neg()
     fullshard.save_checkpoint(tmp_path / "a", model)
     fullshard.load_checkpoint(tmp_path / "a", other)
     assert_equal(
         {name: value.resolve_conj().resolve_neg() for name, value in other.state_dict().items()},
-        {"turned": torch.full((3,), 1 - 2j), "negative": torch.full((3,), -2.0)},
+        {
+            "parameter": torch.full((3,), 1 - 2j),
+            "turned": torch.full((3,), 1 - 2j),
+            "negative": torch.full((3,), -2.0),
+        },
     )
 
 

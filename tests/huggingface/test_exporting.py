@@ -385,3 +385,29 @@ def test_what_no_export_writes_is_never_replaced(tmp_path: Path, name: str) -> N
     with pytest.raises(CheckpointError, match="which no export has written"):
         fullshard.export_hf(tmp_path / "b", tmp_path / "b", overwrite=True)
     fullshard.load_checkpoint(tmp_path / "b", model)
+
+
+class _Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.config = _Config()
+
+
+def _compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def test_the_architecture_is_the_one_inside_of_compile(tmp_path: Path) -> None:
+    fullshard.export_hf(_compiled(_Configured()), tmp_path / "a")
+    fields = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert fields["architectures"] == ["_Configured"]
+
+
+@pytest.mark.apis("peer_memory")
+@on_ranks(2)
+def test_the_architecture_is_the_one_inside_of_ddp(api: Api, tmp_path: Path) -> None:
+    model = nn.parallel.DistributedDataParallel(_compiled(_Configured()))
+    fullshard.export_hf(model, tmp_path / "a")
+    fields = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert fields["architectures"] == ["_Configured"]
