@@ -336,7 +336,7 @@ def run_fresh(
             f"{pid} (started by rank {number})"
             for number, rank in enumerate(pool.ranks)
             if not rank.process.is_alive()
-            for pid in _processes_of_group(rank.process.pid)
+            for pid in processes_of_group(rank.process.pid)
         ]
         assert not orphans, f"processes outlive their rank: {', '.join(orphans)}"
         return outcomes
@@ -510,7 +510,7 @@ def _main_thread_first(dump: str) -> str:
     return threads[-1] if threads else dump
 
 
-def _processes_of_group(group: int) -> list[int]:
+def processes_of_group(group: int) -> list[int]:
     """List the live processes of a process group (Linux; elsewhere none are found)."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):

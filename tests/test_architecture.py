@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch_private": {"versions"},
     "plan": {"errors"},
     "comm": NEAR_TORCH | {"plan"},
-    "engine": NEAR_TORCH | {"comm", "plan"},
+    "engine": NEAR_TORCH | {"comm", "plan", "versions"},
     "faces": NEAR_TORCH | {"engine", "plan"},
     "offline": BASE | {"checkpoint", "huggingface", "plan"},
     "checkpoint": BASE | {"comm", "engine", "plan", "state", "versions"},

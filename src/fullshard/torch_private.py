@@ -246,6 +246,12 @@ ATTRIBUTES = (
     Attribute(DeviceMesh, "_concatenate", "put data-parallel axes in front of a DTensor's own"),
     Attribute(DeviceMesh, "_flatten", "join the mesh dims that `dp_mesh_dims` names together"),
     Attribute(dist.ProcessGroup, "_device_types", "tell which devices' bytes a group moves"),
+    Attribute(
+        dist.ProcessGroup,
+        "_get_sequence_number_for_group",
+        "tell who has issued fewer collectives, where ranks wait for each other",
+        otherwise="only fullshard's own collectives are counted",
+    ),
     Attribute(dist.ProcessGroup, "_get_backend", "ask a group's backend itself, such as its name"),
     Attribute(
         dist.ProcessGroup,

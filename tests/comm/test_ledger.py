@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
-from fullshard.comm import ledger
+from fullshard.comm import ledger, waits
 from fullshard.comm.ledger import Ledger
-from fullshard.comm.process_group import _wait_comparing
+from fullshard.comm.waits import wait_comparing
 from fullshard.errors import DivergenceError
 
 
@@ -37,8 +39,8 @@ def test_second_of_two_ranks_refuses_before_it_moves_anything_and_first_while_it
     with pytest.raises(DivergenceError) as waiting:
         one.compare()
     for error in (late, waiting):
-        assert "ranks 10, 12: a: reduce-scatter (64 bytes)" in str(error.value)
-        assert "rank 11: b: reduce-scatter (64 bytes)" in str(error.value)
+        assert "ranks 10, 12: before the first step: a: reduce-scatter (64" in str(error.value)
+        assert "rank 11: before the first step: b: reduce-scatter (64" in str(error.value)
 
 
 def test_another_size_of_the_same_unit_is_refused() -> None:
@@ -82,12 +84,33 @@ class _Work:
         return self.num_waits <= 0
 
 
+class _Sentry:
+    """A sentry that finds nothing."""
+
+    def waiting(self, *_: str) -> contextlib.AbstractContextManager[None]:
+        """Do nothing."""
+        return contextlib.nullcontext()
+
+    def check(self) -> None:
+        """Do nothing."""
+
+
+@pytest.fixture(autouse=True)
+def _no_sentry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the thread, which needs a process group."""
+    monkeypatch.setattr(waits, "sentry", _Sentry)
+
+
+def _wait(work: _Work) -> None:
+    wait_comparing(work, _ledgers(2)[0], "all-gather", 30.0)
+
+
 @pytest.mark.parametrize("num_waits", [0, 1, 3])
 def test_collective_that_ends_as_a_wait_times_out_has_not_failed(num_waits: int) -> None:
-    _wait_comparing(_Work(num_waits), _ledgers(2)[0])
+    _wait(_Work(num_waits))
 
 
 @pytest.mark.parametrize("num_waits", [0, 1, 3])
 def test_failure_of_a_collective_is_its_own_words(num_waits: int) -> None:
     with pytest.raises(RuntimeError, match="Connection closed"):
-        _wait_comparing(_Work(num_waits, "Connection closed"), _ledgers(2)[0])
+        _wait(_Work(num_waits, "Connection closed"))

@@ -208,7 +208,7 @@ class CollectivesComm(ProcessGroupComm):
         gather: AllGather | None = None,
         reduce: ReduceScatter | None = None,
     ) -> None:
-        super().__init__(group, device)
+        super().__init__(group, device, in_own_group=False)
         self.name = f"collectives ({self.backend})"
         self._may_ask = False  # no collectives besides those that PyTorch's engine makes
         self.rule = DirectRule(min_nbytes=sys.maxsize)  # everything is packed

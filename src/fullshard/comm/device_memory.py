@@ -42,11 +42,13 @@ from fullshard.comm.interface import (
     Sum,
     Work,
     add_in_order,
+    named_in,
     shard_views,
 )
+from fullshard.comm.ledger import Ledger
 from fullshard.comm.packing import copy_in_gradients
 from fullshard.comm.ring import Order, Ring, Stretch
-from fullshard.comm.shared_memory import SharedMemory, UnavailableError
+from fullshard.comm.shared_memory import SharedMemory, UnavailableError, share_ledger
 from fullshard.errors import CommError
 from fullshard.plan.layout import BucketLayout, DirectRule
 
@@ -187,6 +189,7 @@ class DeviceMemoryComm(Comm):
         self.name = f"peer memory (one host, {kind})"
         # Through the store: the group's collectives may not work here (NCCL, ranks on one GPU).
         self.memory = SharedMemory.connect(group, exchange_through_store)
+        share_ledger(self.memory, group)
         self.rank, self.size = self.memory.rank, self.memory.size
         self._device = device
         self._mail = self.memory.allocate(self.size * _MAIL_NBYTES, "connecting")
@@ -203,6 +206,10 @@ class DeviceMemoryComm(Comm):
 
     # Shards
 
+    @property
+    def ledger(self) -> Ledger | None:
+        return self.memory.ledger
+
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
     ) -> ShardBuffer:
@@ -213,7 +220,7 @@ class DeviceMemoryComm(Comm):
                 f"{self.name}: shards have to be on {memory.device}, not on {device}. For "
                 "offloaded shards use set_default_comm('process_group')."
             )
-        parts = self._share(memory, "allocating shards")
+        parts = self._share(memory, f"allocating shards{named_in(bucket)}")
         ranks = [part[: bucket.shard_nbytes].view(bucket.dtype) for part in parts]
         flat = ranks[self.rank]
         return PeerShards(bucket, shard_views(bucket, flat, self.rank), flat, ranks=ranks)

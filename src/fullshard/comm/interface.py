@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from fullshard.comm.ledger import Ledger
 from fullshard.comm.packing import Landing, Region
 from fullshard.plan.layout import BucketLayout, DirectRule
 
@@ -211,6 +212,11 @@ class Comm(abc.ABC):
         """
 
     @property
+    def ledger(self) -> Ledger | None:
+        """The ledger of the group; None if nobody compares what its ranks do."""
+        return None
+
+    @property
     def reads_in_place(self) -> bool:
         """Whether ranks read each other's shards, so that writes need fences around them."""
         return type(self).fence is not Comm.fence
@@ -252,6 +258,15 @@ class Reduced:
 
     def wait(self) -> tuple[bool, ...]:
         return self._present
+
+
+def named_in(bucket: BucketLayout) -> str:
+    """Return what a bucket is of, for messages: its first parameter, and how many more."""
+    if not bucket.params:
+        return ""
+    first = bucket.params[0].spec
+    others = f" and {len(bucket.params) - 1} more" if len(bucket.params) > 1 else ""
+    return f" of {first.name} {tuple(first.shape)}{others}"
 
 
 def shard_views(bucket: BucketLayout, flat: torch.Tensor, rank: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A ledger of what the ranks of a group do together, in memory that all of them can read.
+"""A ledger of what the ranks of a group do together, where all of them can read it.
 
 Collectives of different ranks are paired by their place in the sequence, not by their purpose. So
 where ranks take different paths, gradients of one unit would be added to those of another. To find
@@ -10,63 +10,116 @@ it has moved any data, and the other one while it waits.
     rank 0       experts.0: reduce-scatter   after backward
     rank 1       experts.0: reduce-scatter   experts.1: reduce-scatter   <- named on both ranks
 
+Beside its entries, a rank keeps a **trail** there: which units it ran, which need not be the same.
+Where entries differ, the trails tell at which unit the paths parted, often earlier.
+
+Ranks of one host keep all that in memory that they share. Where they share none, each has its own,
+and shows others the last of it (`tail`) when it has waited for long: see `sentry`.
+
 [Note: Entries] An entry is a word (the place in its upper half, a checksum of the text in its lower
-half) and the text. A rank writes its own word before it reads the others', with a full memory fence
-in between (see `shared_memory`, Note: Ordering). So of two ranks at one place, at least one sees
-the other's word. A slot is used again every 64 places; a word with another place is no evidence of
-anything.
+half), the moment (step and phase), and the text. A rank writes its own word before it reads the
+others', with a full memory fence in between (see `shared_memory`, Note: Ordering). So of two ranks
+at one place, at least one sees the other's word. A slot is used again every 64 places; a word with
+another place is no evidence of anything.
 """
 
+import itertools
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 from fullshard.errors import DivergenceError
+from fullshard.plan.paths import Event, Moment, Phase, by_text, first_difference
 
 # Entries kept per rank. A rank that is further ahead has overwritten what it would be compared by.
 _KEPT = 64
 _WORD_NBYTES = 8
-_TEXT_NBYTES = 120
-_ENTRY_NBYTES = _WORD_NBYTES + _TEXT_NBYTES
+_TEXT_NBYTES = 112
+_ENTRY_WORDS = 2  # before the text: place and checksum, moment
+_ENTRY_NBYTES = _ENTRY_WORDS * _WORD_NBYTES + _TEXT_NBYTES
 _PLACES = (1 << 31) - 1  # places are counted modulo 2**31, so that a signed word has room for them
+# Of a trail, the words after its first, which counts them.
+_TRAIL_KEPT = 511
+_ENTRIES_NBYTES = _KEPT * _ENTRY_NBYTES
+_STEPS, _MODELS, _UNITS = (1 << 23) - 1, (1 << 12) - 1, (1 << 24) - 1
+_SHOWN = 16  # entries in a tail
 
-_OTHER_SIZES = (
-    "It is one operation of one unit, with other sizes. Give its parameters the same shapes and "
-    "dtypes on every rank, and its gradients too: on some ranks they may be wider than the "
-    "parameters, from an autograd.Function that returns float32 for bfloat16."
-)
-_OTHER_UNITS = (
-    "Going on would mix up the data of different units. Let every rank run the same units in the "
-    "same order. Or, where ranks read each other's memory (describe(model) says so), call "
-    "set_reduce_scatter_unused_params(True) on units that only some ranks run: all ranks then take "
-    "part in their reduction, at the end of backward."
-)
+_REMEDIES = {
+    "sizes": (
+        "It is one operation of one unit, with other sizes. Give its parameters the same shapes and "
+        "dtypes on every rank, and its gradients too: on some ranks they may be wider than the "
+        "parameters, from an autograd.Function that returns float32 for bfloat16."
+    ),
+    "frozen": "Freeze the same parameters on every rank, before the same step.",
+    "built": "Build and shard the same model on every rank, in the same order.",
+    "paths": (
+        "Let every rank run the same units in the same order, and make the same calls. Or, where "
+        "ranks read each other's memory (describe(model) says so), call "
+        "set_reduce_scatter_unused_params(True) on units that only some ranks run."
+    ),
+}
 
-NBYTES = _KEPT * _ENTRY_NBYTES  # size of one rank's part
+NBYTES = _ENTRIES_NBYTES + (1 + _TRAIL_KEPT) * _WORD_NBYTES  # size of one rank's part
+
+
+class Entry(NamedTuple):
+    """What a rank entered at a place, for messages and for other hosts."""
+
+    place: int
+    checksum: int
+    moment: Moment
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.moment}: {self.text}"
 
 
 class Ledger:
-    """The entries of one group's ranks.
+    """The entries of one group's ranks, and their trails.
 
     rank: this rank's number in the group.
     ranks: global rank of each rank of the group, for messages.
     memory: shared by all ranks and zeroed: `NBYTES` per rank, one rank's part after the other.
+        None if ranks share no memory: then only this rank's part exists.
     fence: keeps later reads of this thread from moving before its earlier writes.
+    name: of the process group, the same on all its ranks.
     """
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], memory: memoryview, fence: Callable[[], None]
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        memory: memoryview | None,
+        fence: Callable[[], None] | None = None,
+        name: str = "",
     ) -> None:
-        self._rank = rank
-        self._ranks = list(ranks)
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.key = group_key(name, self.ranks)
         self._fence = fence
-        self._text = memory.cast("B")
+        # Ranks whose parts are there, this one among them: the only one if nothing is shared.
+        self._parts = list(range(len(ranks))) if memory is not None else [rank]
+        self._text = (memoryview(bytearray(NBYTES)) if memory is None else memory).cast("B")
         self._words = self._text.cast("q")
-        self._place = 0
+        self.place = 0
         # Encoded entries: the same ones come in every step, and encoding costs more than entering.
         self._known: dict[tuple[str, int], tuple[int, bytes]] = {}
-        self._stride = NBYTES // _WORD_NBYTES
-        self._own = rank * self._stride
-        self._others = [other * self._stride for other in range(len(ranks)) if other != rank]
+        self._base = {
+            part: number * (NBYTES // _WORD_NBYTES) for number, part in enumerate(self._parts)
+        }
+        self._own = self._base[rank]
+        self._others = [self._base[part] for part in self._parts if part != rank]
+        self.slots: Any = None  # the group's `notices.Slots`, which live as long
+        self._lines: tuple[int, Callable[[], Sequence[str]]] = (0, list)  # of a place, the last
+        self._moment = 0
+        self._trail = self._own + _ENTRIES_NBYTES // _WORD_NBYTES
+        self._num_noted = 0
+        self._names: dict[tuple[int, int], str] = {}
+        self._num_models = 0
+        _ledgers.add(self)
+
+    # What all ranks have to do alike
 
     def enter(self, what: str, nbytes: int = 0) -> None:
         """Enter what this rank does next; all ranks must do the same at the same place.
@@ -78,14 +131,17 @@ class Ledger:
         if known is None:
             known = self._known[what, nbytes] = _encoded(what, nbytes)
         checksum, text = known
-        self._place = place = self._place + 1
-        slot = place % _KEPT
+        self.place = place = self.place + 1
+        offset = place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
         word = (place & _PLACES) << 32 | checksum
-        start = (self._own + slot * (_ENTRY_NBYTES // _WORD_NBYTES)) * _WORD_NBYTES
+        words, first = self._words, self._own + offset
+        start = (first + _ENTRY_WORDS) * _WORD_NBYTES
         # Text first: a rank that sees the word may print the text at once.
-        self._text[start + _WORD_NBYTES : start + _ENTRY_NBYTES] = text
-        words, offset = self._words, slot * (_ENTRY_NBYTES // _WORD_NBYTES)
-        words[self._own + offset] = word
+        self._text[start : start + _TEXT_NBYTES] = text
+        words[first + 1] = self._moment
+        words[first] = word
+        if self._fence is None:
+            return
         # Without it this rank could read the others' words before its own is visible. If two ranks
         # did so, neither would see the other's: see [Note: Entries].
         self._fence()
@@ -95,44 +151,180 @@ class Ledger:
             if seen != word and seen >> 32 == place & _PLACES:
                 self._refuse(place)
 
+    def enter_compared(self, what: str, digest: int, lines: Callable[[], Sequence[str]]) -> None:
+        """Enter something by its digest. lines: what the digest is of, for the error if ranks differ."""
+        self._lines = (self.place + 1, lines)
+        self.enter(f"{what} (digest {digest:08x})")
+
     def compare(self) -> None:
         """Compare all entries that are still there. Raises DivergenceError if two ranks differ.
 
         A rank calls it while it waits: others may have entered something since it did.
         """
-        for place in range(max(1, self._place - _KEPT + 1), self._place + 1):
-            if len(set(self._at(place).values())) > 1:
-                self._refuse(place)
+        if self._others:
+            for place in range(max(1, self.place - _KEPT + 1), self.place + 1):
+                if len(set(self._at(place).values())) > 1:
+                    self._refuse(place)
+
+    def tail(self) -> list[Entry]:
+        """Return this rank's last entries, oldest first."""
+        first = max(1, self.place - _SHOWN + 1)
+        return [self._entry(self.rank, place) for place in range(first, self.place + 1)]
+
+    def last_of(self, part: int) -> Entry | None:
+        """Return the last entry of a rank of the group whose part is in reach."""
+        if part not in self._base:
+            return None
+        stride = _ENTRY_NBYTES // _WORD_NBYTES
+        places = [self._words[self._base[part] + slot * stride] >> 32 for slot in range(_KEPT)]
+        return self._entry(part, max(places)) if max(places) > 0 else None
+
+    # What ranks may do differently
+
+    def add_model(self, names: Sequence[str]) -> int:
+        """Return the number of a model whose units have these names, for `begin` and `note`.
+
+        Ranks must add their models in the same order.
+        """
+        number = self._num_models & _MODELS
+        self._num_models += 1
+        self._names.update({(number, unit): name for unit, name in enumerate(names)})
+        return number
+
+    def begin(self, model: int, step: int, phase: Phase) -> None:
+        """Set the moment of what is entered and noted from now on."""
+        self._moment = ((step & _STEPS) << 4 | phase) << 36 | model << 24
+
+    def note(self, unit: int) -> None:
+        """Note that this rank runs a unit, by its number in the model of the moment."""
+        # The word before the count: whoever sees the count reads a whole word.
+        count = self._num_noted
+        self._words[self._trail + 1 + count % _TRAIL_KEPT] = self._moment | unit & _UNITS
+        self._words[self._trail] = self._num_noted = count + 1
+
+    @property
+    def progress(self) -> int:
+        """A number that grows with all that this rank enters and notes."""
+        return self.place + self._num_noted
+
+    @property
+    def moment(self) -> Moment:
+        """The moment that was begun last."""
+        return _moment_of(self._moment)
+
+    def trail_of(self, part: int) -> list[Event]:
+        """Return the units that a rank of the group has run, as far as they are kept."""
+        trail = self._base[part] + _ENTRIES_NBYTES // _WORD_NBYTES
+        count = self._words[trail]
+        # One fewer than is kept: the rank may be writing over the oldest.
+        words = (
+            self._words[trail + 1 + number % _TRAIL_KEPT]
+            for number in range(max(0, count - _TRAIL_KEPT + 1), count)
+        )
+        return [
+            Event(_moment_of(word), word >> 24 & _MODELS, self._name_of(word)) for word in words
+        ]
+
+    # Messages
+
+    def _name_of(self, word: int) -> str:
+        return self._names.get((word >> 24 & _MODELS, word & _UNITS), f"unit {word & _UNITS}")
 
     def _at(self, place: int) -> dict[int, int]:
         """Return, by rank, the words of the ranks whose slot holds an entry of this place."""
         offset = place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
-        words = (self._words[rank * self._stride + offset] for rank in range(len(self._ranks)))
-        return {rank: word for rank, word in enumerate(words) if word >> 32 == place & _PLACES}
+        words = ((part, self._words[base + offset]) for part, base in self._base.items())
+        return {part: word for part, word in words if word >> 32 == place & _PLACES}
+
+    def _entry(self, part: int, place: int) -> Entry:
+        first = self._base[part] + place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
+        start = (first + _ENTRY_WORDS) * _WORD_NBYTES
+        text = bytes(self._text[start : start + _TEXT_NBYTES]).rstrip(b"\0")
+        checksum = self._words[first] & ((1 << 32) - 1)
+        moment = _moment_of(self._words[first + 1])
+        return Entry(place, checksum, moment, text.decode(errors="replace"))
 
     def _refuse(self, place: int) -> None:
         """Raise DivergenceError with what each rank has entered at a place."""
-        offset = place % _KEPT * _ENTRY_NBYTES + _WORD_NBYTES
-        ranks_of: dict[str, list[int]] = {}
-        for rank in self._at(place):
-            start = rank * NBYTES + offset
-            text = (
-                bytes(self._text[start : start + _TEXT_NBYTES])
-                .rstrip(b"\0")
-                .decode(errors="replace")
+        entries = {self.ranks[part]: self._entry(part, place) for part in self._at(place)}
+        heads = {entry.text.partition(" (digest ")[0] for entry in entries.values()}
+        text = ""
+        if self._lines[0] == place and len(heads) == 1 and on_lines:
+            text = describe_lines(on_lines[-1](self, place, list(entries), self._lines[1]()))
+        if not text:
+            trails = {self.ranks[part]: self.trail_of(part) for part in self._parts}
+            text = describe_difference(place, entries, first_difference(trails))
+        error = DivergenceError(text)
+        raise on_refusal[-1](self.ranks, error) if on_refusal else error
+
+
+def describe_lines(lines_of: dict[int, Sequence[str]]) -> str:
+    """Return the first lines in which ranks differ, as a message; empty if none do."""
+    for lines in itertools.zip_longest(*lines_of.values(), fillvalue="nothing more"):
+        if len(set(lines)) > 1:
+            seen = "; ".join(
+                f"{ranks}: {text}"
+                for ranks, text in by_text(dict(zip(lines_of, lines, strict=True)))
             )
-            ranks_of.setdefault(text, []).append(self._ranks[rank])
-        seen = "; ".join(
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
-            for text, ranks in ranks_of.items()
-        )
-        is_same = len({text.rpartition(" (")[0] for text in ranks_of}) == 1
-        has_sizes = all(text.endswith(" bytes)") for text in ranks_of)  # they are not cut off
-        raise DivergenceError(
-            f"Ranks took different paths through the model (seen by rank {self._ranks[self._rank]}"
-            f", at step {place} of their group): {seen}. "
-            + (_OTHER_SIZES if is_same and has_sizes else _OTHER_UNITS)
-        )
+            return (
+                f"Ranks have built different models, or run different code. {seen}. Build the model "
+                "from the same code and settings on every rank, and freeze the same parameters."
+            )
+    return ""
+
+
+def describe_difference(place: int, entries: dict[int, Entry], parted: str | None) -> str:
+    """Say which ranks entered what at a place where they differ. The same words on every rank.
+
+    entries: by global rank. parted: at which unit their paths parted; None if they did not, or if
+    it is unknown.
+    """
+    seen = "; ".join(
+        f"{ranks}: {text}" for ranks, text in by_text({r: str(e) for r, e in entries.items()})
+    )
+    parts = [
+        f"Ranks took different paths. At place {place} of what their group does together: {seen}."
+    ]
+    parts += [parted] if parted else []
+    return " ".join([*parts, _REMEDIES[_kind_of({entry.text for entry in entries.values()})]])
+
+
+def _kind_of(texts: Collection[str]) -> str:
+    """Return which remedy fits entries that differ."""
+    if any(text.partition(" (digest ")[0].endswith((" now", " more")) for text in texts):
+        return "frozen"
+    if any(text.startswith("allocating shards") for text in texts):
+        return "built"
+    has_sizes = all(text.endswith(" bytes)") for text in texts)  # they are not cut off
+    is_same = len({text.rpartition(" (")[0] for text in texts}) == 1
+    return "sizes" if is_same and has_sizes else "paths"
+
+
+def group_key(name: str, ranks: Sequence[int]) -> str:
+    """Return a key for a process group that is the same on all its ranks, and no other group's."""
+    return f"{name} of {len(ranks)}, {zlib.crc32(str(list(ranks)).encode()):08x}"
+
+
+def ledgers() -> list[Ledger]:
+    """Return every ledger of this process that is in use."""
+    return list(_ledgers)
+
+
+_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
+
+# Who is told of an error before it is raised: gets the group's ranks and the error, returns the error
+# to raise. The last one is asked.
+Refusal = Callable[[Sequence[int], DivergenceError], DivergenceError]
+on_refusal: list[Refusal] = []
+
+# Who exchanges the lines behind digests that differ: gets the ledger, the place, the ranks that differ
+# and this rank's lines, and returns those of all that have answered.
+LineExchange = Callable[[Ledger, int, Sequence[int], Sequence[str]], dict[int, Sequence[str]]]
+on_lines: list[LineExchange] = []
+
+
+def _moment_of(word: int) -> Moment:
+    return Moment(word >> 40 & _STEPS, Phase(word >> 36 & 15))
 
 
 def _encoded(what: str, nbytes: int) -> tuple[int, bytes]:

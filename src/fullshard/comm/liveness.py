@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from fullshard.comm.patience import loss, unreachable
 from fullshard.comm.shared_memory import SharedMemory, host_identity, known_ledger
-from fullshard.errors import CommError, PeerLostError
+from fullshard.errors import CommError, DivergenceError
 from fullshard.torch_private import default_group, default_store
 
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
@@ -66,25 +67,18 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
 
     For ``except`` clauses on paths where entering a context would cost too much.
     """
-    if isinstance(error, CommError) or not _is_connection_error(error):
+    if isinstance(error, CommError | DivergenceError) or not _is_connection_error(error):
         return
     if (ledger := known_ledger(group)) is not None:
         # First: a rank that saw that paths differ may have left, and is not the cause.
         ledger.compare()
-    where = f"{label} (rank {dist.get_rank()})"
     lost = _lost_ranks(group)
     if not lost:
-        raise CommError(
-            f"{where}: a rank could not be reached, though no process of the group has ended on this "
-            f"host. Look for the cause in the output of the other ranks. The backend says: {error}"
-        ) from error
+        others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+        raise unreachable(others, label, str(error)) from error
     # Ranks that wait for this one in shared memory learn whom it lost, instead of losing it.
     SharedMemory.give_up(lost[0])
-    names = ", ".join(f"rank {rank}" for rank in lost)
-    raise PeerLostError(
-        f"{where}: {names} died or left while this rank waited for it. The cause is in that "
-        "rank's own output; restart from the last checkpoint."
-    ) from error
+    raise loss(lost, label) from error
 
 
 def _is_connection_error(error: RuntimeError) -> bool:

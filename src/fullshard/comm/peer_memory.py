@@ -34,11 +34,13 @@ from fullshard.comm.interface import (
     Sum,
     Work,
     add_in_order,
+    named_in,
     tensor_over,
 )
+from fullshard.comm.ledger import Ledger
 from fullshard.comm.packing import Region, copy_in_gradients
 from fullshard.comm.ring import LINE, Ring, Stretch
-from fullshard.comm.shared_memory import SharedMemory, UnavailableError
+from fullshard.comm.shared_memory import SharedMemory, UnavailableError, share_ledger
 from fullshard.plan.layout import BucketLayout, DirectRule, Route
 from fullshard.plan.sizes import round_up
 
@@ -61,18 +63,24 @@ class PeerMemoryComm(Comm):
             raise UnavailableError(f"the process group's backend is {backend}, not gloo")
         let_go_at_exit()  # connecting calls collectives of Gloo: see [Note: Leaving Gloo]
         self.memory = SharedMemory.connect(group)
+        share_ledger(self.memory, group)
         self.rank = self.memory.rank
         self.size = self.memory.size
         self._ring = Ring(self.memory, self._enlarge)
         self._staging: mmap.mmap | None = None  # the ring: one part per rank, one after the other
         self._part_nbytes = 0
 
+    @property
+    def ledger(self) -> Ledger | None:
+        return self.memory.ledger
+
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
     ) -> ShardBuffer:
         itemsize = bucket.dtype.itemsize
         total_numel = bucket.direct_numel + self.size * bucket.packed_numel
-        memory = self.memory.allocate(total_numel * itemsize, "allocating shards")
+        nbytes = total_numel * itemsize
+        memory = self.memory.allocate(nbytes, "allocating shards", named_in(bucket))
 
         def view(offset: int, shape: tuple[int, ...]) -> torch.Tensor:
             # A storage of its own, so that saving a shard saves its bytes only.

@@ -16,7 +16,6 @@ Tools that watch collectives (debug modes, tests) see every call: see `calls`.
 
 import contextlib
 import dataclasses
-import datetime
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_name, let_go_at_exit
+from fullshard.comm.backends import backend_name, let_go_at_exit, timeout_s
 from fullshard.comm.calls import GroupCalls, all_gather, reduce_scatter
 from fullshard.comm.gloo_sum import ExchangeMemory, exchange_flat, exchange_rows
 from fullshard.comm.interface import (
@@ -38,6 +37,7 @@ from fullshard.comm.interface import (
 )
 from fullshard.comm.ledger import Ledger
 from fullshard.comm.liveness import announce, name_lost_ranks, naming_lost_ranks
+from fullshard.comm.own_group import own_group
 from fullshard.comm.packing import (
     Landing,
     Region,
@@ -48,12 +48,9 @@ from fullshard.comm.packing import (
 )
 from fullshard.comm.scratch import Scratch
 from fullshard.comm.shared_memory import known_ledger, ledger_of
+from fullshard.comm.waits import wait_comparing
 from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.torch_private import coalescing_manager
-
-# Between two comparisons of ledger entries while a rank waits for Gloo: rare enough to cost
-# nothing, often enough that ranks on different paths end in a second with an error that says so.
-_COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 
 
 @dataclasses.dataclass(slots=True)
@@ -163,15 +160,20 @@ def do_nothing() -> None:
 class ProcessGroupComm(Comm):
     """Communication through the collectives of one c10d process group, on any device and backend.
 
+    group: the ranks, as the program has them. moving_group: what their bytes travel through.
     sums_natively: whether the backend forms sums, in the dtype that travels.
     gather_regions, reduce_regions: pools of memory for packed parameters and packed gradients.
     """
 
     overlaps = True
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, in_own_group: bool = True
+    ) -> None:
+        """in_own_group: whether collectives run in a group of fullshard's own (see `own_group`)."""
         self.group = group
-        self._calls = GroupCalls(group)
+        self.moving_group = own_group(group) if in_own_group else group
+        self._calls = GroupCalls(self.moving_group)
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
@@ -197,12 +199,12 @@ class ProcessGroupComm(Comm):
         # None until `compare_ranks`, since making one is collective; except if another
         # communication over the same group has made it already.
         self._ledger = known_ledger(group) if known else None
+        self._timeout_s = timeout_s(group) if known else 0.0
 
     def compare_ranks(self) -> None:
         """Compare from now on what ranks do. Every rank must call it, before any collective."""
-        # Where the backend forms the sums, hosts do not wait, so no host would compare.
-        if not self.sums_natively and isinstance(self.group, dist.ProcessGroup):
-            self._ledger = ledger_of(self.group)
+        if isinstance(self.group, dist.ProcessGroup):
+            self._ledger = ledger_of(self.group, self.backend)
 
     def enter(self, what: str, nbytes: int) -> None:
         """Enter in the ledger what all ranks do next, and how many bytes it moves.
@@ -222,21 +224,26 @@ class ProcessGroupComm(Comm):
             for work in works:
                 if work is None:
                     continue
-                if self._ledger is None:
+                if self.sums_natively or self._ledger is None:
                     work.wait()
                 else:
-                    _wait_comparing(work, self._ledger)
+                    is_shared = self.moving_group is self.group
+                    wait_comparing(work, self._ledger, label, self._timeout_s, is_shared=is_shared)
         except RuntimeError as error:
             name_lost_ranks(error, self.group, label)
             raise
 
     def over(self, group: dist.ProcessGroup) -> "ProcessGroupComm":
         """Return the same kind of communication over another process group of the same ranks."""
-        return ProcessGroupComm(group, self.device)
+        return ProcessGroupComm(group, self.device, in_own_group=False)
 
     @property
     def staging(self) -> Sequence[torch.Tensor]:
         return [*self.gather_regions.free, *self.reduce_regions.free]
+
+    @property
+    def ledger(self) -> Ledger | None:
+        return self._ledger
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
@@ -310,9 +317,9 @@ class ProcessGroupComm(Comm):
         self.enter(how.label, wire.nbytes)
         with naming_lost_ranks(self.group, how.label):
             # NCCL runs on the calling stream (see the module's docstring): None instead of a work.
-            works = [dist.all_reduce(wire, group=self.group, async_op=not self.is_nccl)]
+            works = [dist.all_reduce(wire, group=self.moving_group, async_op=not self.is_nccl)]
             if flags.numel():
-                works.append(dist.all_reduce(flags, group=self.group, async_op=True))
+                works.append(dist.all_reduce(flags, group=self.moving_group, async_op=True))
         finish = do_nothing if wire is total else lambda: _copy(total, wire)
         return PendingReduction(
             Pending(works, finish, (), self, how.label),  # `finish` holds what is not `total`
@@ -327,7 +334,7 @@ class ProcessGroupComm(Comm):
         each = [bits >> number & 1 for number in range(num_bits)]
         flags = torch.tensor(each, dtype=torch.uint8, device=self.device)
         with naming_lost_ranks(self.group, label):
-            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.moving_group, async_op=True)
         self.wait_all([work], label)
         return sum(flag << number for number, flag in enumerate(flags.tolist()))
 
@@ -377,7 +384,12 @@ class ProcessGroupComm(Comm):
         """Start a reduce-scatter by all-to-all and local sums: see `gloo_sum`."""
         start = exchange_flat if bucket.is_flat else exchange_rows
         terms = start(
-            bucket, grads, out, how, ExchangeMemory(self.reduce_regions, self._scratch), self.group
+            bucket,
+            grads,
+            out,
+            how,
+            ExchangeMemory(self.reduce_regions, self._scratch),
+            self.moving_group,
         )
         return PendingReduction(
             Pending(terms.works, terms.finish, terms.tensors, self, how.label), terms.present
@@ -391,7 +403,7 @@ class ProcessGroupComm(Comm):
             return list(map(self._calls.all_gather, targets, sources))
         with self._coalesced(len(targets)):
             for target, source in zip(targets, sources, strict=True):
-                all_gather(target, source, group=self.group, async_op=False)
+                all_gather(target, source, group=self.moving_group, async_op=False)
         return []
 
     def _reduce_scatter(
@@ -403,7 +415,7 @@ class ProcessGroupComm(Comm):
             return list(map(self._calls.reduce_scatter, targets, sources, itertools.repeat(op)))
         with self._coalesced(len(targets)):
             for target, source in zip(targets, sources, strict=True):
-                reduce_scatter(target, source, op=op, group=self.group, async_op=False)
+                reduce_scatter(target, source, op=op, group=self.moving_group, async_op=False)
         return []
 
     def _coalesced(self, num_calls: int) -> contextlib.AbstractContextManager[Any]:
@@ -414,26 +426,7 @@ class ProcessGroupComm(Comm):
         """
         if num_calls == 1:
             return contextlib.nullcontext()
-        return coalescing_manager(self.group, async_ops=False)
-
-
-def _wait_comparing(work: Any, ledger: Ledger) -> None:
-    """Wait for a collective of Gloo, and compare ledger entries while it lasts.
-
-    Gloo pairs collectives by their order alone, so ranks on different paths could wait for ever or
-    exchange the wrong bytes. Raises DivergenceError if the ledger shows that.
-    """
-    while True:
-        try:
-            work.wait(_COMPARE_EVERY)
-            return
-        except RuntimeError:
-            # A timeout of `wait` ends only the wait: the collective goes on, and may be waited for
-            # again. If the work is completed, it has failed (and raises again) or has just ended.
-            if work.is_completed():
-                work.wait()
-                return
-        ledger.compare()
+        return coalescing_manager(self.moving_group, async_ops=False)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -30,22 +30,27 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from fullshard.comm import ledger
+from fullshard.comm import ledger, notices
 from fullshard.comm.backends import timeout_s
-from fullshard.comm.exchange import exchange_through_group
+from fullshard.comm.exchange import exchange_through_group, exchange_through_store
 from fullshard.comm.ledger import Ledger
-from fullshard.errors import PeerLostError, PeerTimeoutError
+from fullshard.comm.notices import Slots
+from fullshard.comm.patience import Patience, loss
+from fullshard.comm.sentry import sentry
+from fullshard.errors import PeerLostError
 
 logger = logging.getLogger("fullshard")
 
 _WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's
 _WORD_BITS = 62  # of a signed 8-byte word, for flags
-_CONTROL_NBYTES = _WORDS_PER_RANK * 8 + ledger.NBYTES  # counters of all ranks, then the ledger
+# Of each rank, and so in the control memory: counters of all ranks, the ledger, notices.
+_COUNTERS_NBYTES = _WORDS_PER_RANK * 8
+_CONTROL_NBYTES = _COUNTERS_NBYTES + ledger.NBYTES + notices.NBYTES
 # A waiting rank spins first (a counter takes 2-3 us to arrive), then yields its core, then sleeps.
 _SPIN_S = 50e-6
 _YIELD_S = 2e-3
+_LATE_S = 0.05  # of waiting, after which a peer counts as far behind, and is looked after
 _LIVENESS_S = 0.1  # between two checks whether peers still live, which are system calls
-_SLOW_S = 30.0  # of waiting, before a warning
 # A mapping of Python's keeps a descriptor open, which counts against the limit on open files. From
 # Python 3.13 on it can do without.
 _MAPPING: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -95,14 +100,19 @@ class SharedMemory:
         control: mmap.mmap,
         pidfds: dict[int, int],
         timeout_s: float,
+        name: str,
     ) -> None:
-        """control: the words of all ranks, then the ledger. pidfds: one per other rank, by rank."""
+        """control: memory as `_CONTROL_NBYTES` says. pidfds: one per other rank, by rank.
+
+        name: of the process group.
+        """
         self.rank = rank
         self.size = len(introductions)
         self.timeout_s = timeout_s
         self._peers = introductions
         self._control = control
-        counters_nbytes = self.size * _WORDS_PER_RANK * 8
+        counters_nbytes = self.size * _COUNTERS_NBYTES
+        ledger_end = counters_nbytes + self.size * ledger.NBYTES
         self._words = memoryview(control)[:counters_nbytes].cast("q")
         # Always held, except within `_fence`, which uses it as a memory fence and nothing else.
         self._lock = threading.Lock()
@@ -114,12 +124,13 @@ class SharedMemory:
         self._rank_of_pidfd = {pidfd: peer for peer, pidfd in pidfds.items()}
         for pidfd in self._rank_of_pidfd:
             self._pidfds.register(pidfd, select.POLLIN)
+        ranks = [peer.global_rank for peer in introductions]
         self.ledger = Ledger(
-            rank,
-            [peer.global_rank for peer in introductions],
-            memoryview(control)[counters_nbytes:],
-            self._fence,
+            rank, ranks, memoryview(control)[counters_nbytes:ledger_end], self._fence, name
         )
+        self.ledger.slots = Slots(rank, ranks, memoryview(control)[ledger_end:])
+        self._pid_of = {peer.global_rank: peer.pid for peer in introductions}
+        self._sentry = sentry()
         self._connections.add(self)
 
     @classmethod
@@ -183,10 +194,12 @@ class SharedMemory:
             for pidfd in pidfds.values():
                 os.close(pidfd)
             raise UnavailableError(problems[0])
-        return cls(introductions, rank, control, pidfds, timeout_s(group))
+        return cls(introductions, rank, control, pidfds, timeout_s(group), group.group_name)
 
-    def allocate(self, nbytes: int, label: str) -> mmap.mmap:
+    def allocate(self, nbytes: int, label: str, detail: str = "") -> mmap.mmap:
         """Map zeroed memory that all ranks share. Every rank must call it with the same size.
+
+        detail: what it is for, on which ranks have to agree as well.
 
         Raises UnavailableError, on every rank and with the same words, if one of them cannot map
         it: the host has too little memory, or a limit of the rank on the size or number of files.
@@ -202,7 +215,7 @@ class SharedMemory:
             except OSError as error:
                 offered = -(error.errno or errno.EIO)
             self.set(self.OFFER_FD, offered)
-        self.barrier(label)
+        self.barrier(label + detail, nbytes)
         offered = self.get(0, self.OFFER_FD)
         if offered >= 0:
             try:
@@ -225,14 +238,15 @@ class SharedMemory:
         assert memory is not None
         return memory
 
-    def barrier(self, label: str) -> None:
+    def barrier(self, label: str, nbytes: int = 0) -> None:
         """Return once every rank is here. What ranks wrote before it is then visible to all.
 
+        nbytes: a size on which ranks have to agree; 0 if there is none.
         Raises DivergenceError if a rank does something else at this place of the group's sequence,
         and as `wait_all`.
         """
         # First the ledger: a counter alone would let a rank pass whose peers wait somewhere else.
-        self.ledger.enter(label)
+        self.ledger.enter(label, nbytes)
         self._arrivals += 1
         self.set(self.BARRIER, self._arrivals)
         self.wait_all(self.BARRIER, self._arrivals, label)
@@ -262,42 +276,42 @@ class SharedMemory:
         """Return once the counter is at least ``value`` on every rank.
 
         What ranks wrote before they set it is then visible. Raises PeerLostError if one of them
-        dies or gives up, DivergenceError if one took another path, PeerTimeoutError if one does not
-        come within the group's timeout.
+        dies or gives up, DivergenceError if one took another path or will never come,
+        PeerTimeoutError if one does not come within the group's timeout.
         """
         words = self._words
         slots = range(counter, self.size * _WORDS_PER_RANK, _WORDS_PER_RANK)
         # The usual case first, without asking for the time.
-        if all(words[slot] >= value for slot in slots):
-            self._fence()  # between reading counters and reading data: see [Note: Ordering]
-            return
-        started = time.perf_counter()
-        checked, warned = started, False
-        while not all(words[slot] >= value for slot in slots):
-            now = time.perf_counter()
-            waited = now - started
-            if waited < self._spin_s:
-                continue
-            if waited < _YIELD_S:
-                os.sched_yield()
-                continue
-            # Short naps at first; after 50 ms a peer is far behind, and latency matters less.
-            time.sleep(20e-6 if waited < 0.05 else 200e-6)
-            if now - checked > _LIVENESS_S:
-                checked = now
-                # Before looking who is gone: a rank that has seen that paths differ raises and may
-                # leave, and the difference is the better error.
-                self.ledger.compare()
-                self._check_alive(counter, value, label)
-                if waited > _SLOW_S and not warned:
-                    warned = True
-                    logger.warning("%s", self._describe_wait(counter, value, label, waited))
-                if waited > self.timeout_s:
-                    raise PeerTimeoutError(
-                        self._describe_wait(counter, value, label, waited)
-                        + " Giving up. Look for a rank that hangs or took another path through the model."
-                    )
-        self._fence()
+        if not all(words[slot] >= value for slot in slots):
+            started = time.perf_counter()
+            while not all(words[slot] >= value for slot in slots):
+                waited = time.perf_counter() - started
+                if waited < self._spin_s:
+                    continue
+                if waited < _YIELD_S:
+                    os.sched_yield()
+                elif waited < _LATE_S:
+                    time.sleep(20e-6)
+                else:
+                    self._wait_for_late(counter, value, label)
+        self._fence()  # between reading counters and reading data: see [Note: Ordering]
+
+    def _wait_for_late(self, counter: int, value: int, label: str) -> None:
+        """Wait as `wait_all`, for ranks that are far behind: latency matters less, causes more."""
+        patience = Patience(label, self.timeout_s)
+        checked = 0.0
+        with self._sentry.waiting(label):
+            while late := self._late(counter, value):
+                time.sleep(200e-6)
+                now = time.perf_counter()
+                if now - checked > _LIVENESS_S:
+                    checked = now
+                    # Before looking who is gone: a rank that has seen that paths differ raises and
+                    # may leave, and the difference is the better error.
+                    self.ledger.compare()
+                    self._sentry.check()
+                    self._check_alive(counter, value, label)
+                    patience.check({peer: self._pid_of[peer] for peer in late})
 
     def _fence(self) -> None:
         """Order what this thread wrote and read before with what it writes and reads after.
@@ -311,13 +325,6 @@ class SharedMemory:
     def _late(self, counter: int, value: int) -> list[int]:
         """Return the global ranks whose counter is below ``value``."""
         return [peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value]
-
-    def _describe_wait(self, counter: int, value: int, label: str, waited: float) -> str:
-        late = ", ".join(f"rank {rank}" for rank in self._late(counter, value))
-        return (
-            f"{label} (rank {self._peers[self.rank].global_rank}): waited {waited:.0f} s. Alive, but "
-            f"not here yet: {late}."
-        )
 
     def _check_alive(self, counter: int, value: int, label: str) -> None:
         """Raise PeerLostError if a rank that has not arrived has exited or given up."""
@@ -338,31 +345,36 @@ class SharedMemory:
                 )
         if missed:
             self.give_up(self._peers[missed[0]].global_rank)
-            names = ", ".join(
-                f"rank {self._peers[rank].global_rank} (pid {self._peers[rank].pid})"
-                for rank in missed
-            )
-            raise PeerLostError(
-                f"{label} (rank {self._peers[self.rank].global_rank}): {names} died or left while "
-                "this rank waited for it. The cause is in that rank's own output; restart from "
-                "the last checkpoint."
-            )
+            raise loss([self._peers[rank].global_rank for rank in missed], label)
 
 
-def ledger_of(group: dist.ProcessGroup) -> Ledger | None:
-    """Return the ledger of a group, the same one every time; None if its ranks share no memory.
+def ledger_of(group: dist.ProcessGroup, backend: str) -> Ledger | None:
+    """Return the ledger of a group, the same one every time; None if its ranks may be threads.
 
-    For groups that communicate through collectives. Every rank of the group must call it.
+    backend: of the group. Ranks of one host share the ledger's memory; others have one each, which
+    their sentries show and compare. Every rank of the group must call it.
     """
     if type(group) is not dist.ProcessGroup:
-        return None  # ranks may be threads
+        return None
     if group not in _ledgers:
-        try:
-            _ledgers[group] = SharedMemory.connect(group).ledger
-        except UnavailableError as reason:
-            logger.info("ranks are not compared: %s", reason)
-            _ledgers[group] = None
+        _ledgers[group] = _make_ledger(group, backend)
     return _ledgers[group]
+
+
+def _make_ledger(group: dist.ProcessGroup, backend: str) -> Ledger:
+    try:
+        if backend == "gloo":
+            return SharedMemory.connect(group).ledger
+        if backend == "nccl":
+            # Its collectives want a device, which may be another one later.
+            return SharedMemory.connect(group, exchange_through_store).ledger
+    except UnavailableError as reason:
+        logger.info("ranks share no ledger: %s", reason)
+    # Of other backends nobody knows whether there are processes behind the ranks.
+    if backend != "fake":
+        sentry()
+    ranks = dist.get_process_group_ranks(group)
+    return Ledger(group.rank(), ranks, None, name=group.group_name)
 
 
 def known_ledger(group: dist.ProcessGroup) -> Ledger | None:
@@ -370,7 +382,19 @@ def known_ledger(group: dist.ProcessGroup) -> Ledger | None:
     return _ledgers.get(group)
 
 
-_ledgers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger | None]"
+def share_ledger(memory: SharedMemory, group: dist.ProcessGroup) -> None:
+    """Let everything that a group does be entered in one ledger, whichever way it communicates.
+
+    Every rank of the group must call it at the same place of their sequence.
+    """
+    known = _ledgers.get(group)
+    if known is None:
+        _ledgers[group] = memory.ledger
+    else:
+        memory.ledger = known
+
+
+_ledgers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger]"
 _ledgers = weakref.WeakKeyDictionary()
 
 

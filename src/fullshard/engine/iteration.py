@@ -29,6 +29,7 @@ from torch.autograd import profiler
 
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
+from fullshard.engine.checks.alike import FreezeWatch, check_alike
 from fullshard.engine.checks.order import ForwardOrder
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.writes import WriteWatch, refuse_write
@@ -38,6 +39,7 @@ from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Phase, Unit
 from fullshard.engine.unit_setup import comms_of
+from fullshard.plan.paths import Phase as StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
@@ -70,6 +72,13 @@ class Iteration:
         self.observer: Observer | None = None
         self._watch = WriteWatch(self.units)
         self._gathers = True  # whether this pass uses anything that is sharded
+        self._step = 0  # forwards with gradients so far
+        # The ledgers of the model's groups, and its number in each.
+        paths = [unit.path for unit in self.units]
+        ledgers = dict.fromkeys(comm.ledger for comm in comms_of(self.units))
+        self._ledgers = {each: each.add_model(paths) for each in ledgers if each is not None}
+        check_alike(self.units, self._ledgers)
+        self._freezing = FreezeWatch(self.units)
         self.connect()
 
     def connect(self) -> None:
@@ -145,10 +154,15 @@ class Iteration:
         """
         self.has_run = True
         self._caller = caller
+        is_step = torch.is_grad_enabled()
+        self._step += is_step
+        self._begin_phase(StepPhase.FORWARD if is_step else StepPhase.EVALUATION)
+        if is_step:
+            self._freezing.enter_changes(self._ledgers)
         if self.observer is not None or profiler._is_profiler_enabled:
             self.observe(follow_profiler(self.observer))
         self._forward_root = weakref.ref(root)
-        self._expects_backward = torch.is_grad_enabled()
+        self._expects_backward = is_step
         self._recorder.start_pass()
         self._checks_order = self._order.is_checked
         # Before anything reads shards: what compares contents does. Compute waits, not the all-gather
@@ -190,6 +204,8 @@ class Iteration:
                 self._order.check(self._number[id(unit)])
         for unit in units:  # all are started before the first is waited for
             if not is_recomputation:
+                for ledger in self._ledgers:
+                    ledger.note(self._number[id(unit)])
                 self._follow_writes(unit)
             unit.unshard()
         for unit in units:
@@ -291,6 +307,7 @@ class Iteration:
                 unit.hide_unsharded()
         if self._gathers:
             self.fence("after forward")  # from here on peers may write to their shards
+        self._begin_phase(StepPhase.LOSS if self._expects_backward else StepPhase.BETWEEN)
 
     # Backward
 
@@ -305,6 +322,7 @@ class Iteration:
         self.finalization.check_ended("backward")
         self.finalization.begin_backward()
         self._backward_end = weakref.ref(end)
+        self._begin_phase(StepPhase.BACKWARD)
         if not self._fenced_since_backward:
             self.fence("before another backward")  # an optimizer may have written since the last
             for unit in self.units:
@@ -341,6 +359,8 @@ class Iteration:
 
         keeps: keep the gradients for `finalize` to reduce.
         """
+        for ledger in self._ledgers:
+            ledger.note(self._number[id(unit)])
         if self.observer is not None:
             self.observer.leave(Kind.BACKWARD, (unit,))
         if self._watch.is_watching:
@@ -423,6 +443,7 @@ class Iteration:
                     unit.finish_reading()
         self.finalization.end()
         self.fence("after backward")  # from here on the optimizers of all ranks may write
+        self._begin_phase(StepPhase.BETWEEN)
 
     # Backward, if the program ends it
 
@@ -465,6 +486,11 @@ class Iteration:
             unit.hide_unsharded()
 
     # Any time
+
+    def _begin_phase(self, phase: StepPhase) -> None:
+        """Say in the ledgers which part of which step this rank is in."""
+        for ledger, model in self._ledgers.items():
+            ledger.begin(model, self._step, phase)
 
     def fence(self, label: str) -> None:
         """Meet all ranks that read each other's shards; see [Note: Fences]. label: for messages."""

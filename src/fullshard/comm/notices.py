@@ -1,0 +1,139 @@
+"""Where ranks post what they do, for others to read without any help of theirs.
+
+Ranks of one host have a slot each in memory that they share; it can be read even after the rank has
+ended. For others there is the store that the ranks met in. Both carry a `Notice` as JSON.
+
+[Note: Torn notices] A reader may come while the owner writes. So a slot begins with the length and a
+checksum of its text, written last; what does not fit them is no notice, and is read again later.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+import weakref
+import zlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from fullshard.plan.standstill import GroupCounts, Notice, State
+from fullshard.torch_private import default_store
+
+NBYTES = 8192  # of a rank's slot
+_HEAD_NBYTES = 8
+_KEY = "fullshard/notice/{}"
+_LINES = "fullshard/lines"
+
+
+class Slots:
+    """The slots of the ranks of a group that share memory.
+
+    ranks: their global numbers. memory: `NBYTES` per rank, zeroed.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], memory: memoryview) -> None:
+        self.ranks = tuple(ranks)
+        self._rank = rank
+        self._memory = memory.cast("B")
+        self._heads = self._memory.cast("q")
+        _slots.add(self)
+
+    def post(self, text: bytes) -> None:
+        """Show a text in this rank's slot."""
+        start = self._rank * NBYTES
+        self._heads[start // 8] = 0
+        self._memory[start + _HEAD_NBYTES : start + _HEAD_NBYTES + len(text)] = text
+        self._heads[start // 8] = len(text) << 32 | zlib.crc32(text)
+
+    def read(self, rank: int) -> bytes | None:
+        """Return what a rank of the group, by its global number, shows; None if it is nothing."""
+        start = self.ranks.index(rank) * NBYTES
+        head = self._heads[start // 8]
+        length = head >> 32
+        if not 0 < length <= NBYTES - _HEAD_NBYTES:
+            return None
+        text = bytes(self._memory[start + _HEAD_NBYTES : start + _HEAD_NBYTES + length])
+        return text if zlib.crc32(text) == head & ((1 << 32) - 1) else None
+
+
+_slots: "weakref.WeakSet[Slots]" = weakref.WeakSet()
+
+
+class Board:
+    """Everything that this rank can post to and read from."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+
+    def post(self, notice: Notice, *, to_store: bool = True) -> None:
+        """Show this rank's notice to all ranks that can see it."""
+        text = _encoded(notice)
+        for slots in list(_slots):
+            slots.post(text)
+        if to_store:
+            with contextlib.suppress(Exception):  # it may have died with its rank
+                store = self._connected()
+                store.set(_KEY.format(notice.rank), text)
+
+    def read(self, ranks: Sequence[int], *, from_store: bool = True) -> dict[int, Notice]:
+        """Return the notices of these ranks, of those that have posted one."""
+        texts: dict[int, bytes] = {}
+        for slots in list(_slots):
+            for rank in set(ranks) & set(slots.ranks):
+                text = slots.read(rank)
+                if text is not None:
+                    texts[rank] = text
+        missing = [rank for rank in ranks if rank not in texts]
+        if from_store and missing:
+            with contextlib.suppress(Exception):
+                store = self._connected()
+                posted = [rank for rank in missing if store.check([_KEY.format(rank)])]
+                for rank in posted:
+                    texts[rank] = store.get(_KEY.format(rank))
+        return {rank: _decoded(text) for rank, text in texts.items()}
+
+    def post_lines(self, key: str, rank: int, lines: Sequence[str]) -> None:
+        """Show lines of this rank to whoever asks for the key."""
+        with contextlib.suppress(Exception):
+            self._connected().set(f"{_LINES}/{key}/{rank}", json.dumps(list(lines)))
+
+    def read_lines(
+        self, key: str, ranks: Collection[int], timeout_s: float
+    ) -> dict[int, Sequence[str]]:
+        """Return what these ranks show under the key, waiting for it so long."""
+        found: dict[int, Sequence[str]] = {}
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(Exception):
+            while len(found) < len(ranks) and time.monotonic() < deadline:
+                for rank in set(ranks) - set(found):
+                    if self._connected().check([f"{_LINES}/{key}/{rank}"]):
+                        found[rank] = json.loads(self._connected().get(f"{_LINES}/{key}/{rank}"))
+                time.sleep(0.02)
+        return found
+
+    def _connected(self) -> Any:
+        """Return a connection to the store of its own: the program's may be waiting in a call."""
+        if self._store is None:
+            store: Any = default_store()
+            self._store = store.clone()
+        return self._store
+
+
+def _encoded(notice: Notice) -> bytes:
+    fields = dataclasses.asdict(notice)
+    stack = list(fields["stack"])
+    while len(text := json.dumps(fields, default=list).encode()) > NBYTES - _HEAD_NBYTES:
+        if stack:
+            stack = stack[len(stack) // 2 + 1 :]
+            fields["stack"] = stack
+        else:
+            fields["error"], fields["groups"] = fields["error"][:2000], {}
+    return text
+
+
+def _decoded(text: bytes) -> Notice:
+    fields = json.loads(text)
+    fields["state"] = State(fields["state"])
+    fields["groups"] = {key: GroupCounts(**counts) for key, counts in fields["groups"].items()}
+    fields["stack"] = tuple(fields["stack"])
+    return Notice(**fields)

@@ -1,0 +1,60 @@
+"""A process group of fullshard's own beside one of the program's, over Gloo.
+
+Gloo pairs collectives of a group by their order alone. If the program called one of its own on some
+ranks only (a checkpoint on rank 0, a metric), it would be paired with one of fullshard's: other bytes
+would arrive, or, with other sizes, Gloo would abort the process. In a group of its own fullshard's
+collectives can only meet each other, and the ledger sees to it that they are the same.
+"""
+
+import datetime
+import os
+import resource
+import weakref
+
+import torch.distributed as dist
+
+from fullshard.comm.backends import backend_names, timeout_s
+from fullshard.comm.exchange import exchange_through_group
+from fullshard.torch_private import default_store
+
+_SPARE_FILES = 16
+
+
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return fullshard's group over the same ranks, made at the first call. Collective.
+
+    The group itself if it is not Gloo's alone (NCCL's communicators cost memory on the device, and
+    others are not known), or if a rank may open too few files for the connections of another one.
+    """
+    if type(group) is not dist.ProcessGroup or backend_names(group) != {"gloo"}:
+        return group
+    if group in _own:
+        return _own[group]
+    # Asked first: if one rank failed to connect, the others would wait for it.
+    if not all(exchange_through_group(_can_connect(group.size()), group)):
+        _own[group] = group
+        return group
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=datetime.timedelta(seconds=timeout_s(group)),
+        backend="gloo",
+        use_local_synchronization=True,  # ranks outside the group do not come here
+        group_desc="fullshard",
+    )
+    assert made is not None
+    _own[group] = _own[made] = made
+    return made
+
+
+def _can_connect(size: int) -> bool:
+    """Return whether this process may open connections to so many ranks, as far as it can tell."""
+    try:
+        default_store().set(f"fullshard/connects/{dist.get_rank()}", "")  # ranks meet through it
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return len(os.listdir("/proc/self/fd")) + 2 * size + _SPARE_FILES <= limit  # noqa: PTH208
+    except (OSError, RuntimeError):
+        return False
+
+
+_own: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
+_own = weakref.WeakKeyDictionary()

@@ -1,0 +1,170 @@
+"""What a rank says that waits for another: of slow ones, of those that are lost, and when it gives up.
+
+Who has said something of itself (see `sentry`) is quoted. Of a rank that is silent though its process
+lives, the system tells a little: whether it is stopped, and its stack if py-spy is installed.
+"""
+
+import contextlib
+import logging
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fullshard.comm.ledger import ledgers
+from fullshard.comm.sentry import sentry
+from fullshard.errors import (
+    CommError,
+    DivergenceError,
+    FullshardError,
+    PeerLostError,
+    PeerTimeoutError,
+)
+from fullshard.plan.paths import name_ranks
+from fullshard.plan.standstill import Notice, State
+
+logger = logging.getLogger("fullshard")
+
+_SLOW_S = 8.0  # of waiting, before the first report
+_LONGER = 4.0  # times as long, before the next
+_PY_SPY_S = 5.0
+_STATES = {"T": "is stopped by a signal (kill -CONT goes on)", "t": "is stopped by a debugger"}
+_STATES |= {"D": "waits for a disk or a file system", "Z": "has ended"}
+
+
+class Patience:
+    """One wait for others. label: what the rank waits in. timeout_s: when it gives up."""
+
+    def __init__(self, label: str, timeout_s: float) -> None:
+        self._label = label
+        self._timeout_s = timeout_s
+        self._started = time.perf_counter()
+        self._next_report_s = _SLOW_S
+
+    def check(self, late: Mapping[int, int | None]) -> None:
+        """Report ranks that are late, now and then. Raises PeerTimeoutError if it took too long.
+
+        late: by global rank, its process on this host; None if that is unknown.
+        """
+        waited = time.perf_counter() - self._started
+        if waited > self._timeout_s:
+            raise PeerTimeoutError(
+                f"{self._describe(late, waited)}\nGiving up, as the process group's timeout is over."
+            )
+        if waited > self._next_report_s:
+            self._next_report_s *= _LONGER
+            logger.warning("%s", self._describe(late, waited))
+
+    def _describe(self, late: Mapping[int, int | None], waited: float) -> str:
+        notices = sentry().read(late)
+        parts = [
+            f"rank {dist.get_rank()} has waited {waited:.0f} s in {self._label} for "
+            f"{name_ranks(late)}, alive but not here yet."
+        ]
+        for rank, pid in sorted(late.items()):
+            parts.append(_what_it_does(rank, pid, notices.get(rank)))
+        return "\n".join(parts)
+
+
+def _what_it_does(rank: int, pid: int | None, notice: Notice | None) -> str:
+    """Say where a rank is, with its stack if it can be had."""
+    last = _last_entry(rank)
+    before = f" The last that it entered: {last}." if last else ""
+    if notice is not None and notice.beat:
+        stack = "\n".join(["", *notice.stack[-12:]])
+        return f"rank {rank}: {notice}.{before} Its stack, by its own sentry:{stack}"
+    if pid is None:
+        return f"rank {rank}: it has said nothing of itself.{before}"
+    state = _STATES.get(_process_state(pid), "lives, and says nothing: it moves, or holds the GIL")
+    return f"rank {rank} (pid {pid}): it {state}.{before}{_stack_by_py_spy(pid)}"
+
+
+def _process_state(pid: int) -> str:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def _stack_by_py_spy(pid: int) -> str:
+    """Return another process' Python stack, or why there is none."""
+    command = shutil.which("py-spy")
+    if command is None:
+        return f" For its stack, install py-spy and run: py-spy dump --pid {pid}"
+    try:
+        done = subprocess.run(
+            [command, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=_PY_SPY_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f" py-spy cannot tell its stack: {error}"
+    return f" Its stack, by py-spy:\n{done.stdout or done.stderr}".rstrip()
+
+
+def _last_entry(rank: int) -> str:
+    """Return what a rank entered last in a ledger that this rank can read."""
+    for ledger in ledgers():
+        if rank in ledger.ranks:
+            entry = ledger.last_of(ledger.ranks.index(rank))
+            if entry is not None:
+                return str(entry)
+    return ""
+
+
+def loss(ranks: Iterable[int], label: str) -> FullshardError:
+    """Return the error for ranks that are gone while this one waits for them in ``label``.
+
+    A DivergenceError if they ended in order, or because of one; else a PeerLostError.
+    """
+    gone = sorted(ranks)
+    words = {rank: sentry().last_words(rank) for rank in gone}
+    for notice in words.values():
+        if notice is not None and notice.is_final:
+            return DivergenceError(notice.error)
+    texts = []
+    for rank, notice in words.items():
+        last = _last_entry(rank)
+        texts.append(
+            f"rank {rank} died or left without a word"
+            if notice is None
+            else f"rank {rank} {notice}"
+        )
+        texts[-1] += f"; the last that it entered: {last}" if last else ""
+    what = f"{'. '.join(texts)}. Others wait for {name_ranks(gone)} in {label}{_now()}"
+    if all(notice is not None and not notice.error for notice in words.values()):
+        return DivergenceError(
+            f"Ranks run different numbers of steps: {what}. Let every rank run as many, and leave "
+            "together; one that has run out of data has to tell the others."
+        )
+    return PeerLostError(
+        f"{what}. The cause is in that rank's own output; restart from the last checkpoint."
+    )
+
+
+def _now() -> str:
+    moments = [ledger.moment for ledger in ledgers()]
+    return f" ({max(moments)})" if moments else ""
+
+
+def unreachable(ranks: Iterable[int], label: str, words: str) -> FullshardError:
+    """Return the error for a connection that broke, though no process of this host has ended.
+
+    words: the backend's.
+    """
+    left = [
+        rank
+        for rank in ranks
+        if (notice := sentry().last_words(rank)) is not None and notice.state is State.LEFT
+    ]
+    if left:
+        return loss(left, label)
+    return CommError(
+        f"{label} (rank {dist.get_rank()}): a rank could not be reached, though no process of the "
+        "group has ended on this host. Look for the cause in the output of the other ranks. The "
+        f"backend says: {words}"
+    )

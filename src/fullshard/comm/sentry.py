@@ -1,0 +1,464 @@
+"""A thread that looks after a rank which stands still, and ends what can never go on.
+
+Most divergence of ranks is found in the ledger, when they meet. Where they never meet, as one is in a
+collective of the program's own (a barrier, a checkpoint on rank 0), or has left, nothing would ever
+tell. So each process has one thread, the sentry:
+
+    every 0.5 s     has the rank entered or noted anything in its ledgers?
+    still for 1 s   post what it does (a `Notice`), every time
+    blocked         read the others' notices; compare tails of ledgers; ask `plan.standstill`
+    a verdict       raise it where the rank waits
+
+The rank raises it itself in a wait of fullshard's (`check`). In a function of torch.distributed it
+cannot: no backend's wait can be ended from outside, only by the other ranks' ends. So the error is left
+with the interpreter, which raises it as soon as the call returns or fails. If that takes longer than
+`_GRACE_S`, as all ranks are in such calls, the sentry writes the error to stderr and ends the process.
+
+What a rank says last, its **last words**, stays readable for ranks of its host: that it has ended, where,
+and with which exception.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.ledger import Ledger, group_key, ledgers, on_lines, on_refusal
+from fullshard.comm.notices import Board
+from fullshard.errors import DivergenceError, FullshardError, PeerLostError
+from fullshard.plan.standstill import (
+    GroupCounts,
+    Notice,
+    State,
+    describe_stuck,
+    find_stuck,
+)
+from fullshard.torch_private import distributed_world
+
+_TICK_S = 0.5
+_STILL_S = 1.0  # without progress, before a rank says what it does
+_HOLD_S = 1.5  # for other ranks to come to their verdicts too
+_GRACE_S = 4.0  # for a call of torch.distributed to end after the verdict
+_ANSWER_S = 3.0  # for ranks to say in what they differ
+_EXIT_CODE = 1
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parent.parent) + os.sep
+_STANDARD = str(Path(os.__file__).parent) + os.sep
+_DISTRIBUTED = _TORCH + "distributed" + os.sep
+# Modules whose functions block in collectives; the rest of torch.distributed computes or waits for
+# messages between two ranks, of which nobody counts how many there will be.
+_BLOCKING = tuple(
+    _DISTRIBUTED + name for name in ("distributed_c10d.py", "_functional_collectives.py")
+)
+_WRAPPERS = {"wrapper", "inner", "decorate_context", "fn"}
+_BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
+_BETWEEN_TWO |= {"recv_object_list", "_coalescing_manager"}
+# They meet all ranks of the job through the store, which counts nothing.
+_MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "init_process_group"}
+
+
+class _Waiting(NamedTuple):
+    """A wait in a collective of fullshard's. group: its process group's key. thread: that waits."""
+
+    label: str
+    group: str
+    thread: int
+
+
+class Sentry:
+    """What this process knows of standing still. One per process: `sentry()`."""
+
+    def __init__(self) -> None:
+        self._board = Board()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # of the notice: the thread posts, and so does the end
+        self._verdict: FullshardError | None = None  # for `check` to raise
+        self._delivered: FullshardError | None = None  # left with the interpreter, and when
+        self._delivered_at: float | None = None
+        self._final = ""  # an error that all ranks raise which wait for this one
+        self._waiting: _Waiting | None = None
+        self._progress = -1
+        self._still_since = time.monotonic()
+        self._last: Notice | None = None
+        self._groups: dict[str, GroupCounts] = {}
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._watch, name="fullshard-sentry", daemon=True
+            )
+            self._thread.start()
+            # Before the interpreter ends, and also in children of multiprocessing, which call no
+            # function of `atexit`. The thread must not be in C++ when the interpreter ends.
+            util.Finalize(None, self._end, exitpriority=0)
+
+    # For the thread that trains
+
+    @contextlib.contextmanager
+    def waiting(self, label: str, group: str = "") -> Iterator[None]:
+        """Say that this thread waits in a collective of fullshard's, within the body.
+
+        group: key of the process group whose collective it is; empty for shared memory.
+        """
+        before, self._waiting = self._waiting, _Waiting(label, group, threading.get_ident())
+        try:
+            yield
+        finally:
+            self._waiting = before
+
+    def check(self) -> None:
+        """Raise what the sentry has found, once. To be called in every wait."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is not None:
+            raise verdict
+
+    def agree(self, ranks: Iterable[int], error: DivergenceError) -> DivergenceError:
+        """Return the error to raise for ranks that differ, in the words of the rank that saw it first.
+
+        ranks: of the group. Ranks that wait for this one will raise it as well.
+        """
+        head = str(error).partition(":")[0]  # has the place
+        others = self._board.read([r for r in ranks if r != self._rank], from_store=False)
+        for _, notice in sorted(others.items()):
+            if notice.is_final and notice.error.startswith(head + ":"):
+                error = DivergenceError(notice.error)
+                break
+        self._final = str(error)
+        # What was entered before the error is no progress since.
+        self._progress, self._still_since = _progress(), time.monotonic()
+        self._post(self._look())
+        return error
+
+    def exchange_lines(
+        self, ledger: Ledger, place: int, ranks: Sequence[int], lines: Sequence[str]
+    ) -> dict[int, Sequence[str]]:
+        """Return the lines of ranks whose digests differ, of those that answer in time."""
+        key = f"{ledger.key}/{place}"
+        self._board.post_lines(key, self._rank, lines)
+        return {
+            self._rank: lines,
+            **self._board.read_lines(key, set(ranks) - {self._rank}, _ANSWER_S),
+        }
+
+    def read(self, ranks: Iterable[int]) -> dict[int, Notice]:
+        """Return what these ranks have said of themselves, of those that have."""
+        return self._board.read(list(ranks))
+
+    def last_words(self, rank: int) -> Notice | None:
+        """Return what a rank that has left or ended has said last; None if it has said nothing."""
+        notice = self._board.read([rank]).get(rank)
+        return notice if notice is not None and notice.has_gone else None
+
+    # The thread
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_TICK_S):
+            # It only serves diagnosis: an error of its own must not end a run, nor itself.
+            with contextlib.suppress(Exception):
+                self._tick()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if (progress := _progress()) != self._progress:
+            self._progress, self._still_since = progress, now
+            if self._last is not None or self._final:
+                # Takes it back. A notice of a rank that has moved says nothing true any more.
+                self._last, self._final = None, ""
+                self._post(Notice(self._rank, State.RUNS, groups=self._groups))
+            return
+        if now - self._still_since < _STILL_S:
+            return
+        notice = self._look()
+        is_same = self._last is not None and _is_same(notice, self._last)
+        if is_same and self._last is not None:
+            notice = dataclasses.replace(notice, beat=self._last.beat + 1)
+        self._last = notice
+        if notice.state is not State.RUNS or notice.beat % 4 == 1:  # it is in no hurry
+            self._post(notice)
+        if self._delivered_at is None and notice.is_blocked:
+            self._judge(notice)
+        elif self._delivered_at is not None and not is_same:
+            self._delivered_at = None  # the call has ended
+        elif self._delivered_at is not None and now - self._delivered_at > _GRACE_S:
+            self._give_up(notice)
+
+    def _post(self, notice: Notice) -> None:
+        with self._lock:
+            if not self._ended.is_set():
+                self._board.post(notice)
+
+    def _judge(self, own: Notice) -> None:
+        """Deliver a verdict if the ranks' ledgers differ, or this rank can never go on."""
+        for ledger in ledgers():
+            try:
+                ledger.compare()
+            except DivergenceError as error:
+                self._deliver(error, own)
+                return
+        notices = self._board.read(range(self._world_size))
+        notices[self._rank] = own
+        stuck = find_stuck(notices, self._world_size)
+        if self._rank not in stuck:
+            return
+        others = [each for rank, each in sorted(notices.items()) if rank != self._rank]
+        if final := [each.error for each in others if each.is_final]:
+            self._deliver(DivergenceError(final[0]), own, stuck)
+            return
+        text = describe_stuck(notices, stuck, self._world_size)
+        has_failed = any(each.state is State.ENDED and each.error for each in others)
+        self._deliver(PeerLostError(text) if has_failed else DivergenceError(text), own, stuck)
+
+    def _deliver(self, verdict: FullshardError, own: Notice, stuck: Iterable[int] = ()) -> None:
+        """Have the rank raise a verdict. stuck: ranks that will find one too."""
+        if own.state is not State.WAITS:
+            # Before others learn of it: one that ends breaks this rank's call.
+            self._delivered, self._delivered_at = verdict, time.monotonic()
+            _raise_in(self._thread_looked_at(), verdict)
+        if isinstance(verdict, DivergenceError):
+            self._final = str(verdict)
+            self._post(dataclasses.replace(own, error=self._final, is_final=True))
+        if own.state is State.WAITS:
+            self._hold(set(stuck) - {self._rank})
+            self._verdict = verdict
+
+    def _hold(self, others: set[int]) -> None:
+        """Wait for other stuck ranks to find their verdicts, before this one raises and may end."""
+        deadline = time.monotonic() + _HOLD_S
+        while time.monotonic() < deadline and not self._ended.wait(_TICK_S / 5):
+            found = self._board.read(list(others))
+            if all(rank in found and found[rank].has_gone for rank in others):
+                return
+
+    def _give_up(self, notice: Notice) -> None:
+        """End the process: its thread is in a call that neither returns nor fails."""
+        kind = type(self._delivered)
+        error = f"{kind.__module__}.{kind.__qualname__}: {self._delivered}"
+        print(
+            "\n".join(notice.stack),
+            f"{error}\n[fullshard] Rank {self._rank}'s call of torch.distributed cannot be ended, so "
+            "its process ends here.",
+            sep="\n",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._say_last(error)
+        os._exit(_EXIT_CODE)
+
+    # What this rank does
+
+    def _thread_looked_at(self) -> int:
+        waiting = self._waiting
+        ident = waiting.thread if waiting is not None else threading.main_thread().ident
+        assert ident is not None
+        return ident
+
+    def _look(self) -> Notice:
+        """Return a notice of what this rank does now."""
+        waiting = self._waiting
+        frame = sys._current_frames().get(self._thread_looked_at())
+        state, where, meets_all = State.RUNS, "", False
+        if not dist.is_initialized():
+            state = State.LEFT
+        elif waiting is not None:
+            state, where = State.WAITS, waiting.label
+        elif (call := _call_of(frame)) is not None:
+            state, where, meets_all = State.CALLS, call.name, call.meets_all
+        if state is not State.LEFT:
+            self._groups = _counts()
+        return Notice(
+            self._rank,
+            state,
+            beat=1,
+            where=where,
+            at=_line_in_program(frame),
+            moment=_moment(),
+            groups=self._groups,
+            in_group="" if waiting is None else waiting.group,
+            meets_all=meets_all,
+            error=self._final,
+            is_final=bool(self._final),
+            stack=_stack_of(frame),
+        )
+
+    # The end
+
+    def _end(self) -> None:
+        """Say that this process ends, and stop the thread."""
+        # The second is set when Python has printed the exception that ended the program. In children of
+        # multiprocessing the exception is still on its way.
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        self._say_last(_described(error) if isinstance(error, Exception) else "")
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2 * _TICK_S)
+
+    def _say_last(self, error: str) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._ended.set()
+            with contextlib.suppress(Exception):
+                if dist.is_initialized():
+                    self._groups = _counts()
+                notice = Notice(
+                    self._rank,
+                    State.ENDED,
+                    moment=_moment(),
+                    groups=self._groups,
+                    error=self._final or error,
+                    is_final=bool(self._final),
+                )
+                # Rank 0's process may be the store's.
+                self._board.post(notice, to_store=self._rank != 0)
+
+
+_sentries: dict[int, Sentry] = {}
+
+
+def sentry() -> Sentry:
+    """Return this process's sentry, and start it. There has to be a default process group."""
+    pid = os.getpid()
+    if pid not in _sentries:  # a forked child has threads of its own
+        _sentries.clear()
+        _sentries[pid] = Sentry()
+        on_refusal[:] = [_sentries[pid].agree]
+        on_lines[:] = [_sentries[pid].exchange_lines]
+        _sentries[pid].start()
+    return _sentries[pid]
+
+
+class _Call(NamedTuple):
+    """A function of torch.distributed that blocks. meets_all: all ranks of the job have to call it."""
+
+    name: str
+    meets_all: bool
+
+
+def _call_of(frame: types.FrameType | None) -> _Call | None:
+    """Return the function of torch.distributed in which a thread is blocked; None if it is in none."""
+    while frame is not None and _is_in(frame, _TORCH) and not _is_in(frame, _DISTRIBUTED):
+        frame = frame.f_back  # operators, which have frames of their own
+    if frame is None or not _is_in(frame, *_BLOCKING):
+        return None
+    names, public = [], ""
+    while frame is not None and _is_in(frame, _TORCH):
+        name = frame.f_code.co_name
+        names.append(name)
+        # The outermost function with a name for users, which the program or fullshard called.
+        if name.isidentifier() and not name.startswith("_") and name not in _WRAPPERS:
+            public = (
+                f"torch.distributed's {name}" if _is_in(frame, _DISTRIBUTED) else f"torch's {name}"
+            )
+        frame = frame.f_back
+    if _BETWEEN_TWO & set(names):
+        return None
+    name = public or "a collective of torch.distributed"
+    # The outermost one is what the program called.
+    ours = ""
+    while frame is not None and not _is_program(frame):
+        if _is_in(frame, _OURS):
+            ours = frame.f_code.co_name
+        frame = frame.f_back
+    return _Call(
+        f"{name}, for fullshard's {ours}" if ours else name, bool(_MEETING_ALL & set(names))
+    )
+
+
+def _is_in(frame: types.FrameType, *prefixes: str) -> bool:
+    return frame.f_code.co_filename.startswith(prefixes)
+
+
+def _is_program(frame: types.FrameType) -> bool:
+    """Whether a frame is of the user's program, as far as its file tells."""
+    name = frame.f_code.co_filename
+    is_standard = name.startswith(_STANDARD) and "site-packages" not in name
+    return not (is_standard or name.startswith((_TORCH, _OURS, "<")))
+
+
+def _line_in_program(frame: types.FrameType | None) -> str:
+    """Return the innermost line of the user's program that a thread is in."""
+    while frame is not None:
+        if _is_program(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _stack_of(frame: types.FrameType | None) -> tuple[str, ...]:
+    if frame is None:
+        return ()
+    return tuple(
+        f'  File "{each.filename}", line {each.lineno}, in {each.name}'
+        for each in traceback.extract_stack(frame)
+    )
+
+
+def _progress() -> int:
+    """Return a number that changes with all that this rank enters and notes."""
+    return sum(ledger.progress for ledger in ledgers())
+
+
+def _moment() -> str:
+    """Return the step and phase that this rank is in, of the model that is furthest."""
+    moments = [ledger.moment for ledger in ledgers()]
+    return str(max(moments)) if moments else ""
+
+
+def _counts() -> dict[str, GroupCounts]:
+    """Return how far this rank is in each of its groups, by keys that its members share."""
+    places = {ledger.key: ledger for ledger in ledgers()}
+    found = {key: GroupCounts(len(each.ranks), 0, each.place) for key, each in places.items()}
+    group: Any
+    for group in list(distributed_world.pg_map):
+        ranks = dist.get_process_group_ranks(group)
+        with contextlib.suppress(RuntimeError, AttributeError):  # of backends that do not count
+            issued = int(group._get_sequence_number_for_group())
+            key = group_key(group.group_name, ranks)
+            place = places[key].place if key in places else 0
+            found[key] = GroupCounts(len(ranks), issued, place)
+    return found
+
+
+def _is_same(one: Notice, other: Notice) -> bool:
+    """Whether two notices differ in nothing but the beat and what follows from a verdict."""
+    fields = ("state", "where", "at", "groups")
+    return all(getattr(one, name) == getattr(other, name) for name in fields)
+
+
+def _described(error: Exception) -> str:
+    lines = traceback.extract_tb(error.__traceback__)
+    at = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
+    return f"{type(error).__name__}: {error}{at}"[:1000]
+
+
+def _raise_in(thread: int, error: FullshardError) -> None:
+    """Have a thread raise an error as soon as it runs Python code again."""
+    kind, text = type(error), str(error)
+    # The interpreter takes a class and makes the instance.
+    of_text = type(
+        kind.__name__,
+        (kind,),
+        {
+            "__init__": lambda self: kind.__init__(self, text),
+            "__reduce__": lambda _: (kind, (text,)),
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+        },
+    )
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(of_text))

@@ -1,0 +1,132 @@
+"""Whether all ranks have built the same model, from the same code.
+
+At a model's first use, each rank enters a digest of its description in the ledgers of its groups. Where
+digests differ, ranks post their descriptions in the store that they met in, and every rank raises an
+error with the first line that differs. Where they do not, nothing is exchanged.
+"""
+
+import dataclasses
+import functools
+import inspect
+import platform
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.comm.ledger import Ledger
+from fullshard.engine.unit import Unit
+from fullshard.versions import VERSION
+
+# Of a unit's configuration, what every rank has to have set alike.
+_OPTIONS = (
+    "mp_policy",
+    "offload_policy",
+    "reshard_after_forward",
+    "reshard_after_backward",
+    "gradient_divide_factor",
+    "style",
+    "reduce_scatter_unused_params",
+)
+
+
+def check_alike(units: Sequence[Unit], ledgers: Iterable[Ledger]) -> None:
+    """Compare a model with that of the other ranks of each group. Every rank must call it.
+
+    Raises DivergenceError, here or in the next wait, if one has built another model or runs other
+    code. The message has the first difference.
+    """
+    digest = zlib.crc32("\n".join(describe_units(units)).encode())
+    # The ledger outlives the model, so it must not keep the units.
+    references = [weakref.ref(unit) for unit in units]
+
+    def lines() -> list[str]:
+        return describe_units([unit for each in references if (unit := each()) is not None])
+
+    for ledger in ledgers:
+        ledger.enter_compared("first use of the model", digest, lines)
+
+
+class FreezeWatch:
+    """Tells the other ranks when this one freezes parameters, or trains them again.
+
+    What is frozen decides which gradients are reduced. Ranks that freeze the same parameters before the
+    same step enter the same; others differ there, by name, before anything is reduced.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._frozen = self._now()
+
+    def enter_changes(self, ledgers: Iterable[Ledger]) -> None:
+        """Enter what has changed since the last call, if anything has."""
+        frozen = self._now()
+        if frozen == self._frozen:
+            return
+        params = [param for unit in self._units for param in unit.params]
+        pairs = zip(params, self._frozen, frozen, strict=False)
+        changed = [param for param, before, now in pairs if before != now]
+        self._frozen = frozen
+        lines = [
+            f"{param.name} is {'trained' if param.requires_grad else 'frozen'} now"
+            for param in changed
+        ]
+        others = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+        what = f"{lines[0]}{others}" if lines else "other parameters"
+        digest = zlib.crc32("\n".join(lines).encode())
+        for ledger in ledgers:
+            ledger.enter_compared(what, digest, lambda: lines)
+
+    def _now(self) -> list[bool]:
+        return [param.requires_grad for unit in self._units for param in unit.params]
+
+
+def describe_units(units: Sequence[Unit]) -> list[str]:
+    """Return what has to be the same on all ranks, line by line."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    lines = [f"torch {torch.__version__}", f"fullshard {VERSION}", f"Python {python}"]
+    lines += sorted(_sources(units))
+    for unit in units:
+        mesh = unit.mesh.plan
+        head = f"{unit.path} is a unit"
+        lines.append(f"{head} over {mesh.shard_size} x {mesh.replicate_size} ranks")
+        for name in _OPTIONS:
+            lines.append(f"{head} with {name}={_shown(getattr(unit.config, name))}")
+        lines += [
+            f"{param.name} is {tuple(param.shape)}, {param.local.dtype}, "
+            f"{'trainable' if param.requires_grad else 'frozen'}"
+            for param in unit.params
+        ]
+    return lines
+
+
+def _shown(value: Any) -> str:
+    """Return a text that is the same in every process for equal values."""
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        inner = (f"{f.name}={_shown(getattr(value, f.name))}" for f in fields)
+        return f"{type(value).__name__}({', '.join(inner)})"
+    if callable(value):  # its representation has an address
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return str(value)
+
+
+def _sources(units: Sequence[Unit]) -> set[str]:
+    """Return a line for each file that defines a class of the units' modules."""
+    slots = [slot for unit in units for param in unit.params for slot in param.slots]
+    classes: set[Any] = {type(module) for slot in slots if (module := slot.module()) is not None}
+    return {line for each in classes if (line := _source_of(each))}
+
+
+@functools.cache
+def _source_of(kind: type) -> str:
+    """Return a class's file with a checksum of it; empty if it has none."""
+    try:
+        path = inspect.getsourcefile(kind)
+        data = Path(path).read_bytes() if path else None
+    except (TypeError, OSError):  # built in, or made by a program
+        return ""
+    return f"{kind.__module__}: file with checksum {zlib.crc32(data):08x}" if data else ""

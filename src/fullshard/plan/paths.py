@@ -1,0 +1,112 @@
+"""The paths of ranks through their models, and where they part.
+
+An `Event` says that a rank ran a unit at a moment. Ranks may run different units in some programs
+(experts, evaluation on one rank alone), so a difference is no error by itself. Where another check
+has found one, the first difference tells where to look.
+"""
+
+import enum
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Phase(enum.IntEnum):
+    """The part of a step that a rank is in."""
+
+    BETWEEN = 0
+    FORWARD = 1
+    EVALUATION = 2  # a forward without gradients
+    LOSS = 3  # between forward and backward
+    BACKWARD = 4
+
+    def __str__(self) -> str:
+        return _PHASES[self]
+
+
+_PHASES = {
+    Phase.BETWEEN: "after the step's passes",
+    Phase.FORWARD: "forward",
+    Phase.EVALUATION: "evaluation",
+    Phase.LOSS: "between forward and backward",
+    Phase.BACKWARD: "backward",
+}
+
+
+class Moment(NamedTuple):
+    """A step, counted from 1 by forwards with gradients, and a phase of it."""
+
+    step: int
+    phase: Phase
+
+    def __str__(self) -> str:
+        if self.step:
+            return f"step {self.step}, {self.phase}"
+        return "before the first step" if self.phase is Phase.BETWEEN else str(self.phase)
+
+
+class Event(NamedTuple):
+    """A unit that a rank ran. model: numbers the models of a group."""
+
+    moment: Moment
+    model: int
+    unit: str
+
+
+def first_difference(trails: Mapping[int, Sequence[Event]]) -> str | None:
+    """Return a sentence on where paths parted first; None if they did not, or nobody knows.
+
+    trails: of each rank, what it ran, oldest first. The oldest may be missing; of the step that a
+    trail begins in, it says nothing.
+
+        {0: [step 4: a, b, c], 1: [step 4: a, c]}
+        -> "Their paths parted in step 4, forward: rank 0 ran b; rank 1 ran c."
+    """
+    by_step = {rank: _by_step(events) for rank, events in trails.items()}
+    if len(by_step) < 2:
+        return None
+    steps = sorted(set.intersection(*(set(each) for each in by_step.values())))
+    for step in steps:
+        paths = {rank: each[step] for rank, each in by_step.items()}
+        ended = {rank for rank, each in by_step.items() if max(each) > step}
+        for events in itertools.zip_longest(*paths.values()):
+            at = dict(zip(paths, events, strict=True))
+            # A rank that is still in this step may come to it later.
+            known = {rank: event for rank, event in at.items() if event or rank in ended}
+            if len(set(known.values())) > 1:
+                return _sentence(step, known)
+    return None
+
+
+def _by_step(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
+    """Return a trail's events by (step, model), without those of its first, perhaps cut, step."""
+    found: dict[tuple[int, int], list[Event]] = {}
+    for event in events:
+        found.setdefault((event.moment.step, event.model), []).append(event)
+    oldest = events[0] if events else None
+    if oldest is not None and oldest.moment.step > 1:
+        found.pop((oldest.moment.step, oldest.model), None)
+    return found
+
+
+def _sentence(step: tuple[int, int], events: Mapping[int, Event | None]) -> str:
+    texts = {
+        rank: "nothing more" if event is None else f"{event.unit} ({event.moment.phase})"
+        for rank, event in events.items()
+    }
+    ran = "; ".join(f"{ranks} ran {text}" for ranks, text in by_text(texts))
+    return f"Their paths parted in step {step[0]}: {ran}."
+
+
+def by_text(texts: Mapping[int, str]) -> list[tuple[str, str]]:
+    """Return each text once, behind the names of the ranks that have it, by their lowest rank."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        ranks_of.setdefault(text, []).append(rank)
+    return [(name_ranks(ranks), text) for text, ranks in ranks_of.items()]
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return ``rank 1`` or ``ranks 1, 2``."""
+    names = sorted(ranks)
+    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(map(str, names))}"

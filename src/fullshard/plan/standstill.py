@@ -1,0 +1,167 @@
+"""Whether ranks that stand still wait for each other, by what each says of itself.
+
+A rank that has done nothing for a second posts a `Notice`. Who waits for whom follows from counters:
+a rank that is blocked in a collective waits for every member of its group that has issued fewer.
+
+    rank 0   blocked in ours       group "0": 17 issued, at place 42 of the ledger
+    rank 1   blocked in a barrier  group "0": 18 issued, at place 41
+    -> 0 waits for 1 (place 41 < 42), 1 waits for 0 (17 < 18): neither will ever go on
+
+[Note: Certainty] An error here ends a run, so a rank counts as blocked only if it has said the same
+several times, and ranks count as stuck only if all that they wait for, and all that those wait for,
+are blocked and known. A rank that computes, loads data, or is silent may still come; a collective that
+all its ranks have issued may still be moving bytes. Neither is ever called stuck.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from fullshard.plan.paths import by_text, name_ranks
+
+# Notices that a rank has to post unchanged before it counts as blocked; one a second.
+STEADY_BEATS = 3
+
+
+class State(str, enum.Enum):
+    """What a rank does that stands still."""
+
+    WAITS = "waits"  # blocked in a collective of fullshard's
+    CALLS = "calls"  # blocked in a function of torch.distributed
+    RUNS = "runs"  # anything else: computing, loading data, waiting for a device
+    LEFT = "left"  # its process groups are destroyed
+    ENDED = "ended"  # its program has ended
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupCounts:
+    """How far a rank is in what a group does together.
+
+    size: number of the group's ranks.
+    issued: collectives that the process group counts. place: of the group's ledger.
+    """
+
+    size: int
+    issued: int
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Notice:
+    """What a rank that stands still says of itself.
+
+    beat: how often it has said so without having moved since.
+    where: the operation or function. at: the line of the program. moment: step and phase.
+    groups: by a key that is the same on all ranks of the group.
+    in_group: key of the process group that it waits for in fullshard's code; empty for shared memory.
+    meets_all: whether it waits for every rank of the job, which no counter shows.
+    error: the exception that ended it, or that it is about to raise; empty if there is none.
+    is_final: whether ``error`` is to be raised by all ranks that wait for this one.
+    stack: of the thread that stands still, innermost call last.
+    """
+
+    rank: int
+    state: State
+    beat: int = 0
+    where: str = ""
+    at: str = ""
+    moment: str = ""
+    groups: Mapping[str, GroupCounts] = dataclasses.field(default_factory=dict)
+    in_group: str = ""
+    meets_all: bool = False
+    error: str = ""
+    is_final: bool = False
+    stack: tuple[str, ...] = ()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it has been in one collective for a while."""
+        return self.state in (State.WAITS, State.CALLS) and self.beat >= STEADY_BEATS
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether it will take part in nothing any more."""
+        return self.state in (State.LEFT, State.ENDED) or self.is_final
+
+    def __str__(self) -> str:
+        moment = f" ({self.moment})" if self.moment else ""
+        called = f", called at {self.at}" if self.at else ""
+        if self.state is State.WAITS:
+            return f"waiting in {self.where}{moment}{called}"
+        if self.state is State.CALLS:
+            return f"in {self.where}{moment}{called}"
+        if self.state is State.LEFT:
+            return f"without its process groups, which were destroyed{moment}"
+        if self.state is State.ENDED:
+            return f"ended{moment}" + (f" with {self.error}" if self.error else "")
+        return f"running{moment}" + (f", at {self.at}" if self.at else "")
+
+
+def waits_for(notice: Notice, notices: Mapping[int, Notice], world_size: int) -> set[int] | None:
+    """Return the ranks that a blocked rank waits for; None if one of them may be unknown."""
+    found: set[int] = set()
+    if notice.meets_all:
+        same = {r for r, each in notices.items() if each.meets_all and each.where == notice.where}
+        return set(notices) - same if len(notices) == world_size else None
+    for key, counts in notice.groups.items():
+        members = {rank: each for rank, each in notices.items() if key in each.groups}
+        found |= {rank for rank, each in members.items() if _waits(notice, each, key)}
+        if len(members) < counts.size:
+            return None  # who is not known may be the one that it waits for
+    return found
+
+
+def _waits(one: Notice, other: Notice, key: str) -> bool:
+    """Whether one rank has issued or entered something in a group that another has not."""
+    mine, its = one.groups[key], other.groups[key]
+    if its.issued < mine.issued or its.place < mine.place:
+        return True
+    # Both are in a collective of the same group, and have issued equally many: but the other one in
+    # place of something else. Of fullshard's it has entered more than this one, and issued it, so this
+    # one's last, which is the program's own, is paired with another operation.
+    is_other_kind = one.state is State.CALLS and other.in_group == key
+    return is_other_kind and its.place > mine.place and its.issued == mine.issued
+
+
+def find_stuck(notices: Mapping[int, Notice], world_size: int) -> set[int]:
+    """Return the ranks that can never go on, as all that they wait for are blocked or gone."""
+    waits: dict[int, set[int]] = {}
+    for rank, notice in notices.items():
+        if notice.is_blocked:
+            found = waits_for(notice, notices, world_size)
+            if found:  # a rank that waits for nobody we know of may yet go on
+                waits[rank] = found
+    # Ranks that wait for one that may go on may go on themselves, and so forth.
+    while True:
+        free = {
+            rank
+            for rank, others in waits.items()
+            if any(other not in waits and not notices[other].has_gone for other in others)
+        }
+        if not free:
+            return set(waits)
+        for rank in free:
+            del waits[rank]
+
+
+def describe_stuck(notices: Mapping[int, Notice], stuck: set[int], world_size: int) -> str:
+    """Say what each stuck rank does and who is missing. The same words on every rank."""
+    involved = set(stuck)
+    for rank in stuck:
+        involved |= waits_for(notices[rank], notices, world_size) or set()
+    gone = {rank for rank in involved if notices[rank].has_gone}
+    seen = "; ".join(
+        f"{ranks}: {text}" for ranks, text in by_text({r: str(notices[r]) for r in involved})
+    )
+    if gone:
+        has_failed = any(notices[rank].error for rank in gone)
+        return f"Ranks wait for {name_ranks(gone)}, which will not come: {seen}. " + (
+            "The cause is in that rank's own output; restart from the last checkpoint."
+            if has_failed
+            else "Let every rank run as many steps, and leave together; one that has run out of data "
+            "has to tell the others."
+        )
+    return (
+        f"Ranks wait for each other, and none can go on: {seen}. Let every rank make the same calls "
+        "in the same order. What one rank does alone must not need the others."
+    )

@@ -1,0 +1,1 @@
+"""Faults planted in running jobs: every one is named on every rank, or proven harmless."""

@@ -1,0 +1,402 @@
+"""A small training job in which one thing goes wrong at one place: what each of its ranks runs.
+
+`Plan` says everything about a job, so that a rank and the test that reads its output agree. A plan whose
+fault changes only which blocks a rank runs can be computed in one process as well (`alone`), which proves
+a job right that ends without an error.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import fullshard
+from tests.api import Api, use_api
+
+NUM_STEPS = 6
+WIDTH = 16
+NUM_BLOCKS = 3
+LEARNING_RATE = 0.05
+
+
+class PlantedError(ValueError):
+    """The error of faults that raise."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One job. fault: a name in `FAULTS`. rank, step, block: where it is planted; steps count from 1.
+
+    path: how ranks communicate. face: "fully_shard" or "wrapper". after: what the rank does next that
+    has run out of data: see `_leave`. timeout_s: of the process group.
+    """
+
+    fault: str
+    path: str = "auto"
+    face: str = "fully_shard"
+    size: int = 2
+    rank: int = 1
+    step: int = 3
+    block: int = 1
+    after: str = "exit"
+    timeout_s: float = 60.0
+
+    @property
+    def name(self) -> str:
+        """A short name, for tests' ids."""
+        after = f"-{self.after}" if self.fault == "out_of_data" else ""
+        return f"{self.fault}{after}-{self.path}-{self.face}-{self.size}ranks"
+
+    def is_at(self, step: int, rank: int) -> bool:
+        """Whether the fault is planted here."""
+        return step == self.step and rank == self.rank
+
+
+class Block(nn.Module):
+    """Two layers and a residual."""
+
+    def __init__(self, hidden: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute (n, WIDTH) from (n, WIDTH)."""
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Blocks, run in the order of a route, and a head."""
+
+    def __init__(self, hidden: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(each) for each in hidden)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, route: list[int]) -> Tensor:
+        """Compute (n, 4) from (n, WIDTH)."""
+        for number in route:
+            x = self.blocks[number](x)
+        return self.head(x)
+
+
+def route_of(plan: Plan, step: int, rank: int) -> list[int]:
+    """Return the blocks that a rank runs in a step."""
+    route = list(range(NUM_BLOCKS))
+    if not plan.is_at(step, rank):
+        return route
+    other = (plan.block + 1) % NUM_BLOCKS
+    if plan.fault == "swap":
+        route[plan.block], route[other] = route[other], route[plan.block]
+    elif plan.fault == "skip":
+        route.remove(plan.block)
+    elif plan.fault == "twice":
+        route.insert(plan.block, plan.block)
+    elif plan.fault == "other_branch":
+        route = [other]
+    return route
+
+
+def batch_of(step: int, rank: int) -> Tensor:
+    """Return a rank's inputs in a step, (4, WIDTH)."""
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def build(plan: Plan, rank: int) -> Net:
+    """Return the unsharded model, with faults of how it is built."""
+    torch.manual_seed(0)
+    is_here = rank == plan.rank
+    hidden = [WIDTH] * NUM_BLOCKS
+    if is_here and plan.fault == "shape":
+        hidden[plan.block] = 2 * WIDTH
+    if is_here and plan.fault == "layers":
+        hidden.append(WIDTH)
+    model = Net(hidden)
+    if is_here and plan.fault == "dtype":
+        model.blocks[plan.block].to(torch.bfloat16)
+    if is_here and plan.fault == "frozen":
+        model.blocks[plan.block].up.weight.requires_grad_(False)
+    return model
+
+
+def alone(plan: Plan) -> dict[str, Tensor]:
+    """Train as the job does, in one process; return the parameters."""
+    torch.manual_seed(0)
+    model = Net([WIDTH] * NUM_BLOCKS)
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    for step in range(1, NUM_STEPS + 1):
+        for rank in range(plan.size):
+            output = model(batch_of(step, rank), route_of(plan, step, rank))
+            (output.square().mean() / plan.size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def _shard(api: Api, plan: Plan, rank: int) -> tuple[nn.Module, Net]:
+    """Return the sharded model, and the module inside that has the blocks."""
+    model = build(plan, rank)
+    is_here = rank == plan.rank
+    options: dict[str, Any] = {}
+    if is_here and plan.fault == "precision":
+        options["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    if is_here and plan.fault == "reshard":
+        options["reshard_after_forward"] = False
+    if plan.face == "fully_shard":
+        for number, block in enumerate(model.blocks):
+            if not (is_here and plan.fault == "units" and number == plan.block):
+                api.fully_shard(block, **options)
+        return api.fully_shard(model, **options), model
+    wrap = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    for number, block in enumerate(model.blocks):
+        if not (is_here and plan.fault == "units" and number == plan.block):
+            model.blocks[number] = api.FullyShardedDataParallel(block, **wrap)
+    sharded = api.FullyShardedDataParallel(model, **wrap)
+    return sharded, sharded.module
+
+
+class Job:
+    """One rank's run of a plan. The fault's moment is noted in `planted_at`."""
+
+    def __init__(self, api: Api, plan: Plan, rank: int, folder: Path) -> None:
+        self.api, self.plan, self.rank, self.folder = api, plan, rank, folder
+        self.began = self.planted_at = time.monotonic()
+        if plan.fault == "version" and rank == plan.rank:
+            torch.__version__ = "2.99.0"
+        self.model, self.inner = _shard(api, plan, rank)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE)
+
+    def run(self) -> None:
+        """Train."""
+        plan = self.plan
+        for step in range(1, NUM_STEPS + 1):
+            is_here = plan.is_at(step, self.rank)
+            if step == plan.step:
+                self.planted_at = time.monotonic()
+            if is_here and plan.fault == "out_of_data":
+                self._leave()
+                return
+            if is_here and (fault := BETWEEN_STEPS.get(plan.fault)) is not None:
+                fault(self)
+            if is_here and plan.fault == "skip_step":
+                continue
+            try:
+                self._step(step, is_here=is_here)
+            except PlantedError:
+                if plan.fault != "raise_and_go_on":
+                    raise
+
+    def _step(self, step: int, *, is_here: bool) -> None:
+        plan, fault = self.plan, self.plan.fault if is_here else ""
+        if fault == "raise_in_forward":
+            self._block().register_forward_pre_hook(_raise)
+        if fault in ("raise_in_hook", "raise_and_go_on"):
+            handle = self._block().register_forward_hook(_raise)
+        try:
+            output = self.model(batch_of(step, self.rank), route_of(plan, step, self.rank))
+        finally:
+            if fault == "raise_and_go_on":
+                handle.remove()
+        if fault == "raise_in_backward":
+            output.register_hook(_raise)
+        loss = output.square().mean()
+        if fault == "raise_in_loss":
+            raise PlantedError("planted")
+        if fault == "no_backward":
+            return
+        if fault == "no_sync":
+            with self._without_sync():
+                loss.backward()
+        else:
+            loss.backward()
+        if fault == "clip":
+            if self.plan.face == "wrapper":
+                self.model.clip_grad_norm_(1.0)
+            else:
+                norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                norm.full_tensor()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _block(self) -> nn.Module:
+        return self.inner.blocks[self.plan.block]
+
+    def _without_sync(self) -> Any:
+        if self.plan.face == "wrapper":
+            return self.model.no_sync()
+        return _NoSync(self.model)
+
+    def _leave(self) -> None:
+        """Do what a program does whose data have ended."""
+        after = self.plan.after
+        if after == "barrier":
+            dist.barrier()
+        elif after == "metric":
+            dist.all_reduce(torch.ones(1))
+        elif after == "evaluate":
+            with torch.no_grad():
+                self.model(batch_of(0, self.rank), [0, 1, 2])
+        elif after == "save":
+            fullshard.save_checkpoint(self.folder / "checkpoint", self.model, self.optimizer)
+        elif after == "destroy":
+            dist.destroy_process_group()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the whole parameters. Collective."""
+        return {name: value.clone() for name, value in fullshard.iter_full_state(self.model)}
+
+
+class _NoSync:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.model.set_requires_gradient_sync(False)
+
+    def __exit__(self, *_: object) -> None:
+        self.model.set_requires_gradient_sync(True)
+
+
+def _raise(*_: Any) -> None:
+    raise PlantedError("planted")
+
+
+def _unshard(job: Job) -> None:
+    if job.plan.face == "fully_shard":
+        job._block().unshard()
+    else:
+        with job.api.FullyShardedDataParallel.summon_full_params(job.model):
+            pass
+
+
+def _evaluate(job: Job) -> None:
+    with torch.no_grad():
+        job.model(batch_of(0, job.rank), [0, 1, 2])
+
+
+def _generate(job: Job) -> None:
+    x = batch_of(0, job.rank)
+    with torch.no_grad():
+        for _ in range(3):
+            x = x + job.model(x, [0, 1, 2]).repeat(1, WIDTH // 4)
+
+
+def _state_dict(job: Job) -> None:
+    if job.plan.face == "fully_shard":
+        get_model_state_dict(job.model, options=StateDictOptions(full_state_dict=True))
+        return
+    fsdp = job.api.FullyShardedDataParallel
+    with fsdp.state_dict_type(job.model, job.api.StateDictType.FULL_STATE_DICT):
+        job.model.state_dict()
+
+
+def _freeze(job: Job) -> None:
+    next(job._block().parameters()).requires_grad_(False)
+
+
+def _kill(job: Job) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop(job: Job) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+# What the rank does before its step.
+BETWEEN_STEPS: dict[str, Callable[[Job], Any]] = {
+    "unshard": _unshard,
+    "evaluate": _evaluate,
+    "generate": _generate,
+    "state_dict": _state_dict,
+    "full_state": lambda job: list(fullshard.iter_full_state(job.model)),
+    "save": lambda job: fullshard.save_checkpoint(
+        job.folder / "checkpoint", job.model, job.optimizer
+    ),
+    "barrier": lambda _: dist.barrier(),
+    "metric": lambda _: dist.all_reduce(torch.ones(1)),
+    "objects": lambda job: dist.all_gather_object([None] * job.plan.size, "metric"),
+    "freeze": _freeze,
+    "kill": _kill,
+    "stop": _stop,
+    "exit": lambda _: sys.exit(3),
+    "exit_at_once": lambda _: os._exit(5),
+    "sleep": lambda _: time.sleep(1000),
+}
+
+OF_FULLY_SHARD = ("precision", "reshard")
+ROUTES = ("swap", "skip", "twice", "other_branch")
+BUILDS = ("shape", "layers", "dtype", "frozen", "precision", "reshard", "units", "version")
+IN_STEPS = ("no_backward", "no_sync", "skip_step", "clip")
+RAISES = (
+    "raise_in_forward",
+    "raise_in_hook",
+    "raise_in_loss",
+    "raise_in_backward",
+    "raise_and_go_on",
+)
+LEAVES = ("exit", "barrier", "metric", "evaluate", "save", "destroy")
+ENDS = ("kill", "exit", "exit_at_once")
+STALLS = ("sleep", "stop")
+ALONE = ("unshard", "evaluate", "generate", "state_dict", "full_state", "save")
+ALONE += ("barrier", "metric", "objects", "freeze")
+FAULTS = (*ROUTES, *BUILDS, *IN_STEPS, *RAISES, *ALONE, *ENDS, *STALLS, "out_of_data")
+
+
+def random_plan(seed: int) -> Plan:
+    """Return the plan of a seed: any fault, on any path and face, at any place."""
+    choose = random.Random(seed)
+    fault = choose.choice([each for each in FAULTS if each not in STALLS])
+    face = choose.choice(["fully_shard", "wrapper"])
+    if fault in OF_FULLY_SHARD:
+        face = "fully_shard"
+    size = choose.choice([2, 2, 3, 4])
+    return Plan(
+        fault,
+        path=choose.choice(["auto", "process_group", "collectives"]),
+        face=face,
+        size=size,
+        rank=choose.randrange(size),
+        step=choose.randint(1, NUM_STEPS - 1),
+        block=choose.randrange(NUM_BLOCKS),
+        after=choose.choice(LEAVES),
+    )
+
+
+def main(plan: Plan, rank: int, folder: Path, note: Callable[..., None]) -> None:
+    """Run a plan's job on one rank. note: is told how it ended."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=plan.size,
+        timeout=timedelta(seconds=plan.timeout_s),
+    )
+    began = time.monotonic()
+    job: Job | None = None
+    with use_api(plan.path) as api:
+        try:
+            job = Job(api, plan, rank, folder)
+            job.run()
+            if plan.fault in ROUTES:
+                note(parameters=job.parameters())
+        except BaseException as error:
+            planted_at = began if job is None or plan.fault in BUILDS else job.planted_at
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            note(kinds=kinds, text=str(error), seconds=time.monotonic() - planted_at)
+            raise
+        planted_at = began if plan.fault in BUILDS else job.planted_at
+        note(kinds=[], text="", seconds=time.monotonic() - planted_at)

@@ -1,0 +1,110 @@
+"""Every fault is named on every rank within ten seconds, or proven harmless."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.faults import job
+from tests.faults.job import Plan, alone, random_plan
+from tests.faults.run import Ending, run
+
+WITHIN_S = 10.0
+LIMIT_S = 40.0
+NUM_RANDOM = 200
+PER_TEST = 10
+
+# The errors that say what was planted. A rank that raises or dies by itself has an error of its own.
+NAMED = {"DivergenceError", "PeerLostError", "PeerTimeoutError"}
+LOST = {"kill", "exit_at_once", *job.RAISES} - {"raise_and_go_on"}
+
+
+def check(plan: Plan) -> None:
+    """Run a plan, and assert that its fault is named, or harmless."""
+    endings = run(plan, LIMIT_S)
+    report = "\n".join(f"rank {e.rank}: exit code {e.exit_code}\n{e.words}" for e in endings)
+    assert all(each.exit_code is not None for each in endings), f"a rank hangs\n{report}"
+    if all(each.exit_code == 0 for each in endings):
+        assert plan.fault in job.ROUTES, f"nothing was said\n{report}"
+        expected = alone(plan)
+        for each in endings:
+            assert each.parameters is not None
+            torch.testing.assert_close(each.parameters, expected)
+        return
+    for each in endings:
+        if _ends_by_itself(plan, each):
+            continue
+        assert each.exit_code == 1, report
+        _assert_named(plan, each, report)
+    said = {_essence(each.text) for each in endings if "DivergenceError" in each.kinds}
+    assert len(said) <= 1, f"ranks say different things\n{report}"
+
+
+def _ends_by_itself(plan: Plan, ending: Ending) -> bool:
+    """Whether a rank is the one with the fault, and ends because of the fault alone."""
+    if ending.rank != plan.rank:
+        return False
+    codes = {"kill": -9, "exit": 3, "exit_at_once": 5}
+    if plan.fault in codes:
+        return ending.exit_code == codes[plan.fault]
+    if "PlantedError" in ending.kinds:
+        return ending.exit_code == 1
+    # It has nothing more to do, or computes with a dtype that does not fit before it meets the others.
+    return plan.fault in ("out_of_data", "skip_step", "dtype") and not NAMED & set(ending.kinds)
+
+
+def _assert_named(plan: Plan, ending: Ending, report: str) -> None:
+    """Assert that a rank's error says who and where, in time."""
+    words = ending.words
+    kinds = set(re.findall(r"\b(\w+Error)\b", words)) | set(ending.kinds)
+    assert kinds & NAMED, report
+    assert f"rank {plan.rank}" in words or f"{plan.rank}" in _ranks_in(words), report
+    if plan.fault not in job.BUILDS:
+        assert re.search(r"step \d", words) or plan.step == 1, report
+    if ending.kinds:
+        assert ending.seconds < WITHIN_S, report
+
+
+def _ranks_in(words: str) -> set[str]:
+    lists = re.findall(r"ranks ([\d, ]+)", words)
+    return {number for each in lists for number in re.findall(r"\d+", each)}
+
+
+def _essence(text: str) -> str:
+    return text.partition(":")[0]
+
+
+def _plans() -> list[Plan]:
+    """Return every fault once, on paths and faces in turn, and what is met most on more of them."""
+    plans = []
+    for number, fault in enumerate(job.FAULTS):
+        path = ("auto", "process_group")[number % 2]
+        face = ("fully_shard", "wrapper")[number // 2 % 2]
+        if fault in job.OF_FULLY_SHARD:
+            face = "fully_shard"
+        if fault not in (*job.STALLS, "out_of_data"):
+            plans.append(Plan(fault, path, face))
+    for number, after in enumerate(job.LEAVES):
+        plans.append(Plan("out_of_data", ("auto", "process_group")[number % 2], after=after))
+    return [
+        *plans,
+        Plan("swap", "process_group"),
+        Plan("skip", "process_group"),
+        Plan("evaluate", "process_group"),
+        Plan("state_dict", "process_group", size=3, rank=0),
+        Plan("barrier", "auto", size=3, rank=2),
+    ]
+
+
+@pytest.mark.parametrize("plan", _plans(), ids=lambda plan: plan.name)
+def test_a_fault_is_named_on_every_rank(plan: Plan) -> None:
+    check(plan)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, NUM_RANDOM, PER_TEST))
+def test_random_faults_are_named_or_harmless(first: int) -> None:
+    for seed in range(first, first + PER_TEST):
+        check(random_plan(seed))
