@@ -28,7 +28,13 @@ TREE = ast.parse(OWN.read_text())
 LISTED = {each.name for each in ATTRIBUTES}
 OWNERS = [each.owner for each in ATTRIBUTES if each.owner is not torch]
 OURS_TOO = {"_to"}  # `engine.unit` changes its phase by it; storages' own is not used
-OF_PYTHON = {"_asdict", "_replace", "_exit", "_getframe"}  # named tuples, os and sys
+OF_PYTHON = {
+    "_asdict",
+    "_replace",
+    "_exit",
+    "_getframe",
+    "_current_frames",
+}  # named tuples, os and sys
 
 
 def _is_private(name: str) -> bool:

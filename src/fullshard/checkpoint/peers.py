@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.backends import timeout_s
+from fullshard.comm.own_group import mark_own
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 T = TypeVar("T")
@@ -278,5 +279,6 @@ def _group(use: str) -> dist.ProcessGroup:
         timeout = datetime.timedelta(seconds=timeout_s(world))
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
+        mark_own(group)
         groups[use] = group
     return groups[use]

@@ -245,17 +245,45 @@ class Ledger:
         return Entry(place, checksum, moment, text.decode(errors="replace"))
 
     def _refuse(self, place: int) -> None:
-        """Raise DivergenceError with what each rank has entered at a place."""
+        """Raise DivergenceError with what each rank has entered at a place, alike on all ranks."""
+        raise tellers[-1].settle(self, place)
+
+    def explain(self, place: int, others_lines: "LinesOf | None" = None) -> str:
+        """Say how ranks differ at a place. others_lines: gets what is behind others' digests."""
         entries = {self.ranks[part]: self._entry(part, place) for part in self._at(place)}
         heads = {entry.text.partition(" (digest ")[0] for entry in entries.values()}
-        text = ""
-        if self._lines[0] == place and len(heads) == 1 and on_lines:
-            text = describe_lines(on_lines[-1](self, place, list(entries), self._lines[1]()))
-        if not text:
-            trails = {self.ranks[part]: self.trail_of(part) for part in self._parts}
-            text = describe_difference(place, entries, first_difference(trails))
-        error = DivergenceError(text)
-        raise on_refusal[-1](self.ranks, error) if on_refusal else error
+        lines = self.lines_at(place)
+        if lines is not None and len(heads) == 1 and others_lines is not None:
+            own = self.ranks[self.rank]
+            found = {own: lines, **others_lines([rank for rank in entries if rank != own])}
+            if text := describe_lines(dict(sorted(found.items()))):
+                return text
+        trails = {self.ranks[part]: self.trail_of(part) for part in self._parts}
+        return describe_difference(place, entries, first_difference(trails))
+
+    def lines_at(self, place: int) -> Sequence[str] | None:
+        """Return what this rank has entered by its digest at a place; None if it was nothing such."""
+        at, lines = self._lines
+        return lines() if at == place else None
+
+    def ranks_at(self, place: int) -> list[int]:
+        """Return the global ranks that are known to have entered something at a place."""
+        return [self.ranks[part] for part in self._at(place)]
+
+
+# Takes ranks, returns the lines of those that answer.
+LinesOf = Callable[[Sequence[int]], dict[int, Sequence[str]]]
+
+
+class Teller:
+    """Makes the error for ranks that differ. The sentry's has all ranks raise the same."""
+
+    def settle(self, ledger: Ledger, place: int) -> DivergenceError:
+        """Return the error to raise."""
+        return DivergenceError(ledger.explain(place))
+
+
+tellers = [Teller()]  # the last one is asked
 
 
 def describe_lines(lines_of: dict[int, Sequence[str]]) -> str:
@@ -311,16 +339,6 @@ def ledgers() -> list[Ledger]:
 
 
 _ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
-
-# Who is told of an error before it is raised: gets the group's ranks and the error, returns the error
-# to raise. The last one is asked.
-Refusal = Callable[[Sequence[int], DivergenceError], DivergenceError]
-on_refusal: list[Refusal] = []
-
-# Who exchanges the lines behind digests that differ: gets the ledger, the place, the ranks that differ
-# and this rank's lines, and returns those of all that have answered.
-LineExchange = Callable[[Ledger, int, Sequence[int], Sequence[str]], dict[int, Sequence[str]]]
-on_lines: list[LineExchange] = []
 
 
 def _moment_of(word: int) -> Moment:

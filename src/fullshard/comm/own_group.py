@@ -20,13 +20,23 @@ from fullshard.torch_private import default_store
 _SPARE_FILES = 16
 
 
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether a group is Gloo's alone, with processes behind its ranks."""
+    return type(group) is dist.ProcessGroup and backend_names(group) == {"gloo"}
+
+
+def mark_own(group: dist.ProcessGroup) -> None:
+    """Note that a group is fullshard's already. Every rank must call it."""
+    _own[group] = group
+
+
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return fullshard's group over the same ranks, made at the first call. Collective.
 
     The group itself if it is not Gloo's alone (NCCL's communicators cost memory on the device, and
     others are not known), or if a rank may open too few files for the connections of another one.
     """
-    if type(group) is not dist.ProcessGroup or backend_names(group) != {"gloo"}:
+    if not is_gloo(group):
         return group
     if group in _own:
         return _own[group]

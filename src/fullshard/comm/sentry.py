@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.ledger import Ledger, group_key, ledgers, on_lines, on_refusal
+from fullshard.comm.ledger import Ledger, Teller, group_key, ledgers, tellers
 from fullshard.comm.notices import Board
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.plan.standstill import (
@@ -51,7 +51,9 @@ _TICK_S = 0.5
 _STILL_S = 1.0  # without progress, before a rank says what it does
 _HOLD_S = 1.5  # for other ranks to come to their verdicts too
 _GRACE_S = 4.0  # for a call of torch.distributed to end after the verdict
-_ANSWER_S = 3.0  # for ranks to say in what they differ
+_GATHER_S = 0.5  # for ranks to come to a place at which two differ
+_TELL_S = 1.5  # for the first rank at such a place to say how they differ
+_ANSWER_S = 1.0  # for ranks to say in what they differ
 _EXIT_CODE = 1
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -78,7 +80,7 @@ class _Waiting(NamedTuple):
     thread: int
 
 
-class Sentry:
+class Sentry(Teller):
     """What this process knows of standing still. One per process: `sentry()`."""
 
     def __init__(self) -> None:
@@ -89,6 +91,7 @@ class Sentry:
         self._verdict: FullshardError | None = None  # for `check` to raise
         self._delivered: FullshardError | None = None  # left with the interpreter, and when
         self._delivered_at: float | None = None
+        self._about = ""  # the ledger and place at which ranks differ, if that is what is final
         self._final = ""  # an error that all ranks raise which wait for this one
         self._waiting: _Waiting | None = None
         self._progress = -1
@@ -129,33 +132,35 @@ class Sentry:
         if verdict is not None:
             raise verdict
 
-    def agree(self, ranks: Iterable[int], error: DivergenceError) -> DivergenceError:
-        """Return the error to raise for ranks that differ, in the words of the rank that saw it first.
+    def settle(self, ledger: Ledger, place: int) -> DivergenceError:
+        """Return the error for ranks that differ at a place, in one rank's words on all of them.
 
-        ranks: of the group. Ranks that wait for this one will raise it as well.
+        Ranks that wait for this one will raise it as well.
         """
-        head = str(error).partition(":")[0]  # has the place
-        others = self._board.read([r for r in ranks if r != self._rank], from_store=False)
-        for _, notice in sorted(others.items()):
-            if notice.is_final and notice.error.startswith(head + ":"):
-                error = DivergenceError(notice.error)
-                break
-        self._final = str(error)
+        about = f"{ledger.key}/{place}"
+        if (lines := ledger.lines_at(place)) is not None:
+            self._board.post_lines(about, self._rank, lines)
+        # The others come here as well, or are far. Nothing more moves until then.
+        _wait_until(lambda: len(ledger.ranks_at(place)) == len(ledger.ranks), _GATHER_S)
+        ranks = ledger.ranks_at(place)
+        first = min(ranks)
+        if first != self._rank:  # it tells, unless it has not noticed or has gone
+            _wait_until(lambda: self._told_by(first, about) != "", _TELL_S)
+        text = next((told for rank in ranks if (told := self._told_by(rank, about))), "")
+        if not text:
+            text = ledger.explain(
+                place, lambda others: self._board.read_lines(about, others, _ANSWER_S)
+            )
+        self._final, self._about = text, about
         # What was entered before the error is no progress since.
         self._progress, self._still_since = _progress(), time.monotonic()
         self._post(self._look())
-        return error
+        return DivergenceError(text)
 
-    def exchange_lines(
-        self, ledger: Ledger, place: int, ranks: Sequence[int], lines: Sequence[str]
-    ) -> dict[int, Sequence[str]]:
-        """Return the lines of ranks whose digests differ, of those that answer in time."""
-        key = f"{ledger.key}/{place}"
-        self._board.post_lines(key, self._rank, lines)
-        return {
-            self._rank: lines,
-            **self._board.read_lines(key, set(ranks) - {self._rank}, _ANSWER_S),
-        }
+    def _told_by(self, rank: int, about: str) -> str:
+        """Return another rank's words about a place; empty if it has said nothing of it."""
+        notice = self._board.read([rank]).get(rank)
+        return notice.error if notice is not None and notice.about == about else ""
 
     def read(self, ranks: Iterable[int]) -> dict[int, Notice]:
         """Return what these ranks have said of themselves, of those that have."""
@@ -180,7 +185,7 @@ class Sentry:
             self._progress, self._still_since = progress, now
             if self._last is not None or self._final:
                 # Takes it back. A notice of a rank that has moved says nothing true any more.
-                self._last, self._final = None, ""
+                self._last, self._final, self._about = None, "", ""
                 self._post(Notice(self._rank, State.RUNS, groups=self._groups))
             return
         if now - self._still_since < _STILL_S:
@@ -294,6 +299,7 @@ class Sentry:
             meets_all=meets_all,
             error=self._final,
             is_final=bool(self._final),
+            about=self._about,
             stack=_stack_of(frame),
         )
 
@@ -323,6 +329,7 @@ class Sentry:
                     groups=self._groups,
                     error=self._final or error,
                     is_final=bool(self._final),
+                    about=self._about,
                 )
                 # Rank 0's process may be the store's.
                 self._board.post(notice, to_store=self._rank != 0)
@@ -337,8 +344,7 @@ def sentry() -> Sentry:
     if pid not in _sentries:  # a forked child has threads of its own
         _sentries.clear()
         _sentries[pid] = Sentry()
-        on_refusal[:] = [_sentries[pid].agree]
-        on_lines[:] = [_sentries[pid].exchange_lines]
+        tellers[1:] = [_sentries[pid]]
         _sentries[pid].start()
     return _sentries[pid]
 
@@ -433,6 +439,12 @@ def _counts() -> dict[str, GroupCounts]:
             place = places[key].place if key in places else 0
             found[key] = GroupCounts(len(ranks), issued, place)
     return found
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _is_same(one: Notice, other: Notice) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.interface import shard_views
+from fullshard.comm.outside_steps import broadcast_object, run_collective
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.params.buffers import whole_views
 from fullshard.engine.precision import differentiable_tensors
@@ -125,7 +126,9 @@ def gather_whole_grads(unit: Unit) -> list[torch.Tensor | None]:
         # Zeros may be a gradient too, so flags tell who had one. Gloo and NCCL both reduce uint8.
         has_grad = [grad is not None for grad in own]
         present = torch.tensor(has_grad, dtype=torch.uint8, device=unit.device)
-        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=unit.mesh.shard_group)
+        label = f"{unit.path}: gathering whole gradients"
+        group = unit.mesh.shard_group
+        run_collective(dist.all_reduce, present, op=dist.ReduceOp.MAX, group=group, label=label)
         gathered, work = comm.gather_bytes(flat, f"{unit.path}: gathering whole gradients")
         work.wait()
         whole = whole_views(bucket, gathered)
@@ -140,7 +143,13 @@ def _refuse_unreduced(unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         return
     own = [any(grad is not None for grad in grads)]
     has_grad = torch.tensor(own, dtype=torch.uint8, device=unit.device)
-    dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=unit.mesh.shard_group)
+    run_collective(
+        dist.all_reduce,
+        has_grad,
+        op=dist.ReduceOp.MAX,
+        group=unit.mesh.shard_group,
+        label=f"{unit.path}: asking for gradients",
+    )
     if has_grad.item():
         raise MisuseError(
             f"{unit.label}: its gradients are not reduced yet (no_sync), so there are no whole "
@@ -251,18 +260,18 @@ def _write_first(
     unit: Unit, own_part: Any, shard: torch.Tensor, full: torch.Tensor | None, shape: Any
 ) -> None:
     """Give every rank its part of the first rank's whole parameter. Collective."""
-    mesh = unit.mesh
+    mesh, label = unit.mesh, f"{unit.path}: writing whole parameters back"
     if mesh.plan.shard_size == 1 or mesh.plan.replicate_rank == 0:
         if full is None:
             full = torch.empty(shape, dtype=shard.dtype, device=unit.device)
         if mesh.plan.shard_size > 1:
             full = full.to(unit.device).contiguous()
-            dist.broadcast(full, group_src=0, group=mesh.shard_group)
+            run_collective(dist.broadcast, full, group_src=0, group=mesh.shard_group, label=label)
         if full.data_ptr() != shard.data_ptr():
             _write(shard, own_part(full))
     if mesh.plan.replicate_size > 1:
         part = shard.to(unit.device).contiguous()
-        dist.broadcast(part, group_src=0, group=mesh.replicate_group)
+        run_collective(dist.broadcast, part, group_src=0, group=mesh.replicate_group, label=label)
         shard.copy_(part)
 
 
@@ -279,11 +288,10 @@ def _check_shapes(unit: Unit, fulls: Sequence[torch.Tensor | None], *, agreed: b
                 "which cannot be written back. Change values only, or pass writeback=False."
             )
     if agreed:
-        told = [fault]
+        label = f"{unit.path}: comparing shapes"
         for group in (unit.mesh.shard_group, unit.mesh.replicate_group):
             if group is not None and dist.get_world_size(group) > 1:
-                dist.broadcast_object_list(told, group_src=0, group=group)
-        fault = told[0]
+                fault = broadcast_object(fault, 0, group, label)
     if fault:
         raise MisuseError(fault)
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import owner_of, said_grad_dtype
 from fullshard.engine.unit_mesh import UnitMesh
@@ -230,8 +231,7 @@ def _groups_by_host(
     Collective, once per ``world``. Raises MeshError if hosts have different numbers of ranks.
     """
     if world not in _by_host:
-        hosts: list[str] = [""] * world.size()
-        dist.all_gather_object(hosts, socket.gethostname(), group=world)
+        hosts = gather_objects(socket.gethostname(), world, "the ranks of each host")
         ranks = [
             [rank for rank, host in enumerate(hosts) if host == name]
             for name in dict.fromkeys(hosts)
@@ -421,9 +421,10 @@ def broadcast_states(
     values.
     """
     for group in groups:
-        source = dist.get_global_rank(group, 0)
         for tensor in _states(covered, ignored):
-            dist.broadcast(tensor, source, group=group)
+            run_collective(
+                dist.broadcast, tensor, group=group, group_src=0, label="sync_module_states"
+            )
 
 
 def _states(covered: Iterable[nn.Module], ignored: Ignored) -> Iterator[torch.Tensor]:

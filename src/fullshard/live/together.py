@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fullshard.comm.outside_steps import gather_objects
 from fullshard.errors import StateError
 
 T = TypeVar("T")
@@ -28,8 +29,8 @@ def together(function: Callable[[], T]) -> T:
         value = function()
     except Exception as caught:
         error = caught
-    texts: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    texts = gather_objects(text, None, "a call of all ranks")
     if error is not None:
         raise error
     problems = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]

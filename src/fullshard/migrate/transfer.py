@@ -7,9 +7,9 @@ any number of ranks. Ranks exchange the parts that move; no rank ever holds a wh
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.fsdp1.state_dicts import saving_sharded
@@ -109,8 +109,7 @@ def _check_complete(
     known = {name for entry in trained.values() for name in entry.names}
     left = [name for name in saved["state"] if name in known - taken]
     # Ranks own different pieces, so one may see what others do not; all have to stop together.
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, (missing, left))
+    everyones = gather_objects((missing, left), None, "comparing optimizer state")
     problems = []
     if missing := list(dict.fromkeys(name for own, _ in everyones for name in own)):
         problems.append(f"it has no state of {', '.join(missing)}")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from fullshard.comm.outside_steps import run_collective
 from fullshard.engine.params.flat import FlatHolder
 from fullshard.engine.params.managed import manager_of, owner_of
 from fullshard.torch_private import DTensorSpec, StridedShard
@@ -65,7 +66,9 @@ def clip_grad_norm_(
         for group in groups:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             power = _for_group(power, group)
-            dist.all_reduce(power, op=op, group=group)
+            run_collective(
+                dist.all_reduce, power, op=op, group=group, label="the norm of all gradients"
+            )
         powers.append(power)
     stacked = torch.stack([power.to(powers[0].device) for power in powers])
     norm = stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.outside_steps import run_collective
+
 
 class ShardedGradScaler(GradScaler):
     """Scale losses, and skip a step on every rank if any rank finds an inf or NaN gradient.
@@ -77,7 +79,13 @@ class ShardedGradScaler(GradScaler):
         found = found or {found_inf.device: found_inf}
         device = next((d for d in found if d.type != "cpu"), self._device)
         agreed = torch.stack([each.to(device) for each in found.values()]).amax(0)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.process_group)
+        run_collective(
+            dist.all_reduce,
+            agreed,
+            dist.ReduceOp.MAX,
+            group=self.process_group,
+            label="agreeing on gradients that are not finite",
+        )
         for each in found.values():
             each.copy_(agreed)
         return found

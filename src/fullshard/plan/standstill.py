@@ -57,6 +57,7 @@ class Notice:
     meets_all: whether it waits for every rank of the job, which no counter shows.
     error: the exception that ended it, or that it is about to raise; empty if there is none.
     is_final: whether ``error`` is to be raised by all ranks that wait for this one.
+    about: the ledger and place at which ranks differ, if ``error`` says so.
     stack: of the thread that stands still, innermost call last.
     """
 
@@ -71,6 +72,7 @@ class Notice:
     meets_all: bool = False
     error: str = ""
     is_final: bool = False
+    about: str = ""
     stack: tuple[str, ...] = ()
 
     @property

@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.outside_steps import broadcast_object, gather_objects
 from fullshard.errors import StateError
+
+_LABEL = "agreeing on optimizer state"
 
 Kinds = dict[int, dict[str, torch.dtype | None]]
 Others = dict[int, dict[str, Any]]
@@ -82,9 +85,7 @@ def agree(
     part of a parameter but has no state of it, while others have; on all ranks that have its units.
     """
     if everyones is None:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, digests_of(mine, names), group=group)
-        everyones = gathered
+        everyones = gather_objects(digests_of(mine, names), group, _LABEL)
     if len({(each.units, each.state) for each in everyones}) == len({e.units for e in everyones}):
         return merged_alone(mine)
     sent = [report._replace(others=_map(report.others, _to_scalar)) for report in mine]
@@ -122,16 +123,12 @@ def _distinct(
     rank = dist.get_rank(group)
     speaks = rank in first.values()
     if 2 * len(first) >= len(everyones):
-        received: list[Any] = [None] * len(everyones)
-        dist.all_gather_object(received, mine if speaks else None, group=group)
+        received = gather_objects(mine if speaks else None, group, _LABEL)
         return {digest: received[speaker] for digest, speaker in first.items()}
     found = {}
     for digest, speaker in first.items():  # one after the other: gathering pads all to the longest
-        report = [mine if rank == speaker else None]
-        source = speaker if group is None else dist.get_global_rank(group, speaker)
-        dist.broadcast_object_list(report, source, group=group)
-        found[digest] = report[0]
-    return found  # type: ignore[return-value]
+        found[digest] = broadcast_object(mine, speaker, group, _LABEL)
+    return found
 
 
 def _merge(reports: Sequence[Report], ranks: Sequence[int]) -> Agreed:

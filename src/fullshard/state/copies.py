@@ -9,9 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.comm.outside_steps import gather_objects
 from fullshard.plan.boxes import Box, share, without
 from fullshard.state.holdings import ELSEWHERE, Holding
 from fullshard.state.unit_parts import HeldBox
+
+_LABEL = "agreeing on who hands on what"
 
 _Boxes = tuple[Box, ...]
 
@@ -50,14 +53,11 @@ def numbered(
     if size == 1:
         return [h if h.copies else h._replace(copies=1) for h in holdings]
     if digests is None:
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, digest_of_unnumbered(holdings), group=group)
-        digests = gathered
+        digests = gather_objects(digest_of_unnumbered(holdings), group, _LABEL)
     # By name, the different boxes that ranks hold, and the ranks that hold them.
     holders: dict[str, dict[_Boxes, list[int]]] = {}
     if len(set(digests)) > 1:
-        everyones: list[Any] = [None] * size
-        dist.all_gather_object(everyones, unknown, group=group)
+        everyones = gather_objects(unknown, group, _LABEL)
         for number, own in enumerate(everyones):
             for name, (_, boxes) in own.items():
                 holders.setdefault(name, {}).setdefault(boxes, []).append(number)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.outside_steps import run_collective
 from fullshard.errors import LayoutError
 from fullshard.plan.regrid import Division, Transfer, local_numel, regrid
 
@@ -135,7 +136,15 @@ def _communicate(
     sent = [run for runs in copies.sent for run in runs]
     if sent:
         torch._foreach_copy_(outgoing.split([run.numel() for run in sent]), sent)
-    dist.all_to_all_single(incoming, outgoing, received_nbytes, sent_nbytes, group=group)
+    run_collective(
+        dist.all_to_all_single,
+        incoming,
+        outgoing,
+        received_nbytes,
+        sent_nbytes,
+        group=group,
+        label="exchanging parts of a state dict",
+    )
     del outgoing  # before `incoming` may be copied to another device, which takes as much again
     received = [run for runs in copies.received for run in runs]
     if received:

@@ -17,12 +17,15 @@ import torch.distributed as dist
 
 from fullshard.comm.backends import any_device, moves
 from fullshard.comm.calls import all_gather
+from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.errors import StateError
 from fullshard.plan.boxes import tiling_fault, whole_box
 from fullshard.plan.gathering import Bucket, Divided, Part, plan_buckets
 from fullshard.state.copies import own_share
 from fullshard.state.holdings import Holding
 from fullshard.state.unit_parts import HeldBox
+
+_LABEL = "gathering whole tensors"
 
 # An all-gather pads messages to the longest. If that moves more than this many times what there is, each
 # rank's message is broadcast instead.
@@ -63,10 +66,7 @@ def gathered_wholes(
         to_rank,
         bucket_nbytes,
     )
-    facts: list[Any] = [own]
-    if many:
-        facts = [None] * num_ranks
-        dist.all_gather_object(facts, own, group=group)
+    facts = gather_objects(own, group, _LABEL) if many else [own]
     _check(facts)
     tensors = [
         Divided(holding.shape, holding.dtype.itemsize, [each.boxes[index] for each in facts])
@@ -213,14 +213,16 @@ class _Wire:
         if longest * self.num_ranks <= _MOST_PADDING * sum(nbytes):
             received = self._empty(longest * self.num_ranks)
             message = self._message(bucket, view_of, longest)
-            all_gather(received, message, group=self._group)
+            run_collective(all_gather, received, message, group=self._group, label=_LABEL)
             return list(received.split(longest))
         messages = []
         for rank, size in enumerate(nbytes):
             own = rank == self.rank
             message = self._message(bucket, view_of, size) if own else self._empty(size)
             if size:
-                dist.broadcast(message, group_src=rank, group=self._group)
+                run_collective(
+                    dist.broadcast, message, group_src=rank, group=self._group, label=_LABEL
+                )
             messages.append(message)
         return messages
 
@@ -231,7 +233,15 @@ class _Wire:
         sent = [len(message) if rank == self._to_rank else 0 for rank in range(self.num_ranks)]
         arriving = list(nbytes) if self.receives else [0] * self.num_ranks
         received = self._empty(sum(arriving))
-        dist.all_to_all_single(received, message, arriving, sent, group=self._group)
+        run_collective(
+            dist.all_to_all_single,
+            received,
+            message,
+            arriving,
+            sent,
+            group=self._group,
+            label=_LABEL,
+        )
         return list(received.split(arriving))
 
     def _message(self, bucket: Bucket, view_of: Any, nbytes: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.unit import Unit
 from fullshard.faces.meshes import tensor_parallel_spec
 from fullshard.plan.layout import Piece
@@ -199,8 +200,7 @@ def _mesh_around(group: dist.ProcessGroup, inner: DeviceMesh) -> DeviceMesh:
     for reference, mesh in known:
         if reference() is inner:
             return mesh
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, inner.mesh.tolist(), group=group)
+    everyones = gather_objects(inner.mesh.tolist(), group, "making a mesh for whole tensors")
     names = inner.mesh_dim_names
     mesh = DeviceMesh.from_group(
         [group, *inner.get_all_groups()],

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.backends import any_device
+from fullshard.comm.outside_steps import broadcast_object, run_collective
 from fullshard.state.optim_keys import StateDict
 
 
@@ -35,11 +36,13 @@ def spread(state_dict: StateDict, group: dist.ProcessGroup | None) -> StateDict:
             return _Described(value.shape, value.dtype)
         return value
 
-    described: list[Any] = [None]
+    label = "spreading an optimizer's state"
+    number = dist.get_group_rank(group, source) if group is not None else source
+    own: Any = None
     if is_source:
-        described[0] = _map_state(state_dict, describe) if "state" in state_dict else {}
-    dist.broadcast_object_list(described, source, group=group)
-    if "state" not in described[0]:
+        own = _map_state(state_dict, describe) if "state" in state_dict else {}
+    described = broadcast_object(own, number, group, label)
+    if "state" not in described:
         return {}
     remaining = iter(tensors)
     device = any_device(group)
@@ -52,10 +55,10 @@ def spread(state_dict: StateDict, group: dist.ProcessGroup | None) -> StateDict:
             if is_source
             else torch.empty(value.shape, dtype=value.dtype, device=device)
         )
-        dist.broadcast(tensor, source, group=group)
+        run_collective(dist.broadcast, tensor, group=group, group_src=number, label=label)
         return tensor.cpu()
 
-    result: StateDict = _map_state(described[0], receive)
+    result: StateDict = _map_state(described, receive)
     return result
 
 

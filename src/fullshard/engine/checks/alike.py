@@ -95,6 +95,7 @@ def describe_units(units: Sequence[Unit]) -> list[str]:
         lines.append(f"{head} over {mesh.shard_size} x {mesh.replicate_size} ranks")
         for name in _OPTIONS:
             lines.append(f"{head} with {name}={_shown(getattr(unit.config, name))}")
+    for unit in units:
         lines += [
             f"{param.name} is {tuple(param.shape)}, {param.local.dtype}, "
             f"{'trainable' if param.requires_grad else 'frozen'}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
@@ -64,8 +65,7 @@ class ForwardOrder:
         """Raise StateError, on every rank of the unit's group, unless all run the same unit."""
         mesh = self._units[number].mesh
         group = mesh.shard_group or mesh.replicate_group
-        numbers: list[int] = [-1] * dist.get_world_size(group)
-        dist.all_gather_object(numbers, number, group=group)
+        numbers = gather_objects(number, group, "comparing the order of units")
         if len(set(numbers)) > 1:
             seen = ", ".join(f"rank {r}: {self._name(n)}" for r, n in enumerate(numbers))
             raise StateError(

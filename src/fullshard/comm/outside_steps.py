@@ -1,0 +1,102 @@
+"""Collectives outside of a model's passes: state dicts, norms, agreements.
+
+Each is entered in the group's ledger, so that a rank which makes a call alone meets an error instead of
+another rank's collective. Over Gloo it runs in fullshard's own group, and the wait for it notices
+what other ranks do.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.backends import timeout_s
+from fullshard.comm.liveness import name_lost_ranks
+from fullshard.comm.own_group import is_gloo, own_group
+from fullshard.comm.shared_memory import known_ledger
+from fullshard.comm.waits import wait_comparing
+from fullshard.torch_private import default_group
+
+
+def run_collective(
+    call: Callable[..., Any],
+    *args: Any,
+    group: dist.ProcessGroup | None,
+    label: str,
+    **options: Any,
+) -> None:
+    """Call a function of torch.distributed, and return once it is complete. Every rank must call it.
+
+    call: takes ``group`` and ``async_op``. group: None for all ranks. label: what it is for, the same
+    on all ranks. Raises DivergenceError and PeerTimeoutError as `wait_comparing`, PeerLostError or
+    CommError if a rank is gone or out of reach.
+    """
+    group = default_group() if group is None else group
+    ledger = known_ledger(group)
+    if ledger is not None:
+        ledger.enter(label)
+    if not is_gloo(group):
+        call(*args, group=group, **options)
+        return
+    try:
+        work = call(*args, group=own_group(group), async_op=True, **options)
+        wait_comparing(work, ledger, label, timeout_s(group))
+    except RuntimeError as error:
+        name_lost_ranks(error, group, label)
+        raise
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None, label: str) -> list[Any]:
+    """Return every rank's value, in rank order. Every rank of the group must call it.
+
+    value: what can be pickled. group, label and errors as for `run_collective`.
+    """
+    group = default_group() if group is None else group
+    if not is_gloo(group):
+        values: list[Any] = [None] * group.size()
+        ledger = known_ledger(group)
+        if ledger is not None:
+            ledger.enter(label)
+        dist.all_gather_object(values, value, group=group)
+        return values
+    data = pickle.dumps(value)
+    sizes = torch.empty(group.size(), dtype=torch.int64, device="cpu")
+    own_size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+    run_collective(dist.all_gather_into_tensor, sizes, own_size, group=group, label=label)
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device="cpu")
+    run_collective(dist.all_gather_into_tensor, gathered, padded, group=group, label=label)
+    return [
+        pickle.loads(part[:size].numpy().tobytes())
+        for part, size in zip(gathered.split(longest), sizes.tolist(), strict=True)
+    ]
+
+
+def broadcast_object(value: Any, source: int, group: dist.ProcessGroup | None, label: str) -> Any:
+    """Return the value of the group's rank ``source``. Every rank of the group must call it.
+
+    value: what can be pickled; ignored on other ranks. group, label and errors as for
+    `run_collective`.
+    """
+    group = default_group() if group is None else group
+    if not is_gloo(group):
+        values = [value]
+        ledger = known_ledger(group)
+        if ledger is not None:
+            ledger.enter(label)
+        dist.broadcast_object_list(values, group_src=source, group=group)
+        return values[0]
+    is_source = group.rank() == source
+    data = torch.frombuffer(
+        bytearray(pickle.dumps(value if is_source else None)), dtype=torch.uint8
+    )
+    size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
+    run_collective(dist.broadcast, size, group=group, label=label, group_src=source)
+    if not is_source:
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    run_collective(dist.broadcast, data, group=group, label=label, group_src=source)
+    return value if is_source else pickle.loads(data.numpy().tobytes())
