@@ -22,6 +22,7 @@ from fullshard.comm.collectives import (
 )
 from fullshard.comm.select import set_default_comm
 from fullshard.drop_in.install import install, uninstall
+from fullshard.engine.checks.debugging import debug
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.errors import (
     AllocationError,
@@ -184,6 +185,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "async_save_checkpoint",
     "clip_grad_norm_",
     "convert_checkpoint",
+    "debug",
     "describe",
     "diff_checkpoints",
     "enable_wrap",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.backends import timeout_s
+from fullshard.comm.calls import all_gather
 from fullshard.comm.liveness import name_lost_ranks
 from fullshard.comm.own_group import is_gloo, own_group
 from fullshard.comm.shared_memory import known_ledger
@@ -64,12 +65,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None, label: str) -> l
     data = pickle.dumps(value)
     sizes = torch.empty(group.size(), dtype=torch.int64, device="cpu")
     own_size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-    run_collective(dist.all_gather_into_tensor, sizes, own_size, group=group, label=label)
+    run_collective(all_gather, sizes, own_size, group=group, label=label)
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device="cpu")
-    run_collective(dist.all_gather_into_tensor, gathered, padded, group=group, label=label)
+    run_collective(all_gather, gathered, padded, group=group, label=label)
     return [
         pickle.loads(part[:size].numpy().tobytes())
         for part, size in zip(gathered.split(longest), sizes.tolist(), strict=True)

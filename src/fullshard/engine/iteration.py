@@ -30,6 +30,7 @@ from torch.autograd import profiler
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.checks.alike import FreezeWatch, check_alike
+from fullshard.engine.checks.debugging import check_step, debug
 from fullshard.engine.checks.order import ForwardOrder
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.writes import WriteWatch, refuse_write
@@ -39,6 +40,7 @@ from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Phase, Unit
 from fullshard.engine.unit_setup import comms_of
+from fullshard.plan.paths import Moment
 from fullshard.plan.paths import Phase as StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
@@ -73,6 +75,7 @@ class Iteration:
         self._watch = WriteWatch(self.units)
         self._gathers = True  # whether this pass uses anything that is sharded
         self._step = 0  # forwards with gradients so far
+        self._moment = Moment(0, StepPhase.BETWEEN)
         # The ledgers of the model's groups, and its number in each.
         paths = [unit.path for unit in self.units]
         ledgers = dict.fromkeys(comm.ledger for comm in comms_of(self.units))
@@ -202,6 +205,9 @@ class Iteration:
         if self._checks_order and is_training and not is_recomputation:
             for unit in units:  # before any gather: ranks that differ would match each other's
                 self._order.check(self._number[id(unit)])
+        if debug.checks_steps and not is_recomputation:
+            for unit in units:
+                check_step(unit, self._moment)
         for unit in units:  # all are started before the first is waited for
             if not is_recomputation:
                 for ledger in self._ledgers:
@@ -359,6 +365,8 @@ class Iteration:
 
         keeps: keep the gradients for `finalize` to reduce.
         """
+        if debug.checks_steps:
+            check_step(unit, self._moment)
         for ledger in self._ledgers:
             ledger.note(self._number[id(unit)])
         if self.observer is not None:
@@ -489,6 +497,7 @@ class Iteration:
 
     def _begin_phase(self, phase: StepPhase) -> None:
         """Say in the ledgers which part of which step this rank is in."""
+        self._moment = Moment(self._step, phase)
         for ledger, model in self._ledgers.items():
             ledger.begin(model, self._step, phase)
 

@@ -1,0 +1,142 @@
+"""Who waits for whom, and who will never go on: by what ranks say of themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.plan.standstill import (
+    STEADY_BEATS,
+    GroupCounts,
+    Notice,
+    State,
+    describe_stuck,
+    find_stuck,
+)
+
+
+def _blocked(
+    rank: int, issued: int, place: int, state: State = State.CALLS, size: int = 2
+) -> Notice:
+    return Notice(
+        rank,
+        state,
+        beat=STEADY_BEATS,
+        where="a collective",
+        groups={"world": GroupCounts(size, issued, place)},
+    )
+
+
+def _stuck(*notices: Notice, world_size: int = 2) -> set[int]:
+    return find_stuck({each.rank: each for each in notices}, world_size)
+
+
+ours = _blocked(0, issued=7, place=42, state=State.WAITS)
+barrier = _blocked(1, issued=8, place=41)
+
+
+def test_ranks_in_different_collectives_are_stuck() -> None:
+    assert _stuck(ours, barrier) == {0, 1}
+    text = describe_stuck({0: ours, 1: barrier}, {0, 1}, 2)
+    assert "rank 0: waiting in a collective" in text
+    assert "rank 1: in a collective" in text
+
+
+def test_ranks_in_one_collective_are_not_stuck_however_long_it_takes() -> None:
+    """Bytes may still be moving, over a slow network."""
+    assert not _stuck(_blocked(0, 8, 42), _blocked(1, 8, 42))
+
+
+def test_a_rank_that_computes_may_still_come() -> None:
+    assert not _stuck(ours, replace(barrier, state=State.RUNS))
+
+
+def test_a_rank_that_has_not_stood_still_for_long_may_go_on() -> None:
+    assert not _stuck(ours, replace(barrier, beat=STEADY_BEATS - 1))
+
+
+def test_a_rank_that_nothing_is_known_of_may_still_come() -> None:
+    one, two = (
+        replace(each, groups={"world": GroupCounts(3, *counts)})
+        for each, counts in ((ours, (7, 42)), (barrier, (8, 41)))
+    )
+    assert not _stuck(one, two, world_size=3)
+
+
+def test_whoever_waits_for_a_rank_that_has_gone_is_stuck() -> None:
+    for gone in (
+        replace(barrier, state=State.ENDED, beat=0),
+        replace(barrier, state=State.LEFT, beat=0),
+        replace(barrier, state=State.RUNS, error="...", is_final=True),
+    ):
+        assert _stuck(ours, gone) == {0}
+    text = describe_stuck({0: ours, 1: replace(barrier, state=State.ENDED)}, {0}, 2)
+    assert "Ranks wait for rank 1, which will not come" in text
+
+
+def test_a_rank_behind_another_that_may_go_on_is_not_stuck() -> None:
+    """0 waits for 1, 1 waits for 2, which computes."""
+    notices = [_blocked(0, 9, 9, size=3), _blocked(1, 8, 8, size=3)]
+    last = Notice(2, State.RUNS, beat=9, groups={"world": GroupCounts(3, 7, 7)})
+    assert not _stuck(*notices, last, world_size=3)
+
+
+def test_ranks_of_different_groups_may_wait_in_a_circle() -> None:
+    groups = {"a": (0, 1), "b": (1, 2), "c": (2, 0)}
+    ahead = {"a": 0, "b": 1, "c": 2}  # who has issued one more in the group
+
+    def notice(rank: int) -> Notice:
+        counts = {
+            key: GroupCounts(2, 5 + (ahead[key] == rank), 0)
+            for key, ranks in groups.items()
+            if rank in ranks
+        }
+        return Notice(rank, State.CALLS, beat=STEADY_BEATS, groups=counts)
+
+    assert _stuck(*map(notice, range(3)), world_size=3) == {0, 1, 2}
+
+
+def test_a_call_that_all_ranks_have_to_make_needs_no_counter() -> None:
+    """`new_group` meets through the store."""
+    meeting = replace(barrier, groups={"world": GroupCounts(2, 7, 41)}, meets_all=True)
+    assert _stuck(ours, meeting) == {0, 1}
+    assert not _stuck(replace(meeting, rank=0), meeting)
+
+
+def test_operations_of_different_kinds_that_are_paired_are_stuck() -> None:
+    """Both are the eighth of one process group: fullshard's on rank 0, the program's on rank 1."""
+    assert _stuck(
+        replace(ours, groups={"world": GroupCounts(2, 8, 42)}, in_group="world"), barrier
+    ) == {0, 1}
+    # In a group of its own, fullshard's is no partner: the program's of rank 0 may have been started.
+    assert not _stuck(replace(ours, groups={"world": GroupCounts(2, 8, 42)}), barrier)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(State), st.integers(0, 4), st.integers(0, 2), st.integers(0, 2)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_stuck_ranks_are_blocked_and_wait_for_none_that_may_go_on(
+    states: list[tuple[State, int, int, int]],
+) -> None:
+    size = len(states)
+    notices = {
+        rank: Notice(rank, state, beat, groups={"world": GroupCounts(size, issued, place)})
+        for rank, (state, beat, issued, place) in enumerate(states)
+    }
+    stuck = find_stuck(notices, size)
+    for rank in stuck:
+        assert notices[rank].is_blocked
+        mine = notices[rank].groups["world"]
+        behind = [
+            other
+            for other, each in notices.items()
+            if each.groups["world"].issued < mine.issued or each.groups["world"].place < mine.place
+        ]
+        assert behind
+        assert all(other in stuck or notices[other].has_gone for other in behind)
