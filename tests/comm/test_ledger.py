@@ -87,7 +87,7 @@ class _Work:
 class _Sentry:
     """A sentry that finds nothing."""
 
-    def waiting(self, *_: str) -> contextlib.AbstractContextManager[None]:
+    def waiting(self, *_: object, **options: object) -> contextlib.AbstractContextManager[None]:
         """Do nothing."""
         return contextlib.nullcontext()
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import fullshard
+from fullshard.comm import liveness, shared_memory
 from tests.api import Api, use_api
 
 NUM_STEPS = 6
@@ -40,7 +41,7 @@ class PlantedError(ValueError):
 class Plan:
     """One job. fault: a name in `FAULTS`. rank, step, block: where it is planted; steps count from 1.
 
-    path: how ranks communicate. face: "fully_shard" or "wrapper". after: what the rank does next that
+    path: how ranks communicate; "hosts" takes each rank for one on a host of its own. face: "fully_shard" or "wrapper". after: what the rank does next that
     has run out of data: see `_leave`. timeout_s: of the process group.
     """
 
@@ -366,7 +367,9 @@ def random_plan(seed: int) -> Plan:
     return Plan(
         fault,
         # With "collectives" ranks share a group with the program, whose calls Gloo may pair with ours.
-        path=choose.choice(["auto", "process_group"] + ["collectives"] * (fault not in ALONE)),
+        path=choose.choice(
+            ["auto", "process_group", "hosts"] + ["collectives"] * (fault not in ALONE)
+        ),
         face=face,
         size=size,
         rank=choose.randrange(size),
@@ -388,7 +391,10 @@ def main(plan: Plan, rank: int, folder: Path, note: Callable[..., None]) -> None
     )
     began = time.monotonic()
     job: Job | None = None
-    with use_api(plan.path) as api:
+    if plan.path == "hosts":
+        for module in (shared_memory, liveness):
+            module.host_identity = lambda: f"host {rank}"
+    with use_api("auto" if plan.path == "hosts" else plan.path) as api:
         try:
             job = Job(api, plan, rank, folder)
             job.run()

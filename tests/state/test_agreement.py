@@ -8,9 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fullshard.errors import StateError
+from fullshard.state import agreement
 from fullshard.state.agreement import Agreed, Report, agree
 from tests.harness import on_ranks, rank, world_size
 
@@ -29,14 +29,15 @@ def num_messages(
     monkeypatch: pytest.MonkeyPatch, reports: list[Report]
 ) -> tuple[int, list[Agreed]]:
     """Count the collectives of objects."""
-    counted = [
-        Mock(wraps=original) for original in (dist.all_gather_object, dist.broadcast_object_list)
-    ]
-    monkeypatch.setattr(dist, "all_gather_object", counted[0])
-    monkeypatch.setattr(dist, "broadcast_object_list", counted[1])
+    counted = {
+        name: Mock(wraps=getattr(agreement, name))
+        for name in ("gather_objects", "broadcast_object")
+    }
+    for name, mock in counted.items():
+        monkeypatch.setattr(agreement, name, mock)
     agreed = agree(reports, NAMES, None)
     monkeypatch.undo()
-    return sum(each.call_count for each in counted), agreed
+    return sum(each.call_count for each in counted.values()), agreed
 
 
 def in_turn(everyones: list[list[Report]]) -> Agreed:

@@ -108,8 +108,9 @@ class Collectives:
                 move(target, source, group.size())
         is_on_device = recorder.place_of(targets[0]) is Place.DEVICE
         kind = "sum in place" if move is None else move.__name__
-        # The optimizer's are its own matter, and so are the program's.
-        is_ours = bool(site := engine_site()) and not site.startswith("optim/")
+        # Those between passes, such as the norm of all gradients, are of the lane that asks for them, and
+        # the program's are its own matter.
+        is_ours = bool(site := engine_site()) and not site.startswith("comm/outside_steps.py")
         if is_ours and recorder.is_in_step and is_on_device and lanes.current is Lane.COMPUTE:
             recorder.report(f"lane: {kind} runs on COMPUTE")
         if not getattr(options, "asyncOp", True):

@@ -43,9 +43,14 @@ LEFT_OUT = {
     "comm/shared_memory.py": "host memory: tests/comm, tests/engine",
     "comm/liveness.py": "messages between hosts: tests/comm/test_liveness.py",
     "comm/ledger.py": "messages between hosts: tests/comm/test_ledger.py",
+    "comm/notices.py": "messages between hosts: tests/faults",
+    "comm/outside_steps.py": "between passes, and Gloo's alone where it waits: tests/state",
+    "comm/patience.py": "words of hosts: tests/faults",
+    "comm/sentry.py": "a thread that queues nothing: tests/faults",
+    "comm/waits.py": "waits for Gloo on the host: tests/engine/test_divergence.py",
 }
 FUNCTIONS_LEFT_OUT = {
-    "_wait_comparing": "waits for Gloo on the host: tests/engine/test_divergence.py",
+    "compare_paths": "waits for Gloo on the host: tests/faults",
     "_reduce_scatter_by_exchange": "Gloo's, as comm/gloo_sum.py",
     "combine": "asks only where hosts wait in any case: tests/engine/test_units.py",
     "Runtime": "what virtual lanes stand in for; `following` is not left out",

@@ -24,9 +24,10 @@ another place is no evidence of anything.
 """
 
 import itertools
+import threading
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fullshard.errors import DivergenceError
@@ -44,6 +45,7 @@ _TRAIL_KEPT = 511
 _ENTRIES_NBYTES = _KEPT * _ENTRY_NBYTES
 _STEPS, _MODELS, _UNITS = (1 << 23) - 1, (1 << 12) - 1, (1 << 24) - 1
 _SHOWN = 16  # entries in a tail
+_FACTOR, _ROLLING = 1_000_003, (1 << 62) - 1
 
 _REMEDIES = {
     "sizes": (
@@ -61,6 +63,9 @@ _REMEDIES = {
 }
 
 NBYTES = _ENTRIES_NBYTES + (1 + _TRAIL_KEPT) * _WORD_NBYTES  # size of one rank's part
+
+
+Tail = Sequence[tuple[int, int, str]]
 
 
 class Entry(NamedTuple):
@@ -103,6 +108,7 @@ class Ledger:
         self._text = (memoryview(bytearray(NBYTES)) if memory is None else memory).cast("B")
         self._words = self._text.cast("q")
         self.place = 0
+        self.rolling = 0  # a hash of all entries so far
         # Encoded entries: the same ones come in every step, and encoding costs more than entering.
         self._known: dict[tuple[str, int], tuple[int, bytes]] = {}
         self._base = {
@@ -113,6 +119,7 @@ class Ledger:
         self.slots: Any = None  # the group's `notices.Slots`, which live as long
         self._lines: tuple[int, Callable[[], Sequence[str]]] = (0, list)  # of a place, the last
         self._moment = 0
+        self.thread = threading.main_thread().ident  # that runs the model
         self._trail = self._own + _ENTRIES_NBYTES // _WORD_NBYTES
         self._num_noted = 0
         self._names: dict[tuple[int, int], str] = {}
@@ -132,6 +139,7 @@ class Ledger:
             known = self._known[what, nbytes] = _encoded(what, nbytes)
         checksum, text = known
         self.place = place = self.place + 1
+        self.rolling = (self.rolling * _FACTOR ^ checksum) & _ROLLING
         offset = place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
         word = (place & _PLACES) << 32 | checksum
         words, first = self._words, self._own + offset
@@ -166,10 +174,16 @@ class Ledger:
                 if len(set(self._at(place).values())) > 1:
                     self._refuse(place)
 
-    def tail(self) -> list[Entry]:
-        """Return this rank's last entries, oldest first."""
-        first = max(1, self.place - _SHOWN + 1)
-        return [self._entry(self.rank, place) for place in range(first, self.place + 1)]
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks see each other's entries."""
+        return bool(self._others) or len(self.ranks) == 1
+
+    def tail(self, most: int = _SHOWN) -> list[tuple[int, int, str]]:
+        """Return this rank's last entries, oldest first: place, checksum, moment and text."""
+        first = max(1, self.place - min(most, _KEPT) + 1)
+        entries = (self._entry(self.rank, place) for place in range(first, self.place + 1))
+        return [(each.place, each.checksum, str(each)) for each in entries]
 
     def last_of(self, part: int) -> Entry | None:
         """Return the last entry of a rank of the group whose part is in reach."""
@@ -192,7 +206,9 @@ class Ledger:
         return number
 
     def begin(self, model: int, step: int, phase: Phase) -> None:
-        """Set the moment of what is entered and noted from now on."""
+        """Set the moment of what is entered and noted from now on, by the thread that calls."""
+        if phase is not Phase.BACKWARD:  # which may have a thread of autograd's
+            self.thread = threading.get_ident()
         self._moment = ((step & _STEPS) << 4 | phase) << 36 | model << 24
 
     def note(self, unit: int) -> None:
@@ -259,12 +275,18 @@ class Ledger:
             if text := describe_lines(dict(sorted(found.items()))):
                 return text
         trails = {self.ranks[part]: self.trail_of(part) for part in self._parts}
-        return describe_difference(place, entries, first_difference(trails))
+        texts = {rank: str(entry) for rank, entry in entries.items()}
+        return describe_difference(place, texts, first_difference(trails))
 
     def lines_at(self, place: int) -> Sequence[str] | None:
         """Return what this rank has entered by its digest at a place; None if it was nothing such."""
         at, lines = self._lines
         return lines() if at == place else None
+
+    def last_lines(self) -> tuple[int, Sequence[str]]:
+        """Return the last place at which this rank entered a digest, and what it is of."""
+        at, lines = self._lines
+        return at, lines()
 
     def ranks_at(self, place: int) -> list[int]:
         """Return the global ranks that are known to have entered something at a place."""
@@ -301,20 +323,20 @@ def describe_lines(lines_of: dict[int, Sequence[str]]) -> str:
     return ""
 
 
-def describe_difference(place: int, entries: dict[int, Entry], parted: str | None) -> str:
+def describe_difference(place: int, entries: Mapping[int, str], parted: str | None = None) -> str:
     """Say which ranks entered what at a place where they differ. The same words on every rank.
 
-    entries: by global rank. parted: at which unit their paths parted; None if they did not, or if
-    it is unknown.
+    entries: moments and texts by global rank. parted: at which unit their paths parted; None if they
+    did not, or if it is unknown.
     """
-    seen = "; ".join(
-        f"{ranks}: {text}" for ranks, text in by_text({r: str(e) for r, e in entries.items()})
-    )
+    seen = "; ".join(f"{ranks}: {text}" for ranks, text in by_text(entries))
     parts = [
         f"Ranks took different paths. At place {place} of what their group does together: {seen}."
     ]
     parts += [parted] if parted else []
-    return " ".join([*parts, _REMEDIES[_kind_of({entry.text for entry in entries.values()})]])
+    return " ".join(
+        [*parts, _REMEDIES[_kind_of({text.partition(": ")[2] for text in entries.values()})]]
+    )
 
 
 def _kind_of(texts: Collection[str]) -> str:

@@ -9,6 +9,7 @@ checksum of its text, written last; what does not fit them is no notice, and is 
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import time
 import weakref
@@ -21,6 +22,8 @@ from fullshard.torch_private import default_store
 
 NBYTES = 8192  # of a rank's slot
 _HEAD_NBYTES = 8
+_FEW_RANKS = 16
+_STORE_TIMEOUT = datetime.timedelta(seconds=5)
 _KEY = "fullshard/notice/{}"
 _LINES = "fullshard/lines"
 
@@ -60,22 +63,27 @@ _slots: "weakref.WeakSet[Slots]" = weakref.WeakSet()
 
 
 class Board:
-    """Everything that this rank can post to and read from."""
+    """Everything that this rank can post to and read from. world_size: number of ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._store: Any = None
+
+    @property
+    def needs_store(self) -> bool:
+        """Whether some rank shares no memory with this one."""
+        return len({rank for slots in _slots for rank in slots.ranks}) < self._world_size
 
     def post(self, notice: Notice, *, to_store: bool = True) -> None:
         """Show this rank's notice to all ranks that can see it."""
         text = _encoded(notice)
         for slots in list(_slots):
             slots.post(text)
-        if to_store:
+        if to_store and self.needs_store:
             with contextlib.suppress(Exception):  # it may have died with its rank
-                store = self._connected()
-                store.set(_KEY.format(notice.rank), text)
+                self._connected().set(_KEY.format(notice.rank), text)
 
-    def read(self, ranks: Sequence[int], *, from_store: bool = True) -> dict[int, Notice]:
+    def read(self, ranks: Sequence[int]) -> dict[int, Notice]:
         """Return the notices of these ranks, of those that have posted one."""
         texts: dict[int, bytes] = {}
         for slots in list(_slots):
@@ -84,13 +92,20 @@ class Board:
                 if text is not None:
                     texts[rank] = text
         missing = [rank for rank in ranks if rank not in texts]
-        if from_store and missing:
+        if missing and self.needs_store:
             with contextlib.suppress(Exception):
-                store = self._connected()
-                posted = [rank for rank in missing if store.check([_KEY.format(rank)])]
-                for rank in posted:
-                    texts[rank] = store.get(_KEY.format(rank))
+                texts.update(self._read_store(missing))
         return {rank: _decoded(text) for rank, text in texts.items()}
+
+    def _read_store(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        store = self._connected()
+        # One question for all if there are many: of a thousand ranks, each may ask.
+        if not store.check([_KEY.format(rank) for rank in ranks]):
+            if len(ranks) > _FEW_RANKS:
+                return {}
+            ranks = [rank for rank in ranks if store.check([_KEY.format(rank)])]
+        keys = [_KEY.format(rank) for rank in ranks]
+        return dict(zip(ranks, store.multi_get(keys), strict=True)) if keys else {}
 
     def post_lines(self, key: str, rank: int, lines: Sequence[str]) -> None:
         """Show lines of this rank to whoever asks for the key."""
@@ -116,6 +131,7 @@ class Board:
         if self._store is None:
             store: Any = default_store()
             self._store = store.clone()
+            self._store.set_timeout(_STORE_TIMEOUT)
         return self._store
 
 
@@ -127,7 +143,7 @@ def _encoded(notice: Notice) -> bytes:
             stack = stack[len(stack) // 2 + 1 :]
             fields["stack"] = stack
         else:
-            fields["error"], fields["groups"] = fields["error"][:2000], {}
+            fields["error"], fields["groups"], fields["tails"] = fields["error"][:2000], {}, {}
     return text
 
 
@@ -135,5 +151,5 @@ def _decoded(text: bytes) -> Notice:
     fields = json.loads(text)
     fields["state"] = State(fields["state"])
     fields["groups"] = {key: GroupCounts(**counts) for key, counts in fields["groups"].items()}
-    fields["stack"] = tuple(fields["stack"])
+    fields["stack"], fields["waited"] = tuple(fields["stack"]), tuple(fields["waited"])
     return Notice(**fields)

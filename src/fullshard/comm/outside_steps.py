@@ -42,8 +42,10 @@ def run_collective(
         call(*args, group=group, **options)
         return
     try:
-        work = call(*args, group=own_group(group), async_op=True, **options)
-        wait_comparing(work, ledger, label, timeout_s(group))
+        moving = own_group(group)
+        work = call(*args, group=moving, async_op=True, **options)
+        own = None if moving is group and ledger is not None else moving
+        wait_comparing(work, ledger, label, timeout_s(group), moving=own)
     except RuntimeError as error:
         name_lost_ranks(error, group, label)
         raise

@@ -24,7 +24,7 @@ from fullshard.errors import (
     PeerTimeoutError,
 )
 from fullshard.plan.paths import name_ranks
-from fullshard.plan.standstill import Notice, State
+from fullshard.plan.standstill import Notice
 
 logger = logging.getLogger("fullshard")
 
@@ -156,12 +156,7 @@ def unreachable(ranks: Iterable[int], label: str, words: str) -> FullshardError:
 
     words: the backend's.
     """
-    left = [
-        rank
-        for rank in ranks
-        if (notice := sentry().last_words(rank)) is not None and notice.state is State.LEFT
-    ]
-    if left:
+    if left := [rank for rank in ranks if sentry().last_words(rank) is not None]:
         return loss(left, label)
     return CommError(
         f"{label} (rank {dist.get_rank()}): a rank could not be reached, though no process of the "

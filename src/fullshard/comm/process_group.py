@@ -48,6 +48,7 @@ from fullshard.comm.packing import (
 )
 from fullshard.comm.scratch import Scratch
 from fullshard.comm.shared_memory import known_ledger, ledger_of
+from fullshard.comm.tails import compare_tails
 from fullshard.comm.waits import wait_comparing
 from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.torch_private import coalescing_manager
@@ -172,6 +173,7 @@ class ProcessGroupComm(Comm):
     ) -> None:
         """in_own_group: whether collectives run in a group of fullshard's own (see `own_group`)."""
         self.group = group
+        self.in_own_group = in_own_group
         self.moving_group = own_group(group) if in_own_group else group
         self._calls = GroupCalls(self.moving_group)
         self.rank = group.rank()
@@ -200,11 +202,22 @@ class ProcessGroupComm(Comm):
         # communication over the same group has made it already.
         self._ledger = known_ledger(group) if known else None
         self._timeout_s = timeout_s(group) if known else 0.0
+        self._is_gloo = known and self.backend == "gloo"
 
     def compare_ranks(self) -> None:
         """Compare from now on what ranks do. Every rank must call it, before any collective."""
         if isinstance(self.group, dist.ProcessGroup):
             self._ledger = ledger_of(self.group, self.backend)
+
+    def compare_paths(self) -> None:
+        ledger = self._ledger
+        if ledger is None or ledger.is_shared or not self._is_gloo:
+            return
+        own = torch.tensor([ledger.place, ledger.rolling], dtype=torch.int64, device="cpu")
+        everyones, work = self.gather_bytes(own, "comparing ranks")
+        work.wait()
+        if len(set(map(tuple, everyones.view(self.size, 2).tolist()))) > 1:
+            raise compare_tails(ledger, self.group)
 
     def enter(self, what: str, nbytes: int) -> None:
         """Enter in the ledger what all ranks do next, and how many bytes it moves.
@@ -224,11 +237,11 @@ class ProcessGroupComm(Comm):
             for work in works:
                 if work is None:
                     continue
-                if self.sums_natively or self._ledger is None:
-                    work.wait()
+                if self._is_gloo:
+                    own = None if self.moving_group is self.group else self.moving_group
+                    wait_comparing(work, self._ledger, label, self._timeout_s, moving=own)
                 else:
-                    is_shared = self.moving_group is self.group
-                    wait_comparing(work, self._ledger, label, self._timeout_s, is_shared=is_shared)
+                    work.wait()
         except RuntimeError as error:
             name_lost_ranks(error, self.group, label)
             raise

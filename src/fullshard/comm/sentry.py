@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import util
 from pathlib import Path
@@ -35,22 +36,26 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.ledger import Ledger, Teller, group_key, ledgers, tellers
+from fullshard.comm.ledger import Ledger, Teller, describe_difference, group_key, ledgers, tellers
 from fullshard.comm.notices import Board
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.plan.standstill import (
+    STEADY_BEATS,
     GroupCounts,
     Notice,
     State,
     describe_stuck,
     find_stuck,
+    first_mismatch,
 )
-from fullshard.torch_private import distributed_world
+from fullshard.torch_private import default_group, distributed_world
 
 _TICK_S = 0.5
 _STILL_S = 1.0  # without progress, before a rank says what it does
 _HOLD_S = 1.5  # for other ranks to come to their verdicts too
 _GRACE_S = 4.0  # for a call of torch.distributed to end after the verdict
+# Notices at which it looks at those of others: often at first, seldom in a long wait.
+_JUDGES_AT = {*range(STEADY_BEATS, 16), *(1 << power for power in range(4, 32))}
 _GATHER_S = 0.5  # for ranks to come to a place at which two differ
 _TELL_S = 1.5  # for the first rank at such a place to say how they differ
 _ANSWER_S = 1.0  # for ranks to say in what they differ
@@ -73,18 +78,20 @@ _MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "ini
 
 
 class _Waiting(NamedTuple):
-    """A wait in a collective of fullshard's. group: its process group's key. thread: that waits."""
+    """A wait in a collective of fullshard's. thread: that waits. Others as of `Notice`."""
 
     label: str
-    group: str
     thread: int
+    groups: tuple[str, ...]
+    in_group: str
 
 
 class Sentry(Teller):
     """What this process knows of standing still. One per process: `sentry()`."""
 
     def __init__(self) -> None:
-        self._board = Board()
+        self._group = weakref.ref(default_group())
+        self._board = Board(dist.get_world_size())
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # of the notice: the thread posts, and so does the end
@@ -112,15 +119,27 @@ class Sentry(Teller):
             # function of `atexit`. The thread must not be in C++ when the interpreter ends.
             util.Finalize(None, self._end, exitpriority=0)
 
+    def serves(self, group: dist.ProcessGroup) -> bool:
+        """Whether it was made for this default group."""
+        return self._group() is group
+
+    def stop(self) -> None:
+        """End the thread, without a word."""
+        self._ended.set()
+
     # For the thread that trains
 
     @contextlib.contextmanager
-    def waiting(self, label: str, group: str = "") -> Iterator[None]:
+    def waiting(
+        self, label: str, groups: tuple[str, ...] = (), *, in_group: str = ""
+    ) -> Iterator[None]:
         """Say that this thread waits in a collective of fullshard's, within the body.
 
-        group: key of the process group whose collective it is; empty for shared memory.
+        groups: keys of the groups whose ranks it waits for. in_group: the one among them in which the
+        program has collectives too, if that is so.
         """
-        before, self._waiting = self._waiting, _Waiting(label, group, threading.get_ident())
+        before = self._waiting
+        self._waiting = _Waiting(label, threading.get_ident(), groups, in_group)
         try:
             yield
         finally:
@@ -195,19 +214,19 @@ class Sentry(Teller):
         if is_same and self._last is not None:
             notice = dataclasses.replace(notice, beat=self._last.beat + 1)
         self._last = notice
-        if notice.state is not State.RUNS or notice.beat % 4 == 1:  # it is in no hurry
-            self._post(notice)
-        if self._delivered_at is None and notice.is_blocked:
+        # What is posted stays true until it is taken back, so a store is told seldom.
+        self._post(notice, to_store=notice.beat in (1, STEADY_BEATS))
+        if self._delivered_at is None and notice.beat in _JUDGES_AT:
             self._judge(notice)
         elif self._delivered_at is not None and not is_same:
             self._delivered_at = None  # the call has ended
         elif self._delivered_at is not None and now - self._delivered_at > _GRACE_S:
             self._give_up(notice)
 
-    def _post(self, notice: Notice) -> None:
+    def _post(self, notice: Notice, *, to_store: bool = True) -> None:
         with self._lock:
             if not self._ended.is_set():
-                self._board.post(notice)
+                self._board.post(notice, to_store=to_store)
 
     def _judge(self, own: Notice) -> None:
         """Deliver a verdict if the ranks' ledgers differ, or this rank can never go on."""
@@ -219,6 +238,15 @@ class Sentry(Teller):
                 return
         notices = self._board.read(range(self._world_size))
         notices[self._rank] = own
+        if (mismatch := first_mismatch([each.tails for each in notices.values()])) is not None:
+            ranks = list(notices)
+            entries = {ranks[number]: text for number, text in mismatch[1].items()}
+            if self._rank in entries:
+                text = describe_difference(mismatch[0], entries)
+                self._deliver(DivergenceError(text), own, entries)
+                return
+        if not own.is_blocked:
+            return
         stuck = find_stuck(notices, self._world_size)
         if self._rank not in stuck:
             return
@@ -270,21 +298,24 @@ class Sentry(Teller):
 
     def _thread_looked_at(self) -> int:
         waiting = self._waiting
-        ident = waiting.thread if waiting is not None else threading.main_thread().ident
-        assert ident is not None
-        return ident
+        if waiting is not None:
+            return waiting.thread
+        threads = [ledger.thread for ledger in ledgers()]
+        return next((each for each in threads if each is not None), threading.get_ident())
 
     def _look(self) -> Notice:
         """Return a notice of what this rank does now."""
         waiting = self._waiting
         frame = sys._current_frames().get(self._thread_looked_at())
         state, where, meets_all = State.RUNS, "", False
-        if not dist.is_initialized():
+        waited: tuple[str, ...] = ()
+        if self._group() is None or not dist.is_initialized():
             state = State.LEFT
         elif waiting is not None:
-            state, where = State.WAITS, waiting.label
+            state, where, waited = State.WAITS, waiting.label, waiting.groups
         elif (call := _call_of(frame)) is not None:
             state, where, meets_all = State.CALLS, call.name, call.meets_all
+            waited = call.groups
         if state is not State.LEFT:
             self._groups = _counts()
         return Notice(
@@ -295,7 +326,9 @@ class Sentry(Teller):
             at=_line_in_program(frame),
             moment=_moment(),
             groups=self._groups,
-            in_group="" if waiting is None else waiting.group,
+            waited=waited,
+            in_group="" if waiting is None else waiting.in_group,
+            tails={each.key: each.tail() for each in ledgers() if not each.is_shared},
             meets_all=meets_all,
             error=self._final,
             is_final=bool(self._final),
@@ -341,7 +374,11 @@ _sentries: dict[int, Sentry] = {}
 def sentry() -> Sentry:
     """Return this process's sentry, and start it. There has to be a default process group."""
     pid = os.getpid()
-    if pid not in _sentries:  # a forked child has threads of its own
+    known = _sentries.get(pid)
+    # A forked child has threads of its own; a new default group has other ranks.
+    if known is None or not known.serves(default_group()):
+        if known is not None:
+            known.stop()
         _sentries.clear()
         _sentries[pid] = Sentry()
         tellers[1:] = [_sentries[pid]]
@@ -350,10 +387,15 @@ def sentry() -> Sentry:
 
 
 class _Call(NamedTuple):
-    """A function of torch.distributed that blocks. meets_all: all ranks of the job have to call it."""
+    """A function of torch.distributed that blocks.
+
+    meets_all: all ranks of the job have to call it. groups: keys of those it may be blocked in; empty
+    if that is unknown.
+    """
 
     name: str
     meets_all: bool
+    groups: tuple[str, ...]
 
 
 def _call_of(frame: types.FrameType | None) -> _Call | None:
@@ -363,6 +405,7 @@ def _call_of(frame: types.FrameType | None) -> _Call | None:
     if frame is None or not _is_in(frame, *_BLOCKING):
         return None
     names, public = [], ""
+    groups = _groups_of(frame)
     while frame is not None and _is_in(frame, _TORCH):
         name = frame.f_code.co_name
         names.append(name)
@@ -381,9 +424,19 @@ def _call_of(frame: types.FrameType | None) -> _Call | None:
         if _is_in(frame, _OURS):
             ours = frame.f_code.co_name
         frame = frame.f_back
-    return _Call(
-        f"{name}, for fullshard's {ours}" if ours else name, bool(_MEETING_ALL & set(names))
-    )
+    full = f"{name}, for fullshard's {ours}" if ours else name
+    return _Call(full, bool(_MEETING_ALL & set(names)), groups)
+
+
+def _groups_of(frame: types.FrameType) -> tuple[str, ...]:
+    """Return the key of the group in whose collective a function of torch.distributed is."""
+    if "work" not in frame.f_locals or "group" not in frame.f_locals:
+        return ()  # a coalesced or functional one, which names its group in another way
+    group = frame.f_locals["group"]
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        return ()
+    return (group_key(group.group_name, dist.get_process_group_ranks(group)),)
 
 
 def _is_in(frame: types.FrameType, *prefixes: str) -> bool:

@@ -300,7 +300,7 @@ class SharedMemory:
         """Wait as `wait_all`, for ranks that are far behind: latency matters less, causes more."""
         patience = Patience(label, self.timeout_s)
         checked = 0.0
-        with self._sentry.waiting(label):
+        with self._sentry.waiting(label, (self.ledger.key,)):
             while late := self._late(counter, value):
                 time.sleep(200e-6)
                 now = time.perf_counter()
@@ -368,7 +368,8 @@ def _make_ledger(group: dist.ProcessGroup, backend: str) -> Ledger:
         if backend == "nccl":
             # Its collectives want a device, which may be another one later.
             return SharedMemory.connect(group, exchange_through_store).ledger
-    except UnavailableError as reason:
+    # RuntimeError of a store that cannot exchange anything, as that of fake process groups.
+    except (UnavailableError, RuntimeError) as reason:
         logger.info("ranks share no ledger: %s", reason)
     # Of other backends nobody knows whether there are processes behind the ranks.
     if backend != "fake":

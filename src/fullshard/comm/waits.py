@@ -7,7 +7,9 @@ the wrong bytes. While a rank waits it compares ledgers, and asks its sentry.
 import datetime
 from typing import Any
 
-from fullshard.comm.ledger import Ledger
+import torch.distributed as dist
+
+from fullshard.comm.ledger import Ledger, group_key
 from fullshard.comm.patience import Patience
 from fullshard.comm.sentry import sentry
 
@@ -17,18 +19,27 @@ _COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 
 
 def wait_comparing(
-    work: Any, ledger: Ledger | None, label: str, timeout_s: float, *, is_shared: bool = False
+    work: Any,
+    ledger: Ledger | None,
+    label: str,
+    timeout_s: float,
+    *,
+    moving: dist.ProcessGroup | None = None,
 ) -> None:
     """Wait for a collective of Gloo, and compare ledger entries while it lasts.
 
-    ledger: of the group; None if it has none. label: what it is, for messages. timeout_s: when to give up. is_shared: whether it runs in a group
-    where the program has collectives too. Raises DivergenceError if ranks turn out to take different
+    ledger: of the group; None if it has none. label: what it is, for messages. timeout_s: when to give up. moving: the group of fullshard's own
+    that it runs in; None if it runs where the program has collectives too. Raises DivergenceError if ranks turn out to take different
     paths, and PeerTimeoutError if one does not come in time.
     """
     if _ends_soon(work):
         return
     patience = Patience(label, timeout_s)
-    with sentry().waiting(label, ledger.key if is_shared and ledger is not None else ""):
+    keys: tuple[str, ...] = () if ledger is None else (ledger.key,)
+    if moving is not None:
+        keys += (group_key(moving.group_name, dist.get_process_group_ranks(moving)),)
+    in_group = "" if moving is not None or ledger is None else ledger.key
+    with sentry().waiting(label, keys, in_group=in_group):
         while True:
             if ledger is not None:
                 ledger.compare()

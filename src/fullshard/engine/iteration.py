@@ -82,6 +82,10 @@ class Iteration:
         self._ledgers = {each: each.add_model(paths) for each in ledgers if each is not None}
         check_alike(self.units, self._ledgers)
         self._freezing = FreezeWatch(self.units)
+        # Replicas may evaluate alone, so they are compared after backward, and not here.
+        self._sharing = list(dict.fromkeys(unit.comm for unit in self.units))
+        for comm in self._sharing:
+            comm.compare_paths()
         self.connect()
 
     def connect(self) -> None:
@@ -90,8 +94,8 @@ class Iteration:
         self._of_originals = [unit for unit in self.units if unit.keeps_originals]
         # Peers' memory is read over the shard axis alone. Ranks that hold whole parameters, such as
         # replicas, do not meet in fences, so each may run a forward on its own.
-        sharing = dict.fromkeys(unit.comm for unit in self.units)
-        self._fenced = [comm for comm in sharing if type(comm).fence is not Comm.fence]
+        self._sharing = list(dict.fromkeys(unit.comm for unit in self.units))
+        self._fenced = [comm for comm in self._sharing if type(comm).fence is not Comm.fence]
         self._comms = comms
         buffers = (unit.config.reduce_scatter_max_input_buffers for unit in self.units)
         self.reductions.max_held = max(buffers, default=1)
@@ -186,6 +190,8 @@ class Iteration:
         # Where all stayed whole, this rank may be evaluating alone: nobody would come to a fence.
         self._gathers = not all(is_whole(unit) for unit in self.units)
         if self._gathers:
+            for comm in self._sharing:
+                comm.compare_paths()
             self._watch.begin_pass(is_training=is_training)
         if self._gathers:
             self.fence("before forward")  # until here peers may have written to their shards
@@ -435,6 +441,8 @@ class Iteration:
         in_place = (unit for unit in self.units if unit.is_in_place)
         self._refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
         self.reductions.finish()
+        for comm in self._comms:  # before anybody uses the gradients
+            comm.compare_paths()
         self.reductions.release()
         # Only now: if a user's hook raised in `finish`, the pass counts as stale and is forgotten.
         self._backward_end = None

@@ -306,7 +306,9 @@ class Unit(UnitSetup):
         if self.params.extended is not None:
             return None
         if self._post_forward is None:
-            self._post_forward = ProcessGroupComm(mesh.get_group(1), self.device)
+            self._post_forward = ProcessGroupComm(
+                mesh.get_group(1), self.device, in_own_group=self.comm.in_own_group
+            )
         return self._post_forward
 
     def settle(self) -> None:

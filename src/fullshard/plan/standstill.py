@@ -15,7 +15,7 @@ all its ranks have issued may still be moving bytes. Neither is ever called stuc
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fullshard.plan.paths import by_text, name_ranks
 
@@ -31,6 +31,10 @@ class State(str, enum.Enum):
     RUNS = "runs"  # anything else: computing, loading data, waiting for a device
     LEFT = "left"  # its process groups are destroyed
     ENDED = "ended"  # its program has ended
+
+
+# The last entries of ledgers, by group: place, checksum, moment and text.
+Tails = Mapping[str, Sequence[tuple[int, int, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,10 @@ class Notice:
     beat: how often it has said so without having moved since.
     where: the operation or function. at: the line of the program. moment: step and phase.
     groups: by a key that is the same on all ranks of the group.
-    in_group: key of the process group that it waits for in fullshard's code; empty for shared memory.
+    waited: keys of the groups that it may be waiting for; empty if nobody knows, which means any.
+    in_group: key of the process group that it waits for in fullshard's code; empty for shared memory
+        and for groups of fullshard's own.
+    tails: of each group whose ledger is not in shared memory.
     meets_all: whether it waits for every rank of the job, which no counter shows.
     error: the exception that ended it, or that it is about to raise; empty if there is none.
     is_final: whether ``error`` is to be raised by all ranks that wait for this one.
@@ -68,7 +75,9 @@ class Notice:
     at: str = ""
     moment: str = ""
     groups: Mapping[str, GroupCounts] = dataclasses.field(default_factory=dict)
+    waited: tuple[str, ...] = ()
     in_group: str = ""
+    tails: Tails = dataclasses.field(default_factory=dict)
     meets_all: bool = False
     error: str = ""
     is_final: bool = False
@@ -106,6 +115,8 @@ def waits_for(notice: Notice, notices: Mapping[int, Notice], world_size: int) ->
         same = {r for r, each in notices.items() if each.meets_all and each.where == notice.where}
         return set(notices) - same if len(notices) == world_size else None
     for key, counts in notice.groups.items():
+        if notice.waited and key not in notice.waited:
+            continue
         members = {rank: each for rank, each in notices.items() if key in each.groups}
         found |= {rank for rank, each in members.items() if _waits(notice, each, key)}
         if len(members) < counts.size:
@@ -144,6 +155,22 @@ def find_stuck(notices: Mapping[int, Notice], world_size: int) -> set[int]:
             return set(waits)
         for rank in free:
             del waits[rank]
+
+
+def first_mismatch(tails: Sequence[Tails]) -> tuple[int, dict[int, str]] | None:
+    """Return the first place at which ledgers differ, and what is entered there, by position.
+
+    tails: of each rank, by group. None if none differ as far as they are known.
+    """
+    for key in dict.fromkeys(key for each in tails for key in each):
+        at: dict[int, dict[int, tuple[int, str]]] = {}
+        for number, each in enumerate(tails):
+            for place, checksum, text in each.get(key, ()):
+                at.setdefault(place, {})[number] = checksum, text
+        for place, entries in sorted(at.items()):
+            if len({checksum for checksum, _ in entries.values()}) > 1:
+                return place, {number: text for number, (_, text) in entries.items()}
+    return None
 
 
 def describe_stuck(notices: Mapping[int, Notice], stuck: set[int], world_size: int) -> str:
