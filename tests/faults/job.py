@@ -7,6 +7,7 @@ a job right that ends without an error.
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
@@ -116,7 +117,19 @@ def batch_of(step: int, rank: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def build(plan: Plan, rank: int) -> Net:
+def _from_a_file(plan: Plan, rank: int, folder: Path) -> type[Block]:
+    """Return a class of blocks from a file that each rank has a copy of, in another version."""
+    path = folder / f"host-{rank}" / "planted_blocks.py"
+    path.parent.mkdir()
+    version = 2 if rank == plan.rank else 1
+    path.write_text(
+        f"from tests.faults.job import Block\n\n\nclass Own(Block):\n    version = {version}\n"
+    )
+    sys.path.insert(0, str(path.parent))
+    return importlib.import_module("planted_blocks").Own
+
+
+def build(plan: Plan, rank: int, folder: Path) -> Net:
     """Return the unsharded model, with faults of how it is built."""
     torch.manual_seed(0)
     is_here = rank == plan.rank
@@ -130,6 +143,8 @@ def build(plan: Plan, rank: int) -> Net:
         model.blocks[plan.block].to(torch.bfloat16)
     if is_here and plan.fault == "frozen":
         model.blocks[plan.block].up.weight.requires_grad_(False)
+    if plan.fault == "code":
+        model.blocks[plan.block] = _from_a_file(plan, rank, folder)()
     return model
 
 
@@ -147,9 +162,9 @@ def alone(plan: Plan) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def _shard(api: Api, plan: Plan, rank: int) -> tuple[nn.Module, Net]:
+def _shard(api: Api, plan: Plan, rank: int, folder: Path) -> tuple[nn.Module, Net]:
     """Return the sharded model, and the module inside that has the blocks."""
-    model = build(plan, rank)
+    model = build(plan, rank, folder)
     is_here = rank == plan.rank
     options: dict[str, Any] = {}
     if is_here and plan.fault == "precision":
@@ -177,7 +192,7 @@ class Job:
         self.began = self.planted_at = time.monotonic()
         if plan.fault == "version" and rank == plan.rank:
             torch.__version__ = "2.99.0"
-        self.model, self.inner = _shard(api, plan, rank)
+        self.model, self.inner = _shard(api, plan, rank, folder)
         self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE)
 
     def run(self) -> None:
@@ -339,7 +354,8 @@ BETWEEN_STEPS: dict[str, Callable[[Job], Any]] = {
 
 OF_FULLY_SHARD = ("precision", "reshard")
 ROUTES = ("swap", "skip", "twice", "other_branch")
-BUILDS = ("shape", "layers", "dtype", "frozen", "precision", "reshard", "units", "version")
+BUILDS = ("shape", "layers", "dtype", "frozen", "precision", "reshard", "units")
+BUILDS += ("version", "code")
 IN_STEPS = ("no_backward", "no_sync", "skip_step", "clip")
 RAISES = (
     "raise_in_forward",

@@ -105,6 +105,27 @@ def test_a_fault_is_named_on_every_rank(plan: Plan) -> None:
     check(plan)
 
 
+@pytest.mark.parametrize(
+    ("fault", "path", "said"),
+    [
+        ("sleep", "auto", "time.sleep"),
+        ("sleep", "process_group", "time.sleep"),
+        ("stop", "auto", "it is stopped by a signal"),
+        ("stop", "process_group", "it is stopped by a signal"),
+    ],
+)
+def test_a_rank_that_stalls_is_given_up_with_what_it_does(fault: str, path: str, said: str) -> None:
+    plan = Plan(fault, path, timeout_s=3.0)
+    (waiting, stalled) = run(plan, limit_s=12.0)
+    assert stalled.exit_code is None  # it sleeps, or is stopped: nobody ends it but its launcher
+    assert "PeerTimeoutError" in waiting.kinds, waiting.words
+    assert waiting.exit_code == 1
+    assert waiting.seconds < WITHIN_S
+    assert "for rank 1, alive but not here yet" in waiting.text
+    assert "step 2, backward" in waiting.text  # the last that it did with the others
+    assert said in waiting.text
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(0, NUM_RANDOM, PER_TEST))
 def test_random_faults_are_named_or_harmless(first: int) -> None:

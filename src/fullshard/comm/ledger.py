@@ -117,6 +117,7 @@ class Ledger:
         self._own = self._base[rank]
         self._others = [self._base[part] for part in self._parts if part != rank]
         self.slots: Any = None  # the group's `notices.Slots`, which live as long
+        self.pids: dict[int, int] = {}  # by global rank, of ranks whose processes can be looked at
         self._lines: tuple[int, Callable[[], Sequence[str]]] = (0, list)  # of a place, the last
         self._moment = 0
         self.thread = threading.main_thread().ident  # that runs the model

@@ -51,19 +51,24 @@ class Patience:
         """
         waited = time.perf_counter() - self._started
         if waited > self._timeout_s:
-            raise PeerTimeoutError(
-                f"{self._describe(late, waited)}\nGiving up, as the process group's timeout is over."
-            )
+            raise self.end(late)
         if waited > self._next_report_s:
             self._next_report_s *= _LONGER
             logger.warning("%s", self._describe(late, waited))
 
+    def end(self, late: Mapping[int, int | None]) -> PeerTimeoutError:
+        """Return the error for ranks that did not come in time."""
+        waited = time.perf_counter() - self._started
+        return PeerTimeoutError(
+            f"{self._describe(late, waited)}\nGiving up, as the process group's timeout is over."
+        )
+
     def _describe(self, late: Mapping[int, int | None], waited: float) -> str:
+        head = f"rank {dist.get_rank()} has waited {waited:.0f} s in {self._label}"
+        if not late:
+            return f"{head}. All ranks are there, so what they send is still on its way."
         notices = sentry().read(late)
-        parts = [
-            f"rank {dist.get_rank()} has waited {waited:.0f} s in {self._label} for "
-            f"{name_ranks(late)}, alive but not here yet."
-        ]
+        parts = [f"{head} for {name_ranks(late)}, alive but not here yet."]
         for rank, pid in sorted(late.items()):
             parts.append(_what_it_does(rank, pid, notices.get(rank)))
         return "\n".join(parts)

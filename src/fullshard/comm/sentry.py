@@ -463,7 +463,7 @@ def _stack_of(frame: types.FrameType | None) -> tuple[str, ...]:
     if frame is None:
         return ()
     return tuple(
-        f'  File "{each.filename}", line {each.lineno}, in {each.name}'
+        f'  File "{each.filename}", line {each.lineno}, in {each.name}\n    {each.line}'
         for each in traceback.extract_stack(frame)
     )
 

@@ -129,7 +129,7 @@ class SharedMemory:
             rank, ranks, memoryview(control)[counters_nbytes:ledger_end], self._fence, name
         )
         self.ledger.slots = Slots(rank, ranks, memoryview(control)[ledger_end:])
-        self._pid_of = {peer.global_rank: peer.pid for peer in introductions}
+        self.ledger.pids = {peer.global_rank: peer.pid for peer in introductions}
         self._sentry = sentry()
         self._connections.add(self)
 
@@ -311,7 +311,7 @@ class SharedMemory:
                     self.ledger.compare()
                     self._sentry.check()
                     self._check_alive(counter, value, label)
-                    patience.check({peer: self._pid_of[peer] for peer in late})
+                    patience.check({peer: self.ledger.pids.get(peer) for peer in late})
 
     def _fence(self) -> None:
         """Order what this thread wrote and read before with what it writes and reads after.

@@ -1,0 +1,76 @@
+"""What ranks post of themselves: read whole or not at all, and cut where it is too long."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.comm import notices
+from fullshard.comm.notices import Board, Slots
+from fullshard.plan.standstill import GroupCounts, Notice, State
+
+
+def _slots(size: int) -> list[Slots]:
+    memory = memoryview(bytearray(size * notices.NBYTES))
+    return [Slots(rank, [10 + each for each in range(size)], memory) for rank in range(size)]
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Board:
+    """Return a board of ranks 10 and 11, of which this is rank 10."""
+    one, two = _slots(2)
+    monkeypatch.setattr(notices, "_slots", {one})
+    board = Board(2)
+    board.peer = two  # type: ignore[attr-defined]  (it must live as long)
+    return board
+
+
+def test_what_is_posted_is_read_whole(board: Board) -> None:
+    notice = Notice(
+        10,
+        State.WAITS,
+        beat=3,
+        where="a: all-gather",
+        at="train.py:3",
+        moment="step 2, forward",
+        groups={"0 of 2": GroupCounts(2, 17, 42)},
+        waited=("0 of 2",),
+        tails={"0 of 2": [(41, 7, "step 2, forward: a")]},
+        stack=("one", "two"),
+    )
+    board.post(notice)
+    read = board.read([10, 11])
+    assert list(read) == [10]
+    assert read[10].groups == notice.groups
+    assert [tuple(entry) for entry in read[10].tails["0 of 2"]] == [*notice.tails["0 of 2"]]
+    assert str(read[10]) == str(notice)
+    assert (read[10].stack, read[10].waited) == (notice.stack, notice.waited)
+
+
+def test_a_notice_that_is_being_written_is_none(board: Board) -> None:
+    board.post(Notice(10, State.RUNS))
+    (slots,) = notices._slots  # type: ignore[misc]
+    slots._memory[notices._HEAD_NBYTES] ^= 1
+    assert board.read([10]) == {}
+
+
+@given(st.integers(0, 3000), st.integers(0, 4000), st.integers(0, 60))
+def test_a_notice_always_fits_its_slot(frames: int, error: int, groups: int) -> None:
+    notice = Notice(
+        0,
+        State.ENDED,
+        error="e" * 3 * error,
+        stack=tuple(f"frame {number}" for number in range(frames)),
+        groups={f"{'group' * 20} {number}": GroupCounts(2, 1, 1) for number in range(groups)},
+    )
+    text = notices._encoded(notice)
+    assert len(text) <= notices.NBYTES - notices._HEAD_NBYTES
+    read = notices._decoded(text)
+    assert read.state is State.ENDED
+    assert notice.error.startswith(read.error[:100])
+
+
+def test_a_board_needs_the_store_for_ranks_that_share_no_memory(board: Board) -> None:
+    assert not board.needs_store
+    assert Board(3).needs_store
