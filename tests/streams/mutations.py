@@ -47,6 +47,7 @@ LEFT_OUT = {
     "comm/outside_steps.py": "between passes, and Gloo's alone where it waits: tests/state",
     "comm/patience.py": "words of hosts: tests/faults",
     "comm/sentry.py": "a thread that queues nothing: tests/faults",
+    "comm/whereabouts.py": "reads frames of the host: tests/faults",
     "comm/waits.py": "waits for Gloo on the host: tests/engine/test_divergence.py",
 }
 FUNCTIONS_LEFT_OUT = {

@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from fullshard.plan.standstill import GroupCounts, Notice, State
 from fullshard.torch_private import default_store
 
@@ -24,8 +26,9 @@ NBYTES = 8192  # of a rank's slot
 _HEAD_NBYTES = 8
 _FEW_RANKS = 16
 _STORE_TIMEOUT = datetime.timedelta(seconds=5)
-_KEY = "fullshard/notice/{}"
+_KEY = "fullshard/notice/{}/{}"  # epoch, rank
 _LINES = "fullshard/lines"
+_EPOCHS = "fullshard/epochs/{}"
 
 
 class Slots:
@@ -68,6 +71,11 @@ class Board:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._store: Any = None
+        # Of a store that an earlier default group has used, ranks must not read what they said then.
+        # All ranks count alike.
+        self._epoch = 0
+        with contextlib.suppress(Exception):
+            self._epoch = int(default_store().add(_EPOCHS.format(dist.get_rank()), 1))
 
     @property
     def needs_store(self) -> bool:
@@ -81,7 +89,7 @@ class Board:
             slots.post(text)
         if to_store and self.needs_store:
             with contextlib.suppress(Exception):  # it may have died with its rank
-                self._connected().set(_KEY.format(notice.rank), text)
+                self._connected().set(_KEY.format(self._epoch, notice.rank), text)
 
     def read(self, ranks: Sequence[int]) -> dict[int, Notice]:
         """Return the notices of these ranks, of those that have posted one."""
@@ -100,17 +108,17 @@ class Board:
     def _read_store(self, ranks: Sequence[int]) -> dict[int, bytes]:
         store = self._connected()
         # One question for all if there are many: of a thousand ranks, each may ask.
-        if not store.check([_KEY.format(rank) for rank in ranks]):
+        if not store.check([_KEY.format(self._epoch, rank) for rank in ranks]):
             if len(ranks) > _FEW_RANKS:
                 return {}
-            ranks = [rank for rank in ranks if store.check([_KEY.format(rank)])]
-        keys = [_KEY.format(rank) for rank in ranks]
+            ranks = [rank for rank in ranks if store.check([_KEY.format(self._epoch, rank)])]
+        keys = [_KEY.format(self._epoch, rank) for rank in ranks]
         return dict(zip(ranks, store.multi_get(keys), strict=True)) if keys else {}
 
     def post_lines(self, key: str, rank: int, lines: Sequence[str]) -> None:
         """Show lines of this rank to whoever asks for the key."""
         with contextlib.suppress(Exception):
-            self._connected().set(f"{_LINES}/{key}/{rank}", json.dumps(list(lines)))
+            self._connected().set(f"{_LINES}/{self._epoch}/{key}/{rank}", json.dumps(list(lines)))
 
     def read_lines(
         self, key: str, ranks: Collection[int], timeout_s: float
@@ -121,8 +129,10 @@ class Board:
         with contextlib.suppress(Exception):
             while len(found) < len(ranks) and time.monotonic() < deadline:
                 for rank in set(ranks) - set(found):
-                    if self._connected().check([f"{_LINES}/{key}/{rank}"]):
-                        found[rank] = json.loads(self._connected().get(f"{_LINES}/{key}/{rank}"))
+                    if self._connected().check([f"{_LINES}/{self._epoch}/{key}/{rank}"]):
+                        found[rank] = json.loads(
+                            self._connected().get(f"{_LINES}/{self._epoch}/{key}/{rank}")
+                        )
                 time.sleep(0.02)
         return found
 

@@ -19,25 +19,29 @@ and with which exception.
 """
 
 import contextlib
-import ctypes
 import dataclasses
+import logging
 import os
 import sys
 import threading
 import time
-import traceback
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import util
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from fullshard.comm.ledger import Ledger, Teller, describe_difference, group_key, ledgers, tellers
+from fullshard.comm.ledger import Ledger, Teller, describe_difference, ledgers, tellers
 from fullshard.comm.notices import Board
+from fullshard.comm.whereabouts import (
+    call_of,
+    counts_of_groups,
+    describe_error,
+    line_in_program,
+    raise_in,
+    stack_of,
+)
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.plan.standstill import (
     STEADY_BEATS,
@@ -48,7 +52,9 @@ from fullshard.plan.standstill import (
     find_stuck,
     first_mismatch,
 )
-from fullshard.torch_private import default_group, distributed_world
+from fullshard.torch_private import default_group
+
+logger = logging.getLogger("fullshard")
 
 _TICK_S = 0.5
 _STILL_S = 1.0  # without progress, before a rank says what it does
@@ -60,21 +66,6 @@ _GATHER_S = 0.5  # for ranks to come to a place at which two differ
 _TELL_S = 1.5  # for the first rank at such a place to say how they differ
 _ANSWER_S = 1.0  # for ranks to say in what they differ
 _EXIT_CODE = 1
-
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parent.parent) + os.sep
-_STANDARD = str(Path(os.__file__).parent) + os.sep
-_DISTRIBUTED = _TORCH + "distributed" + os.sep
-# Modules whose functions block in collectives; the rest of torch.distributed computes or waits for
-# messages between two ranks, of which nobody counts how many there will be.
-_BLOCKING = tuple(
-    _DISTRIBUTED + name for name in ("distributed_c10d.py", "_functional_collectives.py")
-)
-_WRAPPERS = {"wrapper", "inner", "decorate_context", "fn"}
-_BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
-_BETWEEN_TWO |= {"recv_object_list", "_coalescing_manager"}
-# They meet all ranks of the job through the store, which counts nothing.
-_MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "init_process_group"}
 
 
 class _Waiting(NamedTuple):
@@ -220,7 +211,8 @@ class Sentry(Teller):
             self._judge(notice)
         elif self._delivered_at is not None and not is_same:
             self._delivered_at = None  # the call has ended
-        elif self._delivered_at is not None and now - self._delivered_at > _GRACE_S:
+        elif notice.state is State.CALLS and now - (self._delivered_at or now) > _GRACE_S:
+            # Not one in code of the program's, which may still come to its error, or write to disk.
             self._give_up(notice)
 
     def _post(self, notice: Notice, *, to_store: bool = True) -> None:
@@ -230,12 +222,13 @@ class Sentry(Teller):
 
     def _judge(self, own: Notice) -> None:
         """Deliver a verdict if the ranks' ledgers differ, or this rank can never go on."""
-        for ledger in ledgers():
-            try:
-                ledger.compare()
-            except DivergenceError as error:
-                self._deliver(error, own)
-                return
+        if own.is_blocked:
+            for ledger in ledgers():
+                try:
+                    ledger.compare()
+                except DivergenceError as error:
+                    self._deliver(error, own)
+                    return
         notices = self._board.read(range(self._world_size))
         notices[self._rank] = own
         if (mismatch := first_mismatch([each.tails for each in notices.values()])) is not None:
@@ -263,7 +256,9 @@ class Sentry(Teller):
         if own.state is not State.WAITS:
             # Before others learn of it: one that ends breaks this rank's call.
             self._delivered, self._delivered_at = verdict, time.monotonic()
-            _raise_in(self._thread_looked_at(), verdict)
+            raise_in(self._thread_looked_at(), verdict)
+        if own.state is State.RUNS:  # perhaps waiting for its device, and so not to be reached
+            logger.error("rank %d, at %s: %s", self._rank, own.at, verdict)
         if isinstance(verdict, DivergenceError):
             self._final = str(verdict)
             self._post(dataclasses.replace(own, error=self._final, is_final=True))
@@ -313,17 +308,17 @@ class Sentry(Teller):
             state = State.LEFT
         elif waiting is not None:
             state, where, waited = State.WAITS, waiting.label, waiting.groups
-        elif (call := _call_of(frame)) is not None:
+        elif (call := call_of(frame)) is not None:
             state, where, meets_all = State.CALLS, call.name, call.meets_all
             waited = call.groups
         if state is not State.LEFT:
-            self._groups = _counts()
+            self._groups = counts_of_groups()
         return Notice(
             self._rank,
             state,
             beat=1,
             where=where,
-            at=_line_in_program(frame),
+            at=line_in_program(frame),
             moment=_moment(),
             groups=self._groups,
             waited=waited,
@@ -333,7 +328,7 @@ class Sentry(Teller):
             error=self._final,
             is_final=bool(self._final),
             about=self._about,
-            stack=_stack_of(frame),
+            stack=stack_of(frame),
         )
 
     # The end
@@ -343,7 +338,7 @@ class Sentry(Teller):
         # The second is set when Python has printed the exception that ended the program. In children of
         # multiprocessing the exception is still on its way.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        self._say_last(_described(error) if isinstance(error, Exception) else "")
+        self._say_last(describe_error(error) if isinstance(error, Exception) else "")
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _TICK_S)
 
@@ -354,7 +349,7 @@ class Sentry(Teller):
             self._ended.set()
             with contextlib.suppress(Exception):
                 if dist.is_initialized():
-                    self._groups = _counts()
+                    self._groups = counts_of_groups()
                 notice = Notice(
                     self._rank,
                     State.ENDED,
@@ -386,88 +381,6 @@ def sentry() -> Sentry:
     return _sentries[pid]
 
 
-class _Call(NamedTuple):
-    """A function of torch.distributed that blocks.
-
-    meets_all: all ranks of the job have to call it. groups: keys of those it may be blocked in; empty
-    if that is unknown.
-    """
-
-    name: str
-    meets_all: bool
-    groups: tuple[str, ...]
-
-
-def _call_of(frame: types.FrameType | None) -> _Call | None:
-    """Return the function of torch.distributed in which a thread is blocked; None if it is in none."""
-    while frame is not None and _is_in(frame, _TORCH) and not _is_in(frame, _DISTRIBUTED):
-        frame = frame.f_back  # operators, which have frames of their own
-    if frame is None or not _is_in(frame, *_BLOCKING):
-        return None
-    names, public = [], ""
-    groups = _groups_of(frame)
-    while frame is not None and _is_in(frame, _TORCH):
-        name = frame.f_code.co_name
-        names.append(name)
-        # The outermost function with a name for users, which the program or fullshard called.
-        if name.isidentifier() and not name.startswith("_") and name not in _WRAPPERS:
-            public = (
-                f"torch.distributed's {name}" if _is_in(frame, _DISTRIBUTED) else f"torch's {name}"
-            )
-        frame = frame.f_back
-    if _BETWEEN_TWO & set(names):
-        return None
-    name = public or "a collective of torch.distributed"
-    # The outermost one is what the program called.
-    ours = ""
-    while frame is not None and not _is_program(frame):
-        if _is_in(frame, _OURS):
-            ours = frame.f_code.co_name
-        frame = frame.f_back
-    full = f"{name}, for fullshard's {ours}" if ours else name
-    return _Call(full, bool(_MEETING_ALL & set(names)), groups)
-
-
-def _groups_of(frame: types.FrameType) -> tuple[str, ...]:
-    """Return the key of the group in whose collective a function of torch.distributed is."""
-    if "work" not in frame.f_locals or "group" not in frame.f_locals:
-        return ()  # a coalesced or functional one, which names its group in another way
-    group = frame.f_locals["group"]
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        return ()
-    return (group_key(group.group_name, dist.get_process_group_ranks(group)),)
-
-
-def _is_in(frame: types.FrameType, *prefixes: str) -> bool:
-    return frame.f_code.co_filename.startswith(prefixes)
-
-
-def _is_program(frame: types.FrameType) -> bool:
-    """Whether a frame is of the user's program, as far as its file tells."""
-    name = frame.f_code.co_filename
-    is_standard = name.startswith(_STANDARD) and "site-packages" not in name
-    return not (is_standard or name.startswith((_TORCH, _OURS, "<")))
-
-
-def _line_in_program(frame: types.FrameType | None) -> str:
-    """Return the innermost line of the user's program that a thread is in."""
-    while frame is not None:
-        if _is_program(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def _stack_of(frame: types.FrameType | None) -> tuple[str, ...]:
-    if frame is None:
-        return ()
-    return tuple(
-        f'  File "{each.filename}", line {each.lineno}, in {each.name}\n    {each.line}'
-        for each in traceback.extract_stack(frame)
-    )
-
-
 def _progress() -> int:
     """Return a number that changes with all that this rank enters and notes."""
     return sum(ledger.progress for ledger in ledgers())
@@ -477,21 +390,6 @@ def _moment() -> str:
     """Return the step and phase that this rank is in, of the model that is furthest."""
     moments = [ledger.moment for ledger in ledgers()]
     return str(max(moments)) if moments else ""
-
-
-def _counts() -> dict[str, GroupCounts]:
-    """Return how far this rank is in each of its groups, by keys that its members share."""
-    places = {ledger.key: ledger for ledger in ledgers()}
-    found = {key: GroupCounts(len(each.ranks), 0, each.place) for key, each in places.items()}
-    group: Any
-    for group in list(distributed_world.pg_map):
-        ranks = dist.get_process_group_ranks(group)
-        with contextlib.suppress(RuntimeError, AttributeError):  # of backends that do not count
-            issued = int(group._get_sequence_number_for_group())
-            key = group_key(group.group_name, ranks)
-            place = places[key].place if key in places else 0
-            found[key] = GroupCounts(len(ranks), issued, place)
-    return found
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
@@ -504,26 +402,3 @@ def _is_same(one: Notice, other: Notice) -> bool:
     """Whether two notices differ in nothing but the beat and what follows from a verdict."""
     fields = ("state", "where", "at", "groups")
     return all(getattr(one, name) == getattr(other, name) for name in fields)
-
-
-def _described(error: Exception) -> str:
-    lines = traceback.extract_tb(error.__traceback__)
-    at = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
-    return f"{type(error).__name__}: {error}{at}"[:1000]
-
-
-def _raise_in(thread: int, error: FullshardError) -> None:
-    """Have a thread raise an error as soon as it runs Python code again."""
-    kind, text = type(error), str(error)
-    # The interpreter takes a class and makes the instance.
-    of_text = type(
-        kind.__name__,
-        (kind,),
-        {
-            "__init__": lambda self: kind.__init__(self, text),
-            "__reduce__": lambda _: (kind, (text,)),
-            "__module__": kind.__module__,
-            "__qualname__": kind.__qualname__,
-        },
-    )
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(of_text))

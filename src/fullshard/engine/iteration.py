@@ -29,9 +29,7 @@ from torch.autograd import profiler
 
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.engine.checks.alike import FreezeWatch, check_alike
-from fullshard.engine.checks.debugging import check_step, debug
-from fullshard.engine.checks.order import ForwardOrder
+from fullshard.engine.checks.path import Path
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.writes import WriteWatch, refuse_write
 from fullshard.engine.finalization import Finalization
@@ -40,7 +38,6 @@ from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Phase, Unit
 from fullshard.engine.unit_setup import comms_of
-from fullshard.plan.paths import Moment
 from fullshard.plan.paths import Phase as StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
@@ -49,15 +46,16 @@ from fullshard.torch_private import current_graph_task_id, queue_callback
 
 
 class Iteration:
-    """The state that a model's units share. ``units`` are in the order of ``named_modules``."""
+    """The state that a model's units share. ``units`` are in the order of ``named_modules``.
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    kinds: the classes of the model's modules, which all ranks should have from the same files.
+    """
+
+    def __init__(self, units: Sequence[Unit], kinds: Sequence[type] = ()) -> None:
         self.units = list(units)
         self.is_last_backward = True
         self.has_run = False
         self._number = {id(unit): number for number, unit in enumerate(self.units)}
-        self._order = ForwardOrder(self.units)
-        self._checks_order = False
         self._recorder = Recorder()
         self.reductions = ReductionQueue()
         self.finalization = Finalization(self.units)
@@ -74,18 +72,7 @@ class Iteration:
         self.observer: Observer | None = None
         self._watch = WriteWatch(self.units)
         self._gathers = True  # whether this pass uses anything that is sharded
-        self._step = 0  # forwards with gradients so far
-        self._moment = Moment(0, StepPhase.BETWEEN)
-        # The ledgers of the model's groups, and its number in each.
-        paths = [unit.path for unit in self.units]
-        ledgers = dict.fromkeys(comm.ledger for comm in comms_of(self.units))
-        self._ledgers = {each: each.add_model(paths) for each in ledgers if each is not None}
-        check_alike(self.units, self._ledgers)
-        self._freezing = FreezeWatch(self.units)
-        # Replicas may evaluate alone, so they are compared after backward, and not here.
-        self._sharing = list(dict.fromkeys(unit.comm for unit in self.units))
-        for comm in self._sharing:
-            comm.compare_paths()
+        self._path = Path(self.units, kinds)
         self.connect()
 
     def connect(self) -> None:
@@ -161,17 +148,12 @@ class Iteration:
         """
         self.has_run = True
         self._caller = caller
-        is_step = torch.is_grad_enabled()
-        self._step += is_step
-        self._begin_phase(StepPhase.FORWARD if is_step else StepPhase.EVALUATION)
-        if is_step:
-            self._freezing.enter_changes(self._ledgers)
+        self._path.begin_forward()
         if self.observer is not None or profiler._is_profiler_enabled:
             self.observe(follow_profiler(self.observer))
         self._forward_root = weakref.ref(root)
-        self._expects_backward = is_step
+        self._expects_backward = torch.is_grad_enabled()
         self._recorder.start_pass()
-        self._checks_order = self._order.is_checked
         # Before anything reads shards: what compares contents does. Compute waits, not the all-gather
         # lane alone: it may read shards in place, and in the fence it tells peers that they may.
         if self.units and self.units[0].runtime.has_streams:
@@ -190,8 +172,7 @@ class Iteration:
         # Where all stayed whole, this rank may be evaluating alone: nobody would come to a fence.
         self._gathers = not all(is_whole(unit) for unit in self.units)
         if self._gathers:
-            for comm in self._sharing:
-                comm.compare_paths()
+            self._path.compare(self._sharing)
             self._watch.begin_pass(is_training=is_training)
         if self._gathers:
             self.fence("before forward")  # until here peers may have written to their shards
@@ -208,16 +189,10 @@ class Iteration:
         prefetches: whether the order of the last pass decides what is gathered early.
         """
         is_recomputation = is_in_backward()  # backward has its own order, and its own checks
-        if self._checks_order and is_training and not is_recomputation:
-            for unit in units:  # before any gather: ranks that differ would match each other's
-                self._order.check(self._number[id(unit)])
-        if debug.checks_steps and not is_recomputation:
-            for unit in units:
-                check_step(unit, self._moment)
+        if not is_recomputation:
+            self._path.enter(units, is_training=is_training)
         for unit in units:  # all are started before the first is waited for
             if not is_recomputation:
-                for ledger in self._ledgers:
-                    ledger.note(self._number[id(unit)])
                 self._follow_writes(unit)
             unit.unshard()
         for unit in units:
@@ -319,7 +294,7 @@ class Iteration:
                 unit.hide_unsharded()
         if self._gathers:
             self.fence("after forward")  # from here on peers may write to their shards
-        self._begin_phase(StepPhase.LOSS if self._expects_backward else StepPhase.BETWEEN)
+        self._path.begin(StepPhase.LOSS if self._expects_backward else StepPhase.BETWEEN)
 
     # Backward
 
@@ -334,7 +309,7 @@ class Iteration:
         self.finalization.check_ended("backward")
         self.finalization.begin_backward()
         self._backward_end = weakref.ref(end)
-        self._begin_phase(StepPhase.BACKWARD)
+        self._path.begin(StepPhase.BACKWARD)
         if not self._fenced_since_backward:
             self.fence("before another backward")  # an optimizer may have written since the last
             for unit in self.units:
@@ -371,10 +346,7 @@ class Iteration:
 
         keeps: keep the gradients for `finalize` to reduce.
         """
-        if debug.checks_steps:
-            check_step(unit, self._moment)
-        for ledger in self._ledgers:
-            ledger.note(self._number[id(unit)])
+        self._path.leave(unit)
         if self.observer is not None:
             self.observer.leave(Kind.BACKWARD, (unit,))
         if self._watch.is_watching:
@@ -441,8 +413,7 @@ class Iteration:
         in_place = (unit for unit in self.units if unit.is_in_place)
         self._refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
         self.reductions.finish()
-        for comm in self._comms:  # before anybody uses the gradients
-            comm.compare_paths()
+        self._path.compare(self._comms)  # before anybody uses the gradients
         self.reductions.release()
         # Only now: if a user's hook raised in `finish`, the pass counts as stale and is forgotten.
         self._backward_end = None
@@ -452,14 +423,14 @@ class Iteration:
         self._stayed.note()
         if is_last:
             self._recorder.end_iteration()
-            self._order.end_iteration()
+            self._path.end_iteration()
             for unit in self.units:
                 if unit.phase is Phase.GATHERING:  # prefetched, but never used
                     unit.settle()
                     unit.finish_reading()
         self.finalization.end()
         self.fence("after backward")  # from here on the optimizers of all ranks may write
-        self._begin_phase(StepPhase.BETWEEN)
+        self._path.begin(StepPhase.BETWEEN)
 
     # Backward, if the program ends it
 
@@ -503,12 +474,6 @@ class Iteration:
 
     # Any time
 
-    def _begin_phase(self, phase: StepPhase) -> None:
-        """Say in the ledgers which part of which step this rank is in."""
-        self._moment = Moment(self._step, phase)
-        for ledger, model in self._ledgers.items():
-            ledger.begin(model, self._step, phase)
-
     def fence(self, label: str) -> None:
         """Meet all ranks that read each other's shards; see [Note: Fences]. label: for messages."""
         if self.observer is not None:
@@ -531,7 +496,7 @@ class Iteration:
             comm.abandon()
         self.finalization.end()
         self._recorder.forget()
-        self._order.forget()
+        self._path.forget()
         self._prefetch_after.clear()
         self._forward_root = self._caller = None
         if self._backward_end is not None:

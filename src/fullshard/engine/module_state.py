@@ -249,7 +249,7 @@ class ModuleState:
             state._units = state.units
             state._cast_buffers()
         warn_of_large_root(root, units, self.units)
-        self._own_iteration = Iteration(units)
+        self._own_iteration = Iteration(units, list({type(module) for module in root.modules()}))
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)

@@ -33,18 +33,18 @@ _OPTIONS = (
 )
 
 
-def check_alike(units: Sequence[Unit], ledgers: Iterable[Ledger]) -> None:
+def check_alike(units: Sequence[Unit], kinds: Sequence[type], ledgers: Iterable[Ledger]) -> None:
     """Compare a model with that of the other ranks of each group. Every rank must call it.
 
-    Raises DivergenceError, here or in the next wait, if one has built another model or runs other
+    kinds: the classes of its modules. Raises DivergenceError, here or in the next wait, if one has built another model or runs other
     code. The message has the first difference.
     """
-    digest = zlib.crc32("\n".join(describe_units(units)).encode())
+    digest = zlib.crc32("\n".join(describe(units, kinds)).encode())
     # The ledger outlives the model, so it must not keep the units.
     references = [weakref.ref(unit) for unit in units]
 
     def lines() -> list[str]:
-        return describe_units([unit for each in references if (unit := each()) is not None])
+        return describe([unit for each in references if (unit := each()) is not None], kinds)
 
     for ledger in ledgers:
         ledger.enter_compared("first use of the model", digest, lines)
@@ -84,11 +84,11 @@ class FreezeWatch:
         return [param.requires_grad for unit in self._units for param in unit.params]
 
 
-def describe_units(units: Sequence[Unit]) -> list[str]:
+def describe(units: Sequence[Unit], kinds: Sequence[type]) -> list[str]:
     """Return what has to be the same on all ranks, line by line."""
     python = ".".join(platform.python_version_tuple()[:2])
     lines = [f"torch {torch.__version__}", f"fullshard {VERSION}", f"Python {python}"]
-    lines += sorted(_sources(units))
+    lines += sorted(_sources(kinds))
     for unit in units:
         mesh = unit.mesh.plan
         head = f"{unit.path} is a unit"
@@ -115,16 +115,17 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _sources(units: Sequence[Unit]) -> set[str]:
-    """Return a line for each file that defines a class of the units' modules."""
-    slots = [slot for unit in units for param in unit.params for slot in param.slots]
-    classes: set[Any] = {type(module) for slot in slots if (module := slot.module()) is not None}
-    return {line for each in classes if (line := _source_of(each))}
+def _sources(kinds: Iterable[type]) -> set[str]:
+    """Return a line for each file that defines one of these classes or a base of it."""
+    bases: set[Any] = {base for kind in kinds for base in kind.__mro__}
+    return {line for base in bases if (line := _source_of(base))}
 
 
 @functools.cache
 def _source_of(kind: type) -> str:
-    """Return a class's file with a checksum of it; empty if it has none."""
+    """Return a class's file with a checksum of it; empty if it has none, or one of known version."""
+    if kind.__module__.partition(".")[0] in ("torch", "fullshard", "builtins"):
+        return ""
     try:
         path = inspect.getsourcefile(kind)
         data = Path(path).read_bytes() if path else None

@@ -1,0 +1,155 @@
+"""Where a thread of this process is: in which call of torch.distributed, at which line of the program.
+
+Read from its frames, from outside, while it is blocked.
+"""
+
+import contextlib
+import ctypes
+import os
+import traceback
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.ledger import group_key, ledgers
+from fullshard.errors import FullshardError
+from fullshard.plan.standstill import GroupCounts
+from fullshard.torch_private import distributed_world
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parent.parent) + os.sep
+_STANDARD = str(Path(os.__file__).parent) + os.sep
+_DISTRIBUTED = _TORCH + "distributed" + os.sep
+# Modules whose functions block in collectives; the rest of torch.distributed computes or waits for
+# messages between two ranks, of which nobody counts how many there will be.
+_BLOCKING = tuple(
+    _DISTRIBUTED + name for name in ("distributed_c10d.py", "_functional_collectives.py")
+)
+_WRAPPERS = {"wrapper", "inner", "decorate_context", "fn"}
+_BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list"}
+_BETWEEN_TWO |= {"recv_object_list", "_coalescing_manager"}
+# They meet all ranks of the job through the store, which counts nothing.
+_MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "init_process_group"}
+
+
+class Call(NamedTuple):
+    """A function of torch.distributed that blocks.
+
+    meets_all: all ranks of the job have to call it. groups: keys of those it may be blocked in; empty
+    if that is unknown.
+    """
+
+    name: str
+    meets_all: bool
+    groups: tuple[str, ...]
+
+
+def call_of(frame: types.FrameType | None) -> Call | None:
+    """Return the function of torch.distributed in which a thread is blocked; None if it is in none."""
+    while frame is not None and _is_in(frame, _TORCH) and not _is_in(frame, _DISTRIBUTED):
+        frame = frame.f_back  # operators, which have frames of their own
+    if frame is None or not _is_in(frame, *_BLOCKING):
+        return None
+    names, public = [], ""
+    groups = _groups_of(frame)
+    while frame is not None and _is_in(frame, _TORCH):
+        name = frame.f_code.co_name
+        names.append(name)
+        # The outermost function with a name for users, which the program or fullshard called.
+        if name.isidentifier() and not name.startswith("_") and name not in _WRAPPERS:
+            public = (
+                f"torch.distributed's {name}" if _is_in(frame, _DISTRIBUTED) else f"torch's {name}"
+            )
+        frame = frame.f_back
+    if _BETWEEN_TWO & set(names):
+        return None
+    name = public or "a collective of torch.distributed"
+    # The outermost one is what the program called.
+    ours = ""
+    while frame is not None and not _is_program(frame):
+        if _is_in(frame, _OURS):
+            ours = frame.f_code.co_name
+        frame = frame.f_back
+    full = f"{name}, for fullshard's {ours}" if ours else name
+    return Call(full, bool(_MEETING_ALL & set(names)), groups)
+
+
+def _groups_of(frame: types.FrameType) -> tuple[str, ...]:
+    """Return the key of the group in whose collective a function of torch.distributed is."""
+    if "work" not in frame.f_locals or "group" not in frame.f_locals:
+        return ()  # a coalesced or functional one, which names its group in another way
+    group = frame.f_locals["group"]
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        return ()
+    return (group_key(group.group_name, dist.get_process_group_ranks(group)),)
+
+
+def _is_in(frame: types.FrameType, *prefixes: str) -> bool:
+    return frame.f_code.co_filename.startswith(prefixes)
+
+
+def _is_program(frame: types.FrameType) -> bool:
+    """Whether a frame is of the user's program, as far as its file tells."""
+    name = frame.f_code.co_filename
+    is_standard = name.startswith(_STANDARD) and "site-packages" not in name
+    return not (is_standard or name.startswith((_TORCH, _OURS, "<")))
+
+
+def line_in_program(frame: types.FrameType | None) -> str:
+    """Return the innermost line of the user's program that a thread is in."""
+    while frame is not None:
+        if _is_program(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def stack_of(frame: types.FrameType | None) -> tuple[str, ...]:
+    if frame is None:
+        return ()
+    return tuple(
+        f'  File "{each.filename}", line {each.lineno}, in {each.name}\n    {each.line}'
+        for each in traceback.extract_stack(frame)
+    )
+
+
+def counts_of_groups() -> dict[str, GroupCounts]:
+    """Return how far this rank is in each of its groups, by keys that its members share."""
+    places = {ledger.key: ledger for ledger in ledgers()}
+    found = {key: GroupCounts(len(each.ranks), 0, each.place) for key, each in places.items()}
+    group: Any
+    for group in list(distributed_world.pg_map):
+        ranks = dist.get_process_group_ranks(group)
+        with contextlib.suppress(RuntimeError, AttributeError):  # of backends that do not count
+            issued = int(group._get_sequence_number_for_group())
+            key = group_key(group.group_name, ranks)
+            place = places[key].place if key in places else 0
+            found[key] = GroupCounts(len(ranks), issued, place)
+    return found
+
+
+def describe_error(error: Exception) -> str:
+    lines = traceback.extract_tb(error.__traceback__)
+    at = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
+    return f"{type(error).__name__}: {error}{at}"[:1000]
+
+
+def raise_in(thread: int, error: FullshardError) -> None:
+    """Have a thread raise an error as soon as it runs Python code again."""
+    kind, text = type(error), str(error)
+    # The interpreter takes a class and makes the instance.
+    of_text = type(
+        kind.__name__,
+        (kind,),
+        {
+            "__init__": lambda self: kind.__init__(self, text),
+            "__reduce__": lambda _: (kind, (text,)),
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+        },
+    )
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(of_text))

@@ -1,0 +1,85 @@
+"""A rank's path through a model: what it tells the other ranks of it, and how they compare."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fullshard.comm.interface import Comm
+from fullshard.engine.checks.alike import FreezeWatch, check_alike
+from fullshard.engine.checks.debugging import check_step, debug
+from fullshard.engine.checks.order import ForwardOrder
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_setup import comms_of
+from fullshard.plan.paths import Moment, Phase
+
+
+class Path:
+    """The path of one model. Building it is collective: ranks compare what they have built.
+
+    units: of the model. kinds: the classes of its modules.
+    """
+
+    def __init__(self, units: Sequence[Unit], kinds: Sequence[type]) -> None:
+        self._number = {id(unit): number for number, unit in enumerate(units)}
+        self._step = 0  # forwards with gradients so far
+        self._moment = Moment(0, Phase.BETWEEN)
+        paths = [unit.path for unit in units]
+        ledgers = dict.fromkeys(comm.ledger for comm in comms_of(units))
+        # The model's number in the ledger of each of its groups.
+        self._ledgers = {each: each.add_model(paths) for each in ledgers if each is not None}
+        check_alike(units, kinds, self._ledgers)
+        self._freezing = FreezeWatch(units)
+        self._order = ForwardOrder(units)
+        self._checks_order = False
+        # Replicas may evaluate alone, so they are compared after backward, and not here.
+        self.compare(dict.fromkeys(unit.comm for unit in units))
+
+    def begin_forward(self) -> None:
+        """Begin the root's forward, and tell of parameters that are frozen or trained since the last."""
+        is_step = torch.is_grad_enabled()
+        self._step += is_step
+        self.begin(Phase.FORWARD if is_step else Phase.EVALUATION)
+        if is_step:
+            self._freezing.enter_changes(self._ledgers)
+        self._checks_order = self._order.is_checked
+
+    def begin(self, phase: Phase) -> None:
+        """Say which part of the step this rank is in."""
+        self._moment = Moment(self._step, phase)
+        for ledger, model in self._ledgers.items():
+            ledger.begin(model, self._step, phase)
+
+    def enter(self, units: Sequence[Unit], *, is_training: bool) -> None:
+        """Tell of units whose forward begins. Call it before any gather of theirs.
+
+        Ranks that differ would match each other's gathers. Raises as `ForwardOrder.check` and
+        `check_step`, where these are asked for.
+        """
+        for unit in units:
+            number = self._number[id(unit)]
+            if self._checks_order and is_training:
+                self._order.check(number)
+            if debug.checks_steps:
+                check_step(unit, self._moment)
+            for ledger in self._ledgers:
+                ledger.note(number)
+
+    def leave(self, unit: Unit) -> None:
+        """Tell of a unit whose backward is over. Call it before its reduction."""
+        if debug.checks_steps:
+            check_step(unit, self._moment)
+        for ledger in self._ledgers:
+            ledger.note(self._number[id(unit)])
+
+    def compare(self, comms: Iterable[Comm]) -> None:
+        """Compare ranks that do not see each other's entries. Collective; see `Comm.compare_paths`."""
+        for comm in comms:
+            comm.compare_paths()
+
+    def end_iteration(self) -> None:
+        """Note that the last backward of an iteration is over."""
+        self._order.end_iteration()
+
+    def forget(self) -> None:
+        """Forget an iteration that an exception ended."""
+        self._order.forget()
