@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 IN_ENGINE = {
     "params": {"nodes", "references", "runtime", "unit_mesh"},
     "gradients": {"observer", "params", "references", "runtime"},
-    "checks": {"params", "restoring", "runtime", "unit"},
+    "checks": {"params", "restoring", "runtime", "unit", "unit_setup"},
 }
 
 
