@@ -40,11 +40,13 @@ from fullshard.comm.whereabouts import (
     describe_error,
     line_in_program,
     raise_in,
+    runs_program_beside,
     stack_of,
 )
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.plan.standstill import (
     STEADY_BEATS,
+    STEADY_BEATS_WITH_THREADS,
     GroupCounts,
     Notice,
     State,
@@ -62,6 +64,8 @@ _HOLD_S = 1.5  # for other ranks to come to their verdicts too
 _GRACE_S = 4.0  # for a call of torch.distributed to end after the verdict
 # Notices at which it looks at those of others: often at first, seldom in a long wait.
 _JUDGES_AT = {*range(STEADY_BEATS, 16), *(1 << power for power in range(4, 32))}
+_JUDGES_AT |= {STEADY_BEATS_WITH_THREADS + beats for beats in range(8)}
+_TOLD_AT = {1, STEADY_BEATS, STEADY_BEATS_WITH_THREADS}  # notices that go to the store
 _GATHER_S = 0.5  # for ranks to come to a place at which two differ
 _TELL_S = 1.5  # for the first rank at such a place to say how they differ
 _ANSWER_S = 1.0  # for ranks to say in what they differ
@@ -206,7 +210,7 @@ class Sentry(Teller):
             notice = dataclasses.replace(notice, beat=self._last.beat + 1)
         self._last = notice
         # What is posted stays true until it is taken back, so a store is told seldom.
-        self._post(notice, to_store=notice.beat in (1, STEADY_BEATS))
+        self._post(notice, to_store=notice.beat in _TOLD_AT)
         if self._delivered_at is None and notice.beat in _JUDGES_AT:
             self._judge(notice)
         elif self._delivered_at is not None and not is_same:
@@ -301,7 +305,8 @@ class Sentry(Teller):
     def _look(self) -> Notice:
         """Return a notice of what this rank does now."""
         waiting = self._waiting
-        frame = sys._current_frames().get(self._thread_looked_at())
+        thread = self._thread_looked_at()
+        frame = sys._current_frames().get(thread)
         state, where, meets_all = State.RUNS, "", False
         waited: tuple[str, ...] = ()
         if self._group() is None or not dist.is_initialized():
@@ -324,6 +329,7 @@ class Sentry(Teller):
             waited=waited,
             in_group="" if waiting is None else waiting.in_group,
             tails={each.key: each.tail() for each in ledgers() if not each.is_shared},
+            has_threads=runs_program_beside(thread),
             meets_all=meets_all,
             error=self._final,
             is_final=bool(self._final),

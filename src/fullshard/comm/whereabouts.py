@@ -6,6 +6,8 @@ Read from its frames, from outside, while it is blocked.
 import contextlib
 import ctypes
 import os
+import sys
+import threading
 import traceback
 import types
 from pathlib import Path
@@ -106,6 +108,16 @@ def line_in_program(frame: types.FrameType | None) -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def runs_program_beside(thread: int) -> bool:
+    """Whether another thread than this one runs code of the program, libraries left out."""
+    return any(
+        _is_program(frame) and "site-packages" not in frame.f_code.co_filename
+        for ident, innermost in sys._current_frames().items()
+        if ident not in (thread, threading.get_ident())
+        for frame, _ in traceback.walk_stack(innermost)
+    )
 
 
 def stack_of(frame: types.FrameType | None) -> tuple[str, ...]:

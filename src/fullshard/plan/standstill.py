@@ -8,7 +8,7 @@ a rank that is blocked in a collective waits for every member of its group that 
     -> 0 waits for 1 (place 41 < 42), 1 waits for 0 (17 < 18): neither will ever go on
 
 [Note: Certainty] An error here ends a run, so a rank counts as blocked only if it has said the same
-several times, and ranks count as stuck only if all that they wait for, and all that those wait for,
+several times (and for a minute, if it has threads that may call what others wait for), and ranks count as stuck only if all that they wait for, and all that those wait for,
 are blocked and known. A rank that computes, loads data, or is silent may still come; a collective that
 all its ranks have issued may still be moving bytes. Neither is ever called stuck.
 """
@@ -19,8 +19,10 @@ from collections.abc import Mapping, Sequence
 
 from fullshard.plan.paths import by_text, name_ranks
 
-# Notices that a rank has to post unchanged before it counts as blocked; one a second.
+# Notices that a rank has to post unchanged before it counts as blocked; two a second. More if the
+# program has other threads: what one waits for, another may still be about to call.
 STEADY_BEATS = 3
+STEADY_BEATS_WITH_THREADS = 120
 
 
 class State(str, enum.Enum):
@@ -61,6 +63,7 @@ class Notice:
     in_group: key of the process group that it waits for in fullshard's code; empty for shared memory
         and for groups of fullshard's own.
     tails: of each group whose ledger is not in shared memory.
+    has_threads: whether other threads of its process run code of the program.
     meets_all: whether it waits for every rank of the job, which no counter shows.
     error: the exception that ended it, or that it is about to raise; empty if there is none.
     is_final: whether ``error`` is to be raised by all ranks that wait for this one.
@@ -78,6 +81,7 @@ class Notice:
     waited: tuple[str, ...] = ()
     in_group: str = ""
     tails: Tails = dataclasses.field(default_factory=dict)
+    has_threads: bool = False
     meets_all: bool = False
     error: str = ""
     is_final: bool = False
@@ -87,7 +91,8 @@ class Notice:
     @property
     def is_blocked(self) -> bool:
         """Whether it has been in one collective for a while."""
-        return self.state in (State.WAITS, State.CALLS) and self.beat >= STEADY_BEATS
+        steady = STEADY_BEATS_WITH_THREADS if self.has_threads else STEADY_BEATS
+        return self.state in (State.WAITS, State.CALLS) and self.beat >= steady
 
     @property
     def has_gone(self) -> bool:
