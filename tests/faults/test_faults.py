@@ -93,8 +93,8 @@ def _plans() -> list[Plan]:
         Plan("swap", "process_group"),
         Plan("skip", "process_group"),
         Plan("evaluate", "process_group"),
-        *(Plan(fault, "hosts") for fault in ("swap", "no_backward", "frozen", "evaluate", "kill")),
-        *(Plan(fault, "hosts") for fault in ("barrier", "raise_in_loss", "full_state")),
+        *(Plan(fault, "hosts") for fault in ("swap", "frozen", "freeze", "barrier")),
+        *(Plan(fault, "hosts", size=3) for fault in ("kill", "raise_in_loss")),
         Plan("state_dict", "process_group", size=3, rank=0),
         Plan("barrier", "auto", size=3, rank=2),
     ]

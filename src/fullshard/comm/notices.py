@@ -82,6 +82,14 @@ class Board:
         """Whether some rank shares no memory with this one."""
         return len({rank for slots in _slots for rank in slots.ranks}) < self._world_size
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the store answers."""
+        with contextlib.suppress(Exception):
+            self._connected().check([_LINES])
+            return True
+        return False
+
     def post(self, notice: Notice, *, to_store: bool = True) -> None:
         """Show this rank's notice to all ranks that can see it."""
         text = _encoded(notice)
@@ -135,6 +143,11 @@ class Board:
                         )
                 time.sleep(0.02)
         return found
+
+    def roll_call(self, key: str, rank: int, ranks: Collection[int], timeout_s: float) -> set[int]:
+        """Say that this rank is there; return those of ``ranks`` that do not say so in time."""
+        self.post_lines(key, rank, [])
+        return set(ranks) - set(self.read_lines(key, ranks, timeout_s))
 
     def _connected(self) -> Any:
         """Return a connection to the store of its own: the program's may be waiting in a call."""

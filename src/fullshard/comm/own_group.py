@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm.backends import backend_names, timeout_s
 from fullshard.comm.exchange import exchange_through_group
-from fullshard.torch_private import default_store
+from fullshard.torch_private import default_store, naming_groups
 
 _SPARE_FILES = 16
 
@@ -40,17 +40,22 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     if group in _own:
         return _own[group]
-    # Asked first: if one rank failed to connect, the others would wait for it.
-    if not all(exchange_through_group(_can_connect(group.size()), group)):
-        _own[group] = group
-        return group
-    made = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=datetime.timedelta(seconds=timeout_s(group)),
-        backend="gloo",
-        use_local_synchronization=True,  # ranks outside the group do not come here
-        group_desc="fullshard",
-    )
+    # Asked first: if one rank failed to connect, the others would wait for it. With a number of its own
+    # a name is never used again, also after groups were destroyed: the store keeps what it was told.
+    told = exchange_through_group((_can_connect(group.size()), _numbers[-1]), group)
+    number = max(number for _, number in told) + 1
+    _numbers[:] = [number]
+    with naming_groups(f"fullshard {number} of {group.group_name}") as can_name:
+        if not (can_name and all(able for able, _ in told)):
+            _own[group] = group
+            return group
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=datetime.timedelta(seconds=timeout_s(group)),
+            backend="gloo",
+            use_local_synchronization=True,  # ranks outside the group do not come here
+            group_desc="fullshard",
+        )
     assert made is not None
     _own[group] = _own[made] = made
     return made
@@ -66,5 +71,6 @@ def _can_connect(size: int) -> bool:
         return False
 
 
+_numbers = [0]  # of the last group that was made
 _own: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
 _own = weakref.WeakKeyDictionary()

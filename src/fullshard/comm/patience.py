@@ -161,8 +161,12 @@ def unreachable(ranks: Iterable[int], label: str, words: str) -> FullshardError:
 
     words: the backend's.
     """
-    if left := [rank for rank in ranks if sentry().last_words(rank) is not None]:
+    others = list(ranks)
+    if left := [rank for rank in others if sentry().last_words(rank) is not None]:
         return loss(left, label)
+    # On other hosts: those whose connection broke too are there to say so, the lost one is not.
+    if missing := sentry().missing(others, f"lost in {label}{_now()}"):
+        return loss(missing, label)
     return CommError(
         f"{label} (rank {dist.get_rank()}): a rank could not be reached, though no process of the "
         "group has ended on this host. Look for the cause in the output of the other ranks. The "

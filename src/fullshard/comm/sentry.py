@@ -68,6 +68,7 @@ _JUDGES_AT |= {STEADY_BEATS_WITH_THREADS + beats for beats in range(8)}
 _TOLD_AT = {1, STEADY_BEATS, STEADY_BEATS_WITH_THREADS}  # notices that go to the store
 _GATHER_S = 0.5  # for ranks to come to a place at which two differ
 _TELL_S = 1.5  # for the first rank at such a place to say how they differ
+_ROLL_CALL_S = 2.0  # for ranks to say that they are there, after a connection broke
 _ANSWER_S = 1.0  # for ranks to say in what they differ
 _EXIT_CODE = 1
 
@@ -179,6 +180,15 @@ class Sentry(Teller):
     def read(self, ranks: Iterable[int]) -> dict[int, Notice]:
         """Return what these ranks have said of themselves, of those that have."""
         return self._board.read(list(ranks))
+
+    def missing(self, ranks: Iterable[int], about: str) -> set[int]:
+        """Return those of these ranks that do not answer, after a connection of all has broken.
+
+        about: what broke, the same on all ranks. Empty if the store does not answer either.
+        """
+        others = list(ranks)
+        found = self._board.roll_call(about, self._rank, others, _ROLL_CALL_S)
+        return found if self._board.is_reachable else set()
 
     def last_words(self, rank: int) -> Notice | None:
         """Return what a rank that has left or ended has said last; None if it has said nothing."""

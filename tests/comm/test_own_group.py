@@ -1,0 +1,61 @@
+"""A group of fullshard's own: made by any ranks, however many groups each of them is in."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.own_group import is_gloo, own_group
+from tests.harness import on_ranks, rank
+
+
+@on_ranks(4)
+def test_ranks_in_different_numbers_of_groups_make_one() -> None:
+    """torch names such groups by how many the rank is in: it would wait for another name for ever."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([1, 2])]
+    mine = [pair for pair in pairs if isinstance(pair, dist.ProcessGroup)]
+    assert len(mine) == (2 if rank() in (1, 2) else 1)
+    world = dist.group.WORLD
+    assert world is not None
+    for group in (*mine[:1], world):
+        own = own_group(group)
+        assert own is not group
+        assert own is own_group(group)  # made once
+        assert own is own_group(own)
+        assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(group)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=own)
+        assert total.item() == group.size()
+    for pair in mine:
+        dist.destroy_process_group(pair)
+
+
+@on_ranks(2)
+def test_a_group_that_took_the_place_of_another_gets_one_of_its_own() -> None:
+    """The store still has the addresses of the earlier one, under its name."""
+    for _ in range(2):
+        group = dist.new_group([0, 1])
+        assert isinstance(group, dist.ProcessGroup)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=own_group(group))
+        assert total.item() == 2
+        dist.destroy_process_group(own_group(group))
+        dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_where_one_rank_may_open_no_more_files_all_share_the_programs_group() -> None:
+    import resource
+
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    assert is_gloo(group)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        if rank() == 0:
+            stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (40, limits[1]))
+        assert own_group(group) is group
+    dist.destroy_process_group(group)
