@@ -120,6 +120,8 @@ class Ledger:
         self.pids: dict[int, int] = {}  # by global rank, of ranks whose processes can be looked at
         self._lines: tuple[int, Callable[[], Sequence[str]]] = (0, list)  # of a place, the last
         self._moment = 0
+        # Entries of a rank that shares no memory, by slot: checksum, moment, text.
+        self._alone = [(0, 0, b"")] * _KEPT
         self.thread = threading.main_thread().ident  # that runs the model
         self._trail = self._own + _ENTRIES_NBYTES // _WORD_NBYTES
         self._num_noted = 0
@@ -141,6 +143,9 @@ class Ledger:
         checksum, text = known
         self.place = place = self.place + 1
         self.rolling = (self.rolling * _FACTOR ^ checksum) & _ROLLING
+        if self._fence is None:  # nobody else reads it
+            self._alone[place % _KEPT] = checksum, self._moment, text
+            return
         offset = place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
         word = (place & _PLACES) << 32 | checksum
         words, first = self._words, self._own + offset
@@ -149,8 +154,6 @@ class Ledger:
         self._text[start : start + _TEXT_NBYTES] = text
         words[first + 1] = self._moment
         words[first] = word
-        if self._fence is None:
-            return
         # Without it this rank could read the others' words before its own is visible. If two ranks
         # did so, neither would see the other's: see [Note: Entries].
         self._fence()
@@ -188,7 +191,7 @@ class Ledger:
 
     def last_of(self, part: int) -> Entry | None:
         """Return the last entry of a rank of the group whose part is in reach."""
-        if part not in self._base:
+        if part not in self._base or self._fence is None:
             return None
         stride = _ENTRY_NBYTES // _WORD_NBYTES
         places = [self._words[self._base[part] + slot * stride] >> 32 for slot in range(_KEPT)]
@@ -254,6 +257,10 @@ class Ledger:
         return {part: word for part, word in words if word >> 32 == place & _PLACES}
 
     def _entry(self, part: int, place: int) -> Entry:
+        if self._fence is None:
+            checksum, word, text = self._alone[place % _KEPT]
+            shown = text.rstrip(b"\0").decode(errors="replace")
+            return Entry(place, checksum, _moment_of(word), shown)
         first = self._base[part] + place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
         start = (first + _ENTRY_WORDS) * _WORD_NBYTES
         text = bytes(self._text[start : start + _TEXT_NBYTES]).rstrip(b"\0")
