@@ -200,6 +200,8 @@ class Job:
         plan = self.plan
         for step in range(1, NUM_STEPS + 1):
             is_here = plan.is_at(step, self.rank)
+            if step == plan.step and not is_here and plan.fault == "other_call":
+                dist.barrier()
             if step == plan.step:
                 self.planted_at = time.monotonic()
             if is_here and plan.fault == "out_of_data":
@@ -345,6 +347,7 @@ BETWEEN_STEPS: dict[str, Callable[[Job], Any]] = {
     "metric": lambda _: dist.all_reduce(torch.ones(1)),
     "objects": lambda job: dist.all_gather_object([None] * job.plan.size, "metric"),
     "freeze": _freeze,
+    "other_call": lambda _: dist.all_reduce(torch.ones(1)),
     "kill": _kill,
     "stop": _stop,
     "exit": lambda _: sys.exit(3),
@@ -368,7 +371,7 @@ LEAVES = ("exit", "barrier", "metric", "evaluate", "save", "destroy")
 ENDS = ("kill", "exit", "exit_at_once")
 STALLS = ("sleep", "stop")
 ALONE = ("unshard", "evaluate", "generate", "state_dict", "full_state", "save")
-ALONE += ("barrier", "metric", "objects", "freeze")
+ALONE += ("barrier", "metric", "objects", "freeze", "other_call")
 FAULTS = (*ROUTES, *BUILDS, *IN_STEPS, *RAISES, *ALONE, *ENDS, *STALLS, "out_of_data")
 
 

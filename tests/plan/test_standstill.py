@@ -121,6 +121,16 @@ def test_operations_of_different_kinds_that_are_paired_are_stuck() -> None:
     assert not _stuck(replace(ours, groups={"world": GroupCounts(2, 8, 42)}), barrier)
 
 
+def test_different_collectives_of_the_program_that_are_paired_are_stuck() -> None:
+    one = replace(_blocked(0, 8, 41), op="barrier", waited=("world",))
+    two = replace(_blocked(1, 8, 41), op="all_reduce", waited=("world",))
+    assert _stuck(one, two) == {0, 1}
+    assert not _stuck(one, replace(two, op="barrier"))
+    # A functional one does not say in which group it is.
+    assert _stuck(one, replace(two, op="wait_tensor", waited=())) == {0, 1}
+    assert not _stuck(replace(one, waited=()), replace(two, waited=()))
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(State), st.integers(0, 4), st.integers(0, 2), st.integers(0, 2)),

@@ -74,10 +74,9 @@ _EXIT_CODE = 1
 
 
 class _Waiting(NamedTuple):
-    """A wait in a collective of fullshard's. thread: that waits. Others as of `Notice`."""
+    """A wait in a collective of fullshard's. groups: `Notice.waited`, in_group: as there."""
 
     label: str
-    thread: int
     groups: tuple[str, ...]
     in_group: str
 
@@ -96,7 +95,7 @@ class Sentry(Teller):
         self._delivered_at: float | None = None
         self._about = ""  # the ledger and place at which ranks differ, if that is what is final
         self._final = ""  # an error that all ranks raise which wait for this one
-        self._waiting: _Waiting | None = None
+        self._waits: dict[int, _Waiting] = {}  # by thread
         self._progress = -1
         self._still_since = time.monotonic()
         self._last: Notice | None = None
@@ -134,12 +133,16 @@ class Sentry(Teller):
         groups: keys of the groups whose ranks it waits for. in_group: the one among them in which the
         program has collectives too, if that is so.
         """
-        before = self._waiting
-        self._waiting = _Waiting(label, threading.get_ident(), groups, in_group)
+        thread = threading.get_ident()
+        before = self._waits.get(thread)
+        self._waits[thread] = _Waiting(label, groups, in_group)
         try:
             yield
         finally:
-            self._waiting = before
+            if before is None:
+                del self._waits[thread]
+            else:
+                self._waits[thread] = before
 
     def check(self) -> None:
         """Raise what the sentry has found, once. To be called in every wait."""
@@ -306,26 +309,25 @@ class Sentry(Teller):
     # What this rank does
 
     def _thread_looked_at(self) -> int:
-        waiting = self._waiting
-        if waiting is not None:
-            return waiting.thread
         threads = [ledger.thread for ledger in ledgers()]
-        return next((each for each in threads if each is not None), threading.get_ident())
+        usual = next((each for each in threads if each is not None), threading.get_ident())
+        waiting = list(self._waits)  # of threads
+        return usual if usual in waiting or not waiting else waiting[0]
 
     def _look(self) -> Notice:
         """Return a notice of what this rank does now."""
-        waiting = self._waiting
         thread = self._thread_looked_at()
+        waiting = self._waits.get(thread)
         frame = sys._current_frames().get(thread)
-        state, where, meets_all = State.RUNS, "", False
+        state, where, op, meets_all = State.RUNS, "", "", False
         waited: tuple[str, ...] = ()
         if self._group() is None or not dist.is_initialized():
             state = State.LEFT
         elif waiting is not None:
             state, where, waited = State.WAITS, waiting.label, waiting.groups
         elif (call := call_of(frame)) is not None:
-            state, where, meets_all = State.CALLS, call.name, call.meets_all
-            waited = call.groups
+            state, where, op, waited = State.CALLS, call.name, call.op, call.groups
+            meets_all = call.meets_all
         if state is not State.LEFT:
             self._groups = counts_of_groups()
         return Notice(
@@ -333,6 +335,7 @@ class Sentry(Teller):
             state,
             beat=1,
             where=where,
+            op=op,
             at=line_in_program(frame),
             moment=_moment(),
             groups=self._groups,

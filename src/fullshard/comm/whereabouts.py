@@ -40,11 +40,12 @@ _MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "ini
 class Call(NamedTuple):
     """A function of torch.distributed that blocks.
 
-    meets_all: all ranks of the job have to call it. groups: keys of those it may be blocked in; empty
-    if that is unknown.
+    op: the collective that it is blocked in. meets_all: all ranks of the job have to call it. groups:
+    keys of those it may be blocked in; empty if that is unknown.
     """
 
     name: str
+    op: str
     meets_all: bool
     groups: tuple[str, ...]
 
@@ -76,7 +77,8 @@ def call_of(frame: types.FrameType | None) -> Call | None:
             ours = frame.f_code.co_name
         frame = frame.f_back
     full = f"{name}, for fullshard's {ours}" if ours else name
-    return Call(full, bool(_MEETING_ALL & set(names)), groups)
+    op = next(each for each in names if each not in _WRAPPERS)
+    return Call(full, op, bool(_MEETING_ALL & set(names)), groups)
 
 
 def _groups_of(frame: types.FrameType) -> tuple[str, ...]:

@@ -57,7 +57,8 @@ class Notice:
     """What a rank that stands still says of itself.
 
     beat: how often it has said so without having moved since.
-    where: the operation or function. at: the line of the program. moment: step and phase.
+    where: the operation or function. op: the collective in which torch.distributed blocks; empty if
+        it is in none. at: the line of the program. moment: step and phase.
     groups: by a key that is the same on all ranks of the group.
     waited: keys of the groups that it may be waiting for; empty if nobody knows, which means any.
     in_group: key of the process group that it waits for in fullshard's code; empty for shared memory
@@ -75,6 +76,7 @@ class Notice:
     state: State
     beat: int = 0
     where: str = ""
+    op: str = ""
     at: str = ""
     moment: str = ""
     groups: Mapping[str, GroupCounts] = dataclasses.field(default_factory=dict)
@@ -134,11 +136,21 @@ def _waits(one: Notice, other: Notice, key: str) -> bool:
     mine, its = one.groups[key], other.groups[key]
     if its.issued < mine.issued or its.place < mine.place:
         return True
-    # Both are in a collective of the same group, and have issued equally many: but the other one in
-    # place of something else. Of fullshard's it has entered more than this one, and issued it, so this
-    # one's last, which is the program's own, is paired with another operation.
+    if mine.issued != its.issued:
+        return False
+    # Both have issued equally many, so this one's last is paired with the other's last. They are no pair
+    # if the program calls different functions,
+    has_ops = one.op != "" and other.op not in ("", one.op)
+    if has_ops and other.is_blocked and _may_be_in(one, key) and _may_be_in(other, key):
+        return bool(one.waited or other.waited)
+    # or if the other one's is fullshard's, which has entered more than this one.
     is_other_kind = one.state is State.CALLS and other.in_group == key
-    return is_other_kind and its.place > mine.place and its.issued == mine.issued
+    return is_other_kind and its.place > mine.place
+
+
+def _may_be_in(notice: Notice, key: str) -> bool:
+    """Whether a rank may be blocked in a group's collective."""
+    return key in notice.waited or not notice.waited
 
 
 def find_stuck(notices: Mapping[int, Notice], world_size: int) -> set[int]:
