@@ -7,9 +7,10 @@ collectives can only meet each other, and the ledger sees to it that they are th
 """
 
 import datetime
+import importlib
 import os
-import resource
 import weakref
+from typing import Any
 
 import torch.distributed as dist
 
@@ -65,9 +66,10 @@ def _can_connect(size: int) -> bool:
     """Return whether this process may open connections to so many ranks, as far as it can tell."""
     try:
         default_store().set(f"fullshard/connects/{dist.get_rank()}", "")  # ranks meet through it
+        resource: Any = importlib.import_module("resource")  # Unix has it
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return len(os.listdir("/proc/self/fd")) + 2 * size + _SPARE_FILES <= limit  # noqa: PTH208
-    except (OSError, RuntimeError):
+        return bool(len(os.listdir("/proc/self/fd")) + 2 * size + _SPARE_FILES <= limit)  # noqa: PTH208
+    except (OSError, RuntimeError, ImportError):
         return False
 
 
