@@ -55,6 +55,7 @@ _REMEDIES = {
     ),
     "frozen": "Freeze the same parameters on every rank, before the same step.",
     "built": "Build and shard the same model on every rank, in the same order.",
+    "calls": "Let every rank make the same calls, in the same order.",
     "paths": (
         "Let every rank run the same units in the same order, and make the same calls. Or, where "
         "ranks read each other's memory (describe(model) says so), call "
@@ -355,7 +356,10 @@ def _kind_of(texts: Collection[str]) -> str:
         return "built"
     has_sizes = all(text.endswith(" bytes)") for text in texts)  # they are not cut off
     is_same = len({text.rpartition(" (")[0] for text in texts}) == 1
-    return "sizes" if is_same and has_sizes else "paths"
+    if is_same and has_sizes:
+        return "sizes"
+    # Of units that only some ranks run, reductions meet other reductions, or the end of the pass.
+    return "paths" if any(": reduce-scatter" in text for text in texts) else "calls"
 
 
 def group_key(name: str, ranks: Sequence[int]) -> str:

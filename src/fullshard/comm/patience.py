@@ -143,7 +143,7 @@ def loss(ranks: Iterable[int], label: str) -> FullshardError:
     what = f"{'. '.join(texts)}. Others wait for {name_ranks(gone)} in {label}{_now()}"
     if all(notice is not None and not notice.error for notice in words.values()):
         return DivergenceError(
-            f"Ranks run different numbers of steps: {what}. Let every rank run as many, and leave "
+            f"Ranks do not end together: {what}. Let every rank run as many steps, and leave "
             "together; one that has run out of data has to tell the others."
         )
     return PeerLostError(

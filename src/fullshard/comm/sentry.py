@@ -46,7 +46,6 @@ from fullshard.comm.whereabouts import (
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.plan.standstill import (
     STEADY_BEATS,
-    STEADY_BEATS_WITH_THREADS,
     GroupCounts,
     Notice,
     State,
@@ -64,8 +63,7 @@ _HOLD_S = 1.5  # for other ranks to come to their verdicts too
 _GRACE_S = 4.0  # for a call of torch.distributed to end after the verdict
 # Notices at which it looks at those of others: often at first, seldom in a long wait.
 _JUDGES_AT = {*range(STEADY_BEATS, 16), *(1 << power for power in range(4, 32))}
-_JUDGES_AT |= {STEADY_BEATS_WITH_THREADS + beats for beats in range(8)}
-_TOLD_AT = {1, STEADY_BEATS, STEADY_BEATS_WITH_THREADS}  # notices that go to the store
+_TOLD_AT = {1, STEADY_BEATS}  # notices that go to the store
 _GATHER_S = 0.5  # for ranks to come to a place at which two differ
 _TELL_S = 1.5  # for the first rank at such a place to say how they differ
 _ROLL_CALL_S = 2.0  # for ranks to say that they are there, after a connection broke
@@ -357,7 +355,8 @@ class Sentry(Teller):
         # The second is set when Python has printed the exception that ended the program. In children of
         # multiprocessing the exception is still on its way.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        self._say_last(describe_error(error) if isinstance(error, Exception) else "")
+        is_ordinary = isinstance(error, SystemExit) and error.code in (None, 0)
+        self._say_last("" if error is None or is_ordinary else describe_error(error))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _TICK_S)
 

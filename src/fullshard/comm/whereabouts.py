@@ -146,7 +146,7 @@ def counts_of_groups() -> dict[str, GroupCounts]:
     return found
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     lines = traceback.extract_tb(error.__traceback__)
     at = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
     return f"{type(error).__name__}: {error}{at}"[:1000]

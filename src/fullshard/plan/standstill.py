@@ -8,7 +8,7 @@ a rank that is blocked in a collective waits for every member of its group that 
     -> 0 waits for 1 (place 41 < 42), 1 waits for 0 (17 < 18): neither will ever go on
 
 [Note: Certainty] An error here ends a run, so a rank counts as blocked only if it has said the same
-several times (and for a minute, if it has threads that may call what others wait for), and ranks count as stuck only if all that they wait for, and all that those wait for,
+several times and runs no other threads of the program's, and ranks count as stuck only if all that they wait for, and all that those wait for,
 are blocked and known. A rank that computes, loads data, or is silent may still come; a collective that
 all its ranks have issued may still be moving bytes. Neither is ever called stuck.
 """
@@ -19,10 +19,8 @@ from collections.abc import Mapping, Sequence
 
 from fullshard.plan.paths import by_text, name_ranks
 
-# Notices that a rank has to post unchanged before it counts as blocked; two a second. More if the
-# program has other threads: what one waits for, another may still be about to call.
+# Notices that a rank has to post unchanged before it counts as blocked; two a second.
 STEADY_BEATS = 3
-STEADY_BEATS_WITH_THREADS = 120
 
 
 class State(str, enum.Enum):
@@ -92,9 +90,12 @@ class Notice:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it has been in one collective for a while."""
-        steady = STEADY_BEATS_WITH_THREADS if self.has_threads else STEADY_BEATS
-        return self.state in (State.WAITS, State.CALLS) and self.beat >= steady
+        """Whether it has been in one collective for a while, and nothing else of it may come.
+
+        What one thread waits for, another thread of the program may still be about to call.
+        """
+        is_in_collective = self.state in (State.WAITS, State.CALLS)
+        return is_in_collective and self.beat >= STEADY_BEATS and not self.has_threads
 
     @property
     def has_gone(self) -> bool:
