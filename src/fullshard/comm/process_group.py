@@ -154,6 +154,10 @@ class PendingReduction:
         return self.present()
 
 
+def _enter_nowhere(what: str, nbytes: int = 0) -> None:
+    """Stand for `Ledger.enter` where ranks have no ledger."""
+
+
 def do_nothing() -> None:
     """Do nothing: what remains after collectives that fill their output directly."""
 
@@ -162,6 +166,8 @@ class ProcessGroupComm(Comm):
     """Communication through the collectives of one c10d process group, on any device and backend.
 
     group: the ranks, as the program has them. moving_group: what their bytes travel through.
+    enter: enters in the ledger what all ranks do next, and how many bytes it moves; raises
+        DivergenceError, before any data moves, if another rank has entered something else.
     sums_natively: whether the backend forms sums, in the dtype that travels.
     gather_regions, reduce_regions: pools of memory for packed parameters and packed gradients.
     """
@@ -201,6 +207,8 @@ class ProcessGroupComm(Comm):
         # None until `compare_ranks`, since making one is collective; except if another
         # communication over the same group has made it already.
         self._ledger = known_ledger(group) if known else None
+        # Called before every collective, so without a method in between.
+        self.enter = _enter_nowhere if self._ledger is None else self._ledger.enter
         self._timeout_s = timeout_s(group) if known else 0.0
         self._is_gloo = known and self.backend == "gloo"
 
@@ -208,6 +216,7 @@ class ProcessGroupComm(Comm):
         """Compare from now on what ranks do. Every rank must call it, before any collective."""
         if isinstance(self.group, dist.ProcessGroup):
             self._ledger = ledger_of(self.group, self.backend)
+            self.enter = _enter_nowhere if self._ledger is None else self._ledger.enter
 
     def compare_paths(self) -> None:
         ledger = self._ledger
@@ -218,14 +227,6 @@ class ProcessGroupComm(Comm):
         work.wait()
         if len(set(map(tuple, everyones.view(self.size, 2).tolist()))) > 1:
             raise compare_tails(ledger, self.group)
-
-    def enter(self, what: str, nbytes: int) -> None:
-        """Enter in the ledger what all ranks do next, and how many bytes it moves.
-
-        Raises DivergenceError, before any data moves, if another rank has entered something else.
-        """
-        if self._ledger is not None:
-            self._ledger.enter(what, nbytes)
 
     def wait_all(self, works: Sequence[Any], label: str) -> None:
         """Wait for collectives. None stands for one that runs on the stream that called it.

@@ -27,6 +27,8 @@ class Path:
         ledgers = dict.fromkeys(comm.ledger for comm in comms_of(units))
         # The model's number in the ledger of each of its groups.
         self._ledgers = {each: each.add_model(paths) for each in ledgers if each is not None}
+        # Trails are compared where ranks see each other's: elsewhere nobody would read them.
+        self._notes = [each.note for each in self._ledgers if each.is_shared]
         check_alike(units, kinds, self._ledgers)
         self._freezing = FreezeWatch(units)
         self._order = ForwardOrder(units)
@@ -55,21 +57,23 @@ class Path:
         Ranks that differ would match each other's gathers. Raises as `ForwardOrder.check` and
         `check_step`, where these are asked for.
         """
+        if not (self._notes or self._checks_order or debug.checks_steps):
+            return
         for unit in units:
             number = self._number[id(unit)]
             if self._checks_order and is_training:
                 self._order.check(number)
             if debug.checks_steps:
                 check_step(unit, self._moment)
-            for ledger in self._ledgers:
-                ledger.note(number)
+            for note in self._notes:
+                note(number)
 
     def leave(self, unit: Unit) -> None:
         """Tell of a unit whose backward is over. Call it before its reduction."""
         if debug.checks_steps:
             check_step(unit, self._moment)
-        for ledger in self._ledgers:
-            ledger.note(self._number[id(unit)])
+        for note in self._notes:
+            note(self._number[id(unit)])
 
     def compare(self, comms: Iterable[Comm]) -> None:
         """Compare ranks that do not see each other's entries. Collective; see `Comm.compare_paths`."""
