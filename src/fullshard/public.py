@@ -111,7 +111,7 @@ from fullshard.watch.describe import describe
 from fullshard.watch.memory import MemoryCategory, MemoryReport, memory_report
 from fullshard.watch.trace import Tracing, trace
 
-__all__ = [  # noqa: RUF022  (sorted as Python sorts)
+__all__ = [
     "AllGather",
     "AllocationError",
     "BackwardPrefetch",
@@ -126,10 +126,10 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "CustomPolicy",
     "DDPMeshInfo",
     "DamagedCheckpointError",
-    "DivergenceError",
     "DataParallelMeshDims",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "DivergenceError",
     "EMA",
     "ExportedState",
     "ExportedWeights",
