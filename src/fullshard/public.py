@@ -111,7 +111,7 @@ from fullshard.watch.describe import describe
 from fullshard.watch.memory import MemoryCategory, MemoryReport, memory_report
 from fullshard.watch.trace import Tracing, trace
 
-__all__ = [
+__all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "AllGather",
     "AllocationError",
     "BackwardPrefetch",
