@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": NEAR_TORCH | {"plan"},
     "engine": NEAR_TORCH | {"comm", "plan", "versions"},
     "faces": NEAR_TORCH | {"engine", "plan"},
-    "offline": BASE | {"checkpoint", "huggingface", "plan"},
+    "offline": BASE | {"checkpoint", "huggingface", "plan", "state"},
     "checkpoint": BASE | {"comm", "engine", "plan", "state", "versions"},
     "huggingface": BASE | {"checkpoint", "plan", "state"},
     "live": NEAR_TORCH | {"comm", "engine", "plan", "state"},

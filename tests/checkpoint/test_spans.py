@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.checkpoint.spans import Limits, Wanted, parts_to_read, read_shared, span
-from fullshard.checkpoint.writing import bytes_of
 from fullshard.plan.boxes import Box, common, tiling_fault, whole_box
+from fullshard.state.host_memory import bytes_of
 
 _SIDES = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=4

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fullshard
@@ -140,8 +142,61 @@ def test_what_one_rank_cannot_do_all_refuse(api: Api) -> None:
     model = nn.Linear(3, 4, device="meta" if rank() else "cpu")
     with pytest.raises(StateError, match="meta device"):
         fullshard.iter_full_state(model)
-    with pytest.raises(StateError, match="ranks 0 to 1"):
-        fullshard.iter_full_state(nn.Linear(3, 4), to_rank=2)
+    with pytest.raises(StateError, match="to_rank is 2, but ranks 0, 1 have this model"):
+        fullshard.iter_full_state(net(), to_rank=2)
+
+
+# Models of some ranks
+
+
+def _pairs() -> DeviceMesh:
+    """Return the mesh of this rank's pair: ranks 0 and 1, or 2 and 3."""
+    mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "member"))["member"]
+    return mesh
+
+
+@on_ranks(4)
+def test_models_of_one_name_on_different_ranks_stay_apart(api: Api) -> None:
+    model, own = net(seed=rank() // 2), net(seed=rank() // 2)
+    api.fully_shard(model, mesh=_pairs())
+    _assert_is_state(list(fullshard.iter_full_state(model)), own)
+    (weights,) = fullshard.stream_weights(model)
+    _assert_is_state(weights, own)
+    other = 2 - rank() // 2 * 2
+    with pytest.raises(
+        StateError, match=f"to_rank is {other}, but ranks {2 - other}, {3 - other} have"
+    ):
+        fullshard.iter_full_state(model, to_rank=other)
+
+
+@on_ranks(3)
+def test_ranks_without_the_model_do_not_join(api: Api) -> None:
+    ranks = [0, 2]
+    mesh = DeviceMesh("cpu", ranks)
+    torch.manual_seed(3)
+    by_hand = nn.Linear(3, 4)
+    own = copy.deepcopy(by_hand)
+    if rank() in ranks:
+        model = net()
+        api.fully_shard(model, mesh=mesh)
+        found = list(fullshard.iter_full_state(model, to_rank=2))
+        if rank() == 2:
+            _assert_is_state(found, net())
+        else:
+            assert not found
+        distribute_module(by_hand, mesh)  # no unit, so no group that is known
+        _assert_is_state(list(fullshard.iter_full_state(by_hand)), own)
+
+
+@on_ranks(2)
+def test_values_that_nothing_keeps_equal_are_named_where_they_differ(api: Api) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    api.fully_shard(model[0], mesh=mesh_of(2))
+    with torch.no_grad():
+        model[1].bias.fill_(rank())
+    with pytest.warns(UserWarning, match=r"^1.bias: rank 1 has .* whose are given to all"):
+        found = dict(fullshard.iter_full_state(model))
+    assert found["1.bias"].eq(0).all()
 
 
 # For rollout engines

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.checksums import checksum
-from fullshard.checkpoint.differing import (
-    differing_scalars,
-    differing_tensors,
-    digest_of_values,
-    said_of_differing,
-)
-from fullshard.checkpoint.everyones_groups import merged_values
+from fullshard.checkpoint.everyones_groups import differing_scalars, merged_values
 from fullshard.checkpoint.local_content import LocalContent, Told
 from fullshard.checkpoint.optimizer_state import OptimizerState, agreed_state
 from fullshard.checkpoint.peers import Peers
@@ -27,6 +21,7 @@ from fullshard.checkpoint.values import decoded, encoded
 from fullshard.checkpoint.writing import ToWrite
 from fullshard.errors import CheckpointError
 from fullshard.state.copies import digest_of_unnumbered, numbered, own_share
+from fullshard.state.differing import differing_tensors, digest_of_values, said_of_differing
 from fullshard.state.holdings import HeldTensor, Holding, tensor_holding
 
 
@@ -67,7 +62,7 @@ def agreed_content(own: LocalContent, told: Sequence[Told], peers: Peers) -> Con
             raise fault
         content = _joined(own, agreed, differing, peers.rank)
         of_optimizers = repr(content.values["optimizers"]).encode()
-        of_values = digest_of_values(content.holdings) if compares else ""
+        of_values = digest_of_values(content.holdings, checksum) if compares else ""
         held = digest_of_unnumbered(content.holdings)
         return content, (held, checksum(of_optimizers), of_values)
 
@@ -76,13 +71,13 @@ def agreed_content(own: LocalContent, told: Sequence[Told], peers: Peers) -> Con
         name: ranks for state in agreed.values() for name, ranks in state.differing.items()
     }
     if len({(held, of_values) for held, _, of_values in told_now}) > 1:
-        differing_values.update(differing_tensors(content.holdings, peers))
+        differing_values.update(differing_tensors(content.holdings, peers.gathered, checksum))
     content.holdings = numbered(content.holdings, peers.group, [held for held, *_ in told_now])
     if len({of_optimizers for _, of_optimizers, _ in told_now}) > 1:
         everyones = peers.gathered(content.values["optimizers"])
         content.values["optimizers"] = merged_values(everyones)
         differing_values.update(differing_scalars(everyones))
-    content.warning = said_of_differing(differing_values)
+    content.warning = said_of_differing(differing_values, taken="saved")
     return content
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fullshard.errors import CheckpointError
+from fullshard.state.differing import Differing
 
 # As a manifest has them: by section, "class", "groups" and "scalars".
 OptimizerValues = Mapping[str, Mapping[str, Any]]
@@ -29,6 +30,21 @@ def merged_values(everyones: Sequence[OptimizerValues]) -> dict[str, dict[str, A
     return {
         section: _merged(section, [own[section] for own in everyones]) for section in everyones[0]
     }
+
+
+def differing_scalars(everyones: Sequence[OptimizerValues]) -> Differing:
+    """Return where ranks have different values of optimizers that are no tensors, such as steps."""
+    first: dict[str, tuple[int, Any]] = {}
+    names: dict[str, tuple[int, int]] = {}
+    for rank, own in enumerate(everyones):
+        for section, values in own.items():
+            for parameter, scalars in values["scalars"].items():
+                for key, value in scalars.items():
+                    name = f"{section}/{parameter}/{key}"
+                    number, known = first.setdefault(name, (rank, value))
+                    if known != value:
+                        names.setdefault(name, (number, rank))
+    return names
 
 
 def _merged(section: str, everyones: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

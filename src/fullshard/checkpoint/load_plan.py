@@ -18,9 +18,9 @@ from fullshard.checkpoint.optimizer_state import TrainedBy, check_trained
 from fullshard.checkpoint.saved_state import Names, SavedState
 from fullshard.checkpoint.saved_values import SavedValues
 from fullshard.checkpoint.spans import Wanted
-from fullshard.checkpoint.writing import bytes_of
 from fullshard.errors import StateError
 from fullshard.state.holdings import Holding
+from fullshard.state.host_memory import bytes_of
 from fullshard.state.optim_keys import Trained
 from fullshard.state.structure import structure_of
 from fullshard.state.unit_parts import HeldBox

@@ -18,7 +18,6 @@ from fullshard.checkpoint.module_states import MODULE_STATES, States
 from fullshard.checkpoint.optimizer_state import LocalState, TrainedBy, local_state
 from fullshard.checkpoint.random_states import RNG, random_states
 from fullshard.checkpoint.values import encoded
-from fullshard.checkpoint.writing import host_bytes
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.units import without_compile
 from fullshard.state.agreement import Digests
@@ -32,6 +31,7 @@ from fullshard.state.holdings import (
     tensor_holding,
     without_ddp,
 )
+from fullshard.state.host_memory import host_bytes
 from fullshard.state.structure import Structure, structure_of
 
 Models = nn.Module | Mapping[str, nn.Module]

@@ -22,9 +22,9 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.spans import Limits, Wanted, read_at_once, read_shared, scratch
-from fullshard.checkpoint.writing import bytes_of
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, common
+from fullshard.state.host_memory import bytes_of
 
 
 class _Shared(NamedTuple):

@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from fullshard.checkpoint.writing import bytes_of
 from fullshard.plan.boxes import Box
+from fullshard.state.host_memory import bytes_of
 
 T = TypeVar("T")
 

@@ -5,7 +5,6 @@ written block by block, each hashed when it is handed to the system, so memory b
 block for each thread (for tensors on a device: one box).
 """
 
-import ctypes
 import dataclasses
 import functools
 import json
@@ -21,6 +20,7 @@ from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.folder import SHARD_SUFFIX, Folder
 from fullshard.checkpoint.manifest import BLOCK_NBYTES, FileEntry, blocks_of, dtype_name
 from fullshard.plan.boxes import Box
+from fullshard.state.host_memory import host_bytes
 
 T = TypeVar("T")
 
@@ -137,24 +137,6 @@ def divided(items: Sequence[ToWrite]) -> list[list[ToWrite]]:
         sizes[smallest] += item.nbytes
     # Wide dtypes first, which keeps every tensor aligned; then by name, to be found.
     return [sorted(p, key=lambda item: (-item.view.itemsize, item.name)) for p in parts if p]
-
-
-def host_bytes(view: torch.Tensor) -> memoryview:
-    """Return a tensor's elements as bytes in host memory; a view where they lie there in order."""
-    return bytes_of(view.detach().cpu().resolve_conj().resolve_neg().contiguous())
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU as bytes.
-
-    Not through NumPy: after that, torch never resizes the tensor's memory again.
-    """
-    nbytes = tensor.numel() * tensor.itemsize
-    if not nbytes:
-        return memoryview(bytearray())
-    memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-    memory.of = tensor  # type: ignore[attr-defined]  # which lives as long as the bytes are in use
-    return memoryview(memory).cast("B")
 
 
 class Described(NamedTuple):

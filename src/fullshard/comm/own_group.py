@@ -6,17 +6,19 @@ would arrive, or, with other sizes, Gloo would abort the process. In a group of 
 collectives can only meet each other, and the ledger sees to it that they are the same.
 """
 
+import collections
 import datetime
 import importlib
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from fullshard.comm.backends import backend_names, timeout_s
 from fullshard.comm.exchange import exchange_through_group
-from fullshard.torch_private import default_store, naming_groups
+from fullshard.torch_private import default_group, default_store, naming_groups
 
 _SPARE_FILES = 16
 
@@ -62,6 +64,32 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
+def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Return a group of some of the job's ranks, made at the first call. Collective among these ranks.
+
+    ranks: of the job, in order, this one among them. None if it cannot be made without the others.
+    """
+    world = default_group()
+    groups = _over.setdefault(world, {})
+    key = tuple(ranks)
+    if key not in groups:
+        _times_made[key] += 1
+        with naming_groups(f"fullshard {_times_made[key]} over {key}") as can_name:
+            if not can_name:
+                return None
+            made = dist.new_group(
+                [*ranks],
+                timeout=datetime.timedelta(seconds=timeout_s(world)),
+                use_local_synchronization=True,
+                group_desc="fullshard",
+            )
+        assert made is not None
+        if is_gloo(made):
+            mark_own(made)
+        groups[key] = made
+    return groups[key]
+
+
 def _can_connect(size: int) -> bool:
     """Return whether this process may open connections to so many ranks, as far as it can tell."""
     try:
@@ -76,3 +104,8 @@ def _can_connect(size: int) -> bool:
 _numbers = [0]  # of the last group that was made
 _own: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
 _own = weakref.WeakKeyDictionary()
+
+# Those of some ranks, by the job's group and the ranks; and how often one of these ranks was made.
+_over: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]"
+_over = weakref.WeakKeyDictionary()
+_times_made: "collections.Counter[tuple[int, ...]]" = collections.Counter()

@@ -23,7 +23,7 @@ from fullshard.checkpoint.manager import latest_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.reading import Reader
-from fullshard.checkpoint.writing import Described, header_of, host_bytes
+from fullshard.checkpoint.writing import Described, header_of
 from fullshard.errors import CheckpointError
 from fullshard.huggingface.export_folder import (
     ExportFolder,
@@ -38,6 +38,7 @@ from fullshard.huggingface.names import by_new_name, is_wide_float
 from fullshard.huggingface.side_files import Config, check_ties, files_beside
 from fullshard.huggingface.sources import Available, CheckpointSource, ModelSource
 from fullshard.plan.renaming import Rename
+from fullshard.state.host_memory import host_bytes
 
 Progress = Callable[[int, int], object] | None
 

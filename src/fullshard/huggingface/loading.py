@@ -14,7 +14,6 @@ from fullshard.checkpoint.locations import disk_path
 from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.spans import Wanted
-from fullshard.checkpoint.writing import bytes_of
 from fullshard.huggingface.files import Weights, WeightsReader, weights_of
 from fullshard.huggingface.names import (
     by_new_name,
@@ -26,6 +25,7 @@ from fullshard.huggingface.names import (
 from fullshard.plan.boxes import Box
 from fullshard.plan.renaming import Rename
 from fullshard.state.holdings import Holding, holdings_of, tell_loaded
+from fullshard.state.host_memory import bytes_of
 
 ALLOWED = ("missing", "unexpected")
 

@@ -17,7 +17,7 @@ from fullshard.errors import CheckpointError
 from fullshard.huggingface.names import plain_name
 from fullshard.plan.boxes import in_rows, whole_box
 from fullshard.plan.layout import Shape
-from fullshard.state.copies import numbered
+from fullshard.state.copies import numbered_and_compared
 from fullshard.state.gathering import gathered_wholes
 from fullshard.state.holdings import Holding, holdings_of
 
@@ -38,7 +38,7 @@ class ModelSource:
     def __init__(self, model: nn.Module, peers: Peers) -> None:
         held = peers.together(lambda: holdings_of(model))
         self._by_name: dict[str, Holding] = {}
-        for holding in numbered(held, peers.group):
+        for holding in numbered_and_compared(held, peers.group, taken="exported"):
             self._by_name.setdefault(plain_name(holding.name), holding)
 
     def available(self) -> list[Available]:

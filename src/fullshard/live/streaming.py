@@ -7,15 +7,17 @@ their peak. The model has to stay as it is until they end: a step in between wou
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.errors import ShardingError
 from fullshard.live.together import together
 from fullshard.plan.renaming import Rename, renamer
 from fullshard.plan.units import without_compile
-from fullshard.state.copies import numbered
+from fullshard.state.copies import numbered_and_compared
 from fullshard.state.gathering import gathered_wholes
 from fullshard.state.holdings import Holding, holdings_of
+from fullshard.state.owners import owners_of
 from fullshard.state.structure import units_of
 
 
@@ -31,20 +33,24 @@ def iter_full_state(
     the same tensor. Each tensor is new memory, detached, and the caller's to keep.
 
     bucket_mb: megabytes (2^20 bytes) gathered at once; a larger tensor comes in several parts.
-    to_rank: the only rank that gets tensors. On the others the iterator yields nothing, but it has to be
-        run to its end there too: ``for _ in iter_full_state(model, to_rank=0): pass``.
+    to_rank: the only rank of the job that gets tensors. On the others the iterator yields nothing, but
+        it has to be run to its end there too: ``for _ in iter_full_state(model, to_rank=0): pass``.
     offload: put whole tensors in host memory; then the device holds no more than a bucket.
 
     Memory at its peak, beyond what the caller keeps: one whole tensor and about three buckets.
 
-    All ranks have to call it, and to take as many items: one that stops early makes the others wait at
-    their next bucket, until the process group's timeout. Raises StateError, on all ranks, if parameters
-    are on the meta device or ranks hold different models.
+    All ranks that have the model have to call it, and to take as many items: those that it is sharded
+    over, or all of the job where it is not sharded. One that stops early makes the others wait at their
+    next bucket, until the process group's timeout. Of what nothing keeps equal, as parameters that are not
+    sharded, all get the first rank's values, with a warning if others have other values.
+
+    Raises StateError, on all ranks, if parameters are on the meta device or ranks hold different models.
     """
     device = torch.device("cpu") if offload else None
-    held = _held(model, bucket_mb)
+    group = owners_of(model)
+    held = _held(model, group, bucket_mb)
     wholes = gathered_wholes(
-        held, None, to_rank=to_rank, bucket_nbytes=_nbytes(bucket_mb), device=device
+        held, group, to_rank=to_rank, bucket_nbytes=_nbytes(bucket_mb), device=device
     )
     return (
         (name, whole) for holding, whole in wholes if whole is not None for name in holding.names
@@ -77,13 +83,14 @@ def stream_weights(
 
     Raises ShardingError if two names become the same.
     """
-    held = _held(model, bucket_mb)
-    new_names = together(lambda: _new_names(held, rename))
+    group = owners_of(model)
+    held = _held(model, group, bucket_mb)
+    new_names = together(lambda: _new_names(held, rename), group)
     held = [h for h in held if any(name in new_names for name in h.names)]
     limit = _nbytes(bucket_mb)
     target = None if device is None else torch.device(device)
     wholes = gathered_wholes(
-        held, None, to_rank=to_rank, bucket_nbytes=min(limit, _MESSAGE_NBYTES), device=target
+        held, group, to_rank=to_rank, bucket_nbytes=min(limit, _MESSAGE_NBYTES), device=target
     )
     return _lists(wholes, new_names, limit, dtype)
 
@@ -116,7 +123,7 @@ def _lists(
 
 
 @torch.no_grad()
-def _held(model: nn.Module, bucket_mb: float) -> list[Holding]:
+def _held(model: nn.Module, group: dist.ProcessGroup | None, bucket_mb: float) -> list[Holding]:
     def local() -> list[Holding]:
         _nbytes(bucket_mb)
         return [
@@ -127,7 +134,7 @@ def _held(model: nn.Module, bucket_mb: float) -> list[Holding]:
     for unit in units_of(model)[:1]:
         # Where ranks share memory, one that does something else is named at once.
         unit.comm.fence("gathering whole tensors")
-    return numbered(together(local), None)
+    return numbered_and_compared(together(local, group), group, taken="given to all")
 
 
 def _nbytes(bucket_mb: float) -> int:

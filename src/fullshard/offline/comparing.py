@@ -12,10 +12,10 @@ from fullshard.checkpoint.locations import Location
 from fullshard.checkpoint.reading import Reader
 from fullshard.checkpoint.saved_state import SavedState, SavedTensor
 from fullshard.checkpoint.spans import Wanted
-from fullshard.checkpoint.writing import bytes_of
 from fullshard.errors import CheckpointError
 from fullshard.offline.opening import Progress, open_state
 from fullshard.plan.boxes import Box, in_rows, whole_box
+from fullshard.state.host_memory import bytes_of
 
 PART_NBYTES = 64 << 20  # of a tensor that are in memory at a time
 

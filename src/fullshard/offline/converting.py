@@ -15,10 +15,11 @@ from fullshard.checkpoint.module_states import MODULE_STATES
 from fullshard.checkpoint.saved_state import SavedState, SavedTensor
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.stages import SavedCheckpoint, check_sizes, facts_of_today, manifest_of
-from fullshard.checkpoint.writing import ToWrite, WrittenFiles, bytes_of, write_files
+from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
 from fullshard.errors import CheckpointError
 from fullshard.offline.opening import Progress, form_of, naming_disk_faults, open_state
 from fullshard.plan.boxes import Cut, box_after, in_rows, whole_box
+from fullshard.state.host_memory import bytes_of
 
 # Of a tensor that one thread of a few has in memory.
 _PART_NBYTES = 32 << 20

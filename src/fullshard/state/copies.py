@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import math
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.plan.boxes import Box, share, without
+from fullshard.state.differing import differing_tensors, digest_of_values, said_of_differing
 from fullshard.state.holdings import ELSEWHERE, Holding
 from fullshard.state.unit_parts import HeldBox
 
@@ -73,6 +75,26 @@ def numbered(
         return holding._replace(boxes=boxes, copies=1)
 
     return [with_number(holding) for holding in holdings]
+
+
+def numbered_and_compared(
+    holdings: Sequence[Holding], group: dist.ProcessGroup | None, *, taken: str
+) -> list[Holding]:
+    """Number holdings as `numbered` does, and warn of values that nothing keeps equal and that differ.
+
+    taken: what is done with the values of the first of two ranks, such as "saved". Collective.
+    """
+    if _group_size(group) == 1:
+        return numbered(holdings, group)
+    own = digest_of_unnumbered(holdings), digest_of_values(holdings)
+    told = gather_objects(own, group, _LABEL)
+    if len(set(told)) > 1:
+        ranks = dist.get_process_group_ranks(group)
+        found = differing_tensors(holdings, lambda own: gather_objects(own, group, _LABEL))
+        names = {name: (ranks[one], ranks[other]) for name, (one, other) in found.items()}
+        if names:
+            warnings.warn(said_of_differing(names, taken=taken), stacklevel=4)
+    return numbered(holdings, group, [boxes for boxes, _ in told])
 
 
 def _left(holding: Holding, found: Mapping[_Boxes, Sequence[int]]) -> tuple[HeldBox, ...]:

@@ -45,7 +45,7 @@ def gathered_wholes(
     holdings: of the same tensors in the same order on all ranks, `numbered`. They may have any mix of
         dtypes and any division. group: all ranks that hold them; None is the default group, and without
         one this process is alone.
-    to_rank: the only rank (of the group) that gets tensors; the others get None in their place.
+    to_rank: the only rank that gets tensors, by its number in the job; the others get None in their place.
     device: of the whole tensors; by default where this rank holds them.
 
     Every tensor is new memory, which this iterator does not keep. The call itself is collective, and each
@@ -55,7 +55,7 @@ def gathered_wholes(
     Raises StateError, on all ranks alike, if ranks hold different tensors or lack elements.
     """
     many = dist.is_initialized() and dist.get_world_size(group) > 1
-    num_ranks = dist.get_world_size(group) if many else 1
+    ranks = dist.get_process_group_ranks(group) if many else [0]
     shares: dict[str, list[HeldBox]] = {}
     for holding in map(own_share, holdings):
         shares.setdefault(holding.name, []).extend(holding.boxes)
@@ -67,13 +67,14 @@ def gathered_wholes(
         bucket_nbytes,
     )
     facts = gather_objects(own, group, _LABEL) if many else [own]
-    _check(facts)
+    _check(facts, ranks)
     tensors = [
         Divided(holding.shape, holding.dtype.itemsize, [each.boxes[index] for each in facts])
         for index, holding in enumerate(holdings)
     ]
     views = [shares.get(h.name, []) for h in holdings]
-    wire = _Wire(group, num_ranks, to_rank, _wire_device(facts, group) if many else None)
+    receiver = None if to_rank is None else ranks.index(to_rank)
+    wire = _Wire(group, len(ranks), receiver, _wire_device(facts, group) if many else None)
     return _gather(list(holdings), views, tensors, wire, bucket_nbytes, device)
 
 
@@ -90,28 +91,32 @@ class _Facts(NamedTuple):
     bucket_nbytes: int
 
 
-def _check(facts: Sequence[_Facts]) -> None:
-    """Raise StateError if ranks want or hold different things, or not every element exactly once."""
+def _check(facts: Sequence[_Facts], ranks: Sequence[int]) -> None:
+    """Raise StateError if ranks want or hold different things, or not every element exactly once.
+
+    ranks: of the job, those that the facts are from.
+    """
     for name in ("to_rank", "bucket_nbytes"):
         asked = [getattr(each, name) for each in facts]
-        for rank, value in enumerate(asked):
+        for rank, value in zip(ranks, asked, strict=True):
             if value != asked[0]:
                 raise StateError(
-                    f"{name} is {asked[0]!r} on rank 0 and {value!r} on rank {rank}. Call this with the same "
+                    f"{name} is {asked[0]!r} on rank {ranks[0]} and {value!r} on rank {rank}. Call this with the same "
                     "arguments on all ranks of the group."
                 )
     to_rank, bucket_nbytes = facts[0].to_rank, facts[0].bucket_nbytes
-    if to_rank is not None and to_rank not in range(len(facts)):
-        raise StateError(f"to_rank is {to_rank!r}, but there are ranks 0 to {len(facts) - 1}.")
+    if to_rank is not None and to_rank not in ranks:
+        shown = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 8 else ", ".join(map(str, ranks))
+        raise StateError(f"to_rank is {to_rank!r}, but ranks {shown} have this model.")
     if bucket_nbytes < 1:
         raise StateError(f"A bucket of {bucket_nbytes} bytes holds nothing. Give a positive size.")
-    for rank, each in enumerate(facts):
+    for rank, each in zip(ranks, facts, strict=True):
         if each.tensors == facts[0].tensors:
             continue
         first, other = set(facts[0].tensors), set(each.tensors)
         differing = sorted(str(fact[0]) for fact in first ^ other)[:3] or ["their order"]
         raise StateError(
-            f"Ranks 0 and {rank} hold different tensors: {', '.join(differing)}. Call this with the same "
+            f"Ranks {ranks[0]} and {rank} hold different tensors: {', '.join(differing)}. Call this with the same "
             "model on all ranks of the group."
         )
     for index, (name, shape, _) in enumerate(facts[0].tensors):
