@@ -1,5 +1,7 @@
 """The public names and where they come from; `fullshard` shows them once one of them is used."""
 
+from fullshard.batches.ending import JoinedBatches, join
+from fullshard.batches.weighting import weighted_loss
 from fullshard.checkpoint.background import PendingSave
 from fullshard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from fullshard.checkpoint.manager import (
@@ -142,6 +144,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "FullyShardedDataParallel",
     "GradientReductionHandle",
     "HSDPMeshInfo",
+    "JoinedBatches",
     "LayoutError",
     "LoadedCheckpoint",
     "LoadedWeights",
@@ -199,6 +202,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "inspect_checkpoint",
     "install",
     "iter_full_state",
+    "join",
     "lambda_auto_wrap_policy",
     "latest_checkpoint",
     "load_checkpoint",
@@ -220,5 +224,6 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "transformer_auto_wrap_policy",
     "uninstall",
     "verify_checkpoint",
+    "weighted_loss",
     "wrap",
 ]

@@ -124,6 +124,15 @@ class Unreduced:
         return self._accumulation.memory
 
     @property
+    def reduced_aside(self) -> list[torch.Tensor]:
+        """Gradients that earlier backwards have reduced, and in whose place sums are shown."""
+        return [] if self._accumulation is None else self._accumulation.aside
+
+    def shows(self, holder: ShardHolder) -> bool:
+        """Whether ``.grad`` of what an optimizer updates is a sum that waits."""
+        return self._accumulation is not None and self._accumulation.shows(holder)
+
+    @property
     def spare_memory(self) -> list[torch.Tensor]:
         """The memory that is kept for the sums of the next step, as 1-D tensors of bytes."""
         return [] if self._accumulation is None else self._accumulation.spare.tensors
@@ -194,6 +203,15 @@ class Accumulation(Protocol):
         ...
 
     @property
+    def aside(self) -> list[torch.Tensor]:
+        """Reduced gradients that were put aside, to show the sums."""
+        ...
+
+    def shows(self, holder: ShardHolder) -> bool:
+        """Whether the holder's ``.grad`` is a sum."""
+        ...
+
+    @property
     def spare(self) -> SpareMemory:
         """The memory that it keeps for the next sums."""
         ...
@@ -226,6 +244,13 @@ class RowsAccumulation:
     @property
     def memory(self) -> list[torch.Tensor]:
         return [p.accumulated_grad for p in self._params if p.accumulated_grad is not None]
+
+    @property
+    def aside(self) -> list[torch.Tensor]:
+        return []  # sums are hidden
+
+    def shows(self, holder: ShardHolder) -> bool:
+        return False
 
     @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -305,6 +330,14 @@ class FlatAccumulation:
     def memory(self) -> list[torch.Tensor]:
         """The buffers of full gradients, one per bucket, lent or not."""
         return list({id(flat): flat for flat in self._flats.values()}.values())
+
+    @property
+    def aside(self) -> list[torch.Tensor]:
+        self._forget_dropped()
+        return [grad for grad in self._aside.values() if grad is not None]
+
+    def shows(self, holder: ShardHolder) -> bool:
+        return holder in self._shown
 
     @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:

@@ -108,6 +108,22 @@ class UnitGradients:
         self.label = label
         self.buckets.forget_recipes()  # they contain the label
 
+    @property
+    def accumulated(self) -> list[torch.Tensor]:
+        """All that backwards have added up, each element once: gradients, and sums that wait."""
+        unreduced = self.unreduced
+        aside = unreduced.reduced_aside  # first: it forgets what users have dropped
+        holders = dict.fromkeys(param.holder for param in self.buckets.params)
+        reduced = [h.local_grad for h in holders if not unreduced.shows(h)]
+        grads = [grad for grad in reduced if grad is not None]
+        return [*unreduced.memory, *aside, *self.partial_sums, *grads]
+
+    @property
+    def has_hidden(self) -> bool:
+        """Whether sums wait that users do not see as ``.grad``, and so cannot drop there."""
+        is_shown = self.buckets.flat_layout is not None
+        return self.has_partial or (self.unreduced.is_holding and not is_shown)
+
     def lend_unreduced(self) -> None:
         """Let autograd add to what `accumulate` keeps, in place, in the backward that begins."""
         # Sums are plain tensors: inside `torch.func` transforms they belong to no level.

@@ -1,0 +1,1 @@
+"""Ranks whose batches differ: in how much they count, and in how many there are."""

@@ -1,0 +1,67 @@
+"""Noticing what became of accumulated gradients between two backwards: kept, or dropped or zeroed.
+
+Programs drop gradients in many ways: through an optimizer, a module, or the parameter; by None or by zeros.
+None of them tells the engine. So each gradient is remembered after a backward, and looked at before the next
+one. Object and version counters say at once that nobody touched it. Of one that was touched (zeroed, but
+perhaps clipped), the values tell: zeros on all ranks are a dropped gradient.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class Comparison(NamedTuple):
+    """What one rank sees of some gradients: of each 1.0 or 0.0, as two 1-D float64 tensors.
+
+    kept: it was there, and is there and not zero. gone: it was there, and was dropped or written to.
+    may_be_mixed: whether some may be kept while others are not.
+    """
+
+    kept: torch.Tensor
+    gone: torch.Tensor
+    may_be_mixed: bool
+
+
+class GradientMarks:
+    """The gradients of some parameters, as they were when this was made."""
+
+    def __init__(self, trained: Sequence[torch.Tensor]) -> None:
+        self._seen = [
+            None if (grad := tensor.grad) is None else (weakref.ref(grad), _version(grad))
+            for tensor in trained
+        ]
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def compare(self, trained: Sequence[torch.Tensor], device: torch.device) -> Comparison:
+        """Say what became of the gradients since. trained: the same parameters. device: of the result."""
+        kept, gone = [0.0] * len(trained), [0.0] * len(trained)
+        touched: list[tuple[int, torch.Tensor]] = []
+        for index, (seen, tensor) in enumerate(zip(self._seen, trained, strict=False)):
+            if seen is None:
+                continue
+            grad, (known, version) = tensor.grad, seen
+            if grad is not None and grad is known() and _version(grad) == version:
+                kept[index] = 1.0
+                continue
+            gone[index] = 1.0
+            if grad is not None:
+                touched.append((index, grad._local_tensor if isinstance(grad, DTensor) else grad))
+        flags = torch.tensor(kept, dtype=torch.float64, device=device)
+        for index, local in touched:
+            flags[index] = local.count_nonzero().to(device) > 0
+        return Comparison(
+            flags,
+            torch.tensor(gone, dtype=torch.float64, device=device),
+            may_be_mixed=any(gone) and (any(kept) or bool(touched)),
+        )
+
+
+def _version(grad: torch.Tensor) -> int:
+    """Return how often a gradient was written to, as a whole and through this rank's part."""
+    return grad._version + (grad._local_tensor._version if isinstance(grad, DTensor) else 0)
