@@ -147,6 +147,14 @@ class BackwardPrefetch(enum.Enum):
     BACKWARD_POST = enum.auto()
 
 
+class Unused(enum.Enum):
+    """What follows if parameters that are trained get no gradient in a backward that reduces."""
+
+    LEAVE = "leave"  # where no rank has one, ``.grad`` stays as it was
+    ERROR = "error"  # StateError on every rank, with their names
+    ZERO = "zero"  # reduced all the same, with zeros
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommHook:
     """A user's function that reduces a unit's gradients, and the state it is called with.
@@ -175,6 +183,7 @@ class UnitConfig:
     gradients_follow_parameter: whether ``mp_policy.reduce_dtype=None`` means the parameters' dtype,
         and more that goes with it; see `plan.gradient_dtypes`. Flat styles follow the compute dtype.
     keep_unsharded_storage: keep the memory of unsharded parameters while they are sharded.
+    unused: parameters without a gradient. may_be_skipped: some ranks may not run the unit's modules.
     buffer_dtype: of floating-point buffers of the unit's modules, which are cast at the first use.
     reduce_scatter_max_input_buffers: how many reductions may hold their input at once.
     """
@@ -187,7 +196,8 @@ class UnitConfig:
     all_reduce_grads: bool = True
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
-    reduce_scatter_unused_params: bool = False
+    unused: Unused = Unused.LEAVE
+    may_be_skipped: bool = False
     force_sum_reduction: bool = False
     gradient_divide_factor: float | None = None
     reduce_scatter_max_input_buffers: int = 1
@@ -202,6 +212,11 @@ class UnitConfig:
     comm_hook: CommHook | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None
+
+    @property
+    def reduces_unused(self) -> bool:
+        """Whether all ranks reduce the unit in each backward, whatever they have used of it."""
+        return self.unused is Unused.ZERO
 
     @property
     def offload_to_cpu(self) -> bool:

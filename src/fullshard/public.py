@@ -49,6 +49,7 @@ from fullshard.faces.meshes import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
+from fullshard.faces.unused import set_unused
 from fullshard.fsdp1.auto_wrap import enable_wrap, wrap
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.options import CPUOffload, MixedPrecision, ShardingStrategy
@@ -215,6 +216,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "replicate",
     "save_checkpoint",
     "set_default_comm",
+    "set_unused",
     "sharded_state",
     "share_comm_ctx",
     "size_based_auto_wrap_policy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -650,8 +651,12 @@ def test_experts_on_a_smaller_mesh_are_different_in_each_group(api: Api) -> None
     _shard_mixtures(api, model, mesh_of(4), info)
     mine = pairs[rank() // 2]
     optimizers = [SGD(each.parameters(), lr=0.5) for each in (model, *pairs)]
-    for _ in range(3):
-        mean_square(model(my_part(batch))).backward()
+    for step in range(3):
+        # Tokens of all four ranks would need another divisor, and nothing tells which of it is.
+        unsaid = pytest.warns(UserWarning, match=r"divided by 2, .* other units .* divide by 4")
+        with unsaid if step == 0 and not api.is_torch else contextlib.nullcontext():
+            out = model(my_part(batch))
+        mean_square(out).backward()
         for pair, samples in zip(pairs, batch.chunk(2), strict=True):
             mean_square(pair(samples)).backward()
         for name, parameter in pairs[0].named_parameters():

@@ -11,7 +11,7 @@ from fullshard.engine.gradients.recipe import Recipe, make_recipe
 from fullshard.plan.builders import rows_layout
 from fullshard.plan.layout import BucketLayout, ParamSpec
 from fullshard.plan.mesh import MeshPlan
-from fullshard.policies import MixedPrecisionPolicy, UnitConfig
+from fullshard.policies import MixedPrecisionPolicy, UnitConfig, Unused
 
 TWO = MeshPlan(2, 0)
 LOW = [torch.bfloat16, torch.float16]
@@ -128,7 +128,7 @@ def test_sums_go_into_gradients_unless_they_are_to_be_moved_cast_or_kept_apart(
         {"mesh": MeshPlan(2, 0, 2)},
         {"reduce_dtype": torch.bfloat16},  # summed in float32, to be rounded
         {"all_reduce_hook": print},
-        {"reduce_scatter_unused_params": True},
+        {"unused": Unused.ZERO},
     ],
 )
 def test_what_follows_the_sum_is_not_skipped(changes: dict[str, object]) -> None:

@@ -210,7 +210,9 @@ class CollectivesComm(ProcessGroupComm):
     ) -> None:
         super().__init__(group, device, in_own_group=False)
         self.name = f"collectives ({self.backend})"
-        self._may_ask = False  # no collectives besides those that PyTorch's engine makes
+        self._may_ask = self.tells_presence = (
+            False  # no collectives besides those that PyTorch's engine makes
+        )
         self.rule = DirectRule(min_nbytes=sys.maxsize)  # everything is packed
         self.gather = gather or DefaultAllGather()
         self.reduce = reduce or DefaultReduceScatter()

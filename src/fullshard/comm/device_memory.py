@@ -182,6 +182,7 @@ class DeviceMemoryComm(Comm):
     """
 
     overlaps = True
+    gathers_alone = True
     rule = DirectRule(even=False, min_nbytes=0)
 
     def __init__(self, group: dist.ProcessGroup, device: PeerDevice, kind: str) -> None:

@@ -116,6 +116,8 @@ class Comm(abc.ABC):
     rank, size: this rank's place in the group, and the number of its ranks.
     rule: which parameters a layout may route directly for this way of communicating.
     joins_dtypes: whether gradients of several dtypes travel at once, in the widest of them.
+    gathers_alone: whether a rank can gather while others do not.
+    tells_presence: whether ranks tell each other which parameters have a gradient.
     wants_means: whether the reduce-scatter forms means wherever PyTorch's engine asks for them.
     """
 
@@ -125,6 +127,8 @@ class Comm(abc.ABC):
     size: int
     rule: DirectRule
     joins_dtypes = False
+    gathers_alone = False
+    tells_presence = True
     wants_means = False
 
     @abc.abstractmethod

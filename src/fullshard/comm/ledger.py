@@ -57,9 +57,8 @@ _REMEDIES = {
     "built": "Build and shard the same model on every rank, in the same order.",
     "calls": "Let every rank make the same calls, in the same order.",
     "paths": (
-        "Let every rank run the same units in the same order, and make the same calls. Or, where "
-        "ranks read each other's memory (describe(model) says so), call "
-        "set_reduce_scatter_unused_params(True) on units that only some ranks run."
+        "Let every rank run the same units in the same order, and make the same calls. For modules "
+        "that only some ranks run: set_unused(module, 'zero', may_be_skipped=True)."
     ),
 }
 

@@ -28,6 +28,7 @@ class LocalComm(Comm):
     rank = 0
     size = 1
     overlaps = False
+    gathers_alone = True
     rule = DirectRule(even=False, min_nbytes=0)
 
     def allocate_shards(

@@ -53,6 +53,7 @@ class PeerMemoryComm(Comm):
 
     name = "peer memory (one host)"
     overlaps = False
+    gathers_alone = True
     rule = DirectRule(even=False, min_nbytes=0)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -195,7 +195,7 @@ class ProcessGroupComm(Comm):
         self.sums_natively = known and self.backend != "gloo"
         # Whether ranks ask each other for flags that the host reads. With NCCL the host would have
         # to wait for its device for the answer.
-        self._may_ask = not self.sums_natively
+        self._may_ask = self.tells_presence = not self.sums_natively
         # ReduceOp.AVG saves the kernel that divides. The fake backend stands for NCCL and takes it
         # as well; Gloo has no AVG.
         self._averages = self.is_nccl or self.backend == "fake"

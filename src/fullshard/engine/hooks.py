@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.access import RegisteredShards, is_running, refuse_while_used
 from fullshard.engine.iteration import is_in_backward
+from fullshard.engine.joined import join_units
 from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.nodes import mark_after_backward, mark_before_backward, watch_output
 from fullshard.engine.precision import (
@@ -126,7 +127,7 @@ class Hooks(ModuleState):
         self.forget_stale_backward(iteration)
         if self.training_state is TrainingState.PRE_BACKWARD and is_in_backward():
             # Recomputation. 4 has unsharded them, but a backward in between may have resharded.
-            iteration.begin_units(self.units, prefetches=False)
+            iteration.begin_units(self.units, joined=self.joined, prefetches=False)
             return cast_inputs(self.policy, args, kwargs)
         units = self.units
         has_begun = self.training_state is TrainingState.FORWARD and id(module) not in self.to_run
@@ -148,11 +149,15 @@ class Hooks(ModuleState):
         if begins:
             args, kwargs = _to_device(self.all_units[0].device, args, kwargs)
             caller = _caller() if len(self._modules) == 1 else None
+            if iteration.has_skipped:
+                join_units(self.everyone)
             iteration.begin_forward(self, is_training=module.training, caller=caller)
             self.look_for_strays()
         args, kwargs = cast_inputs(self.policy, args, kwargs)
         prefetches = not self.forward_prefetch
-        iteration.begin_units(units, prefetches=prefetches, is_training=module.training)
+        iteration.begin_units(
+            units, joined=self.joined, prefetches=prefetches, is_training=module.training
+        )
         if is_first:
             # After the module's own units: gathers run in the order in which they are started.
             for state in self.forward_prefetch:
@@ -245,7 +250,9 @@ class Hooks(ModuleState):
     def _complete_forward(self, output: Any) -> Any:
         """Free the units of a forward that is over; return its output, marked for backward."""
         outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
-        self.iteration_or_initialise().end_units(self.units, is_differentiable=bool(outputs))
+        self.iteration_or_initialise().end_units(
+            self.units, joined=self.joined, is_differentiable=bool(outputs)
+        )
         self.training_state = TrainingState.IDLE
         return self._mark_outputs(output, outputs)
 
@@ -317,6 +324,8 @@ class Hooks(ModuleState):
             if unit.is_unsharded:
                 unit.params.check_unchanged()
             iteration.start_backward_unshard(unit)
+        for unit in self.joined:
+            iteration.start_backward_unshard(unit)
         for unit in units:
             unit.wait_unshard()
             # After `wait_unshard`, which gives ``.grad`` back to autograd: sums are put there.
@@ -341,6 +350,7 @@ class Hooks(ModuleState):
         iteration = self.iteration_or_initialise()
         for unit in reversed(self.units):
             iteration.after_backward(unit)
+        iteration.free_joined(self.joined)
 
     # Between 4 and 7: a gradient of `live.gathered`, which is not part of any module's backward
 

@@ -31,6 +31,7 @@ from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.checks.path import Path
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
+from fullshard.engine.checks.unused import UnusedWatch
 from fullshard.engine.checks.writes import WriteWatch, refuse_write
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
@@ -73,6 +74,7 @@ class Iteration:
         self._watch = WriteWatch(self.units)
         self._gathers = True  # whether this pass uses anything that is sharded
         self._path = Path(self.units, kinds)
+        self._unused = UnusedWatch()
         self.connect()
 
     def connect(self) -> None:
@@ -111,6 +113,14 @@ class Iteration:
     def is_in_forward(self) -> bool:
         """Whether the root's forward is running, or was ended by an exception."""
         return self._forward_root is not None
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether ranks may leave out units, or could before this forward."""
+        for unit in self.units:  # noqa: SIM110  (asked once per forward)
+            if unit.config.may_be_skipped or unit.is_joined:
+                return True
+        return False
 
     @property
     def has_stale_backward(self) -> bool:
@@ -182,11 +192,17 @@ class Iteration:
         return self._forward_root is not None and self._forward_root() is state
 
     def begin_units(
-        self, units: Sequence[Unit], *, prefetches: bool, is_training: bool = True
+        self,
+        units: Sequence[Unit],
+        *,
+        joined: Sequence[Unit] = (),
+        prefetches: bool,
+        is_training: bool = True,
     ) -> None:
         """Make a module's units usable for its forward, and start gathering the next unit.
 
-        prefetches: whether the order of the last pass decides what is gathered early.
+        joined: units inside it that are gathered with its own. prefetches: whether the order of the
+        last pass decides what is gathered early.
         """
         is_recomputation = is_in_backward()  # backward has its own order, and its own checks
         if not is_recomputation:
@@ -195,6 +211,8 @@ class Iteration:
             if not is_recomputation:
                 self._follow_writes(unit)
             unit.unshard()
+        for unit in joined:
+            self.start_forward_unshard(unit)
         for unit in units:
             unit.wait_unshard()
             if is_recomputation:
@@ -229,7 +247,8 @@ class Iteration:
 
         Flat units are prefetched on request (``forward_prefetch=True``): in watched passes as well.
         """
-        if unit.gains_from_prefetch and (not unit.is_ordered or unit.params.is_flat):
+        may_be_early = not unit.is_joined and (not unit.is_ordered or unit.params.is_flat)
+        if may_be_early and unit.gains_from_prefetch:
             self.start_forward_unshard(unit)
 
     def start_forward_unshard(self, unit: Unit) -> None:
@@ -250,11 +269,13 @@ class Iteration:
                 self._watch.start_again()
                 refuse_write(unit)
 
-    def end_units(self, units: Sequence[Unit], *, is_differentiable: bool) -> None:
+    def end_units(
+        self, units: Sequence[Unit], *, joined: Sequence[Unit] = (), is_differentiable: bool
+    ) -> None:
         """End a module's forward: free its units, unless they stay unsharded until backward.
 
-        is_differentiable: whether an output requires a gradient. Raises StateError if somebody
-        wrote to parameters that peers read in place.
+        joined: units inside it that were gathered with its own. is_differentiable: whether an output
+        requires a gradient. Raises StateError if somebody wrote to parameters that peers read in place.
         """
         if is_in_backward():
             return  # a recomputation, whose parameters are needed in the backward that follows
@@ -267,6 +288,10 @@ class Iteration:
                 self._check_unwritten(unit)
             if self._expects_backward and is_differentiable:
                 self._recorder.expect_backward(self._number[id(unit)])
+            if not unit.is_joined:
+                unit.reshard(after_forward=True)
+        for unit in joined:
+            unit.wait_unshard()  # of those that nobody has used
             unit.reshard(after_forward=True)
 
     def end_forward(self) -> None:
@@ -327,7 +352,9 @@ class Iteration:
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering the unit whose forward came before that of ``unit``."""
         previous = self._recorder.start_backward(self._number[id(unit)])
-        if previous is None or not self.units[previous].gains_from_prefetch:
+        if previous is None or self.units[previous].is_joined:
+            return
+        if not self.units[previous].gains_from_prefetch:
             return
         when = unit.config.backward_prefetch
         if when is BackwardPrefetch.BACKWARD_PRE:
@@ -356,19 +383,25 @@ class Iteration:
             self._refuse_writes((unit,))
         # A unit that only some ranks may have used is reduced at the end of backward, in one order
         # on all ranks. Until then its gradients stay in ``.grad`` of the unsharded parameters.
-        is_put_off = unit.config.reduce_scatter_unused_params
+        is_put_off = unit.config.reduces_unused
         grads = [] if is_put_off else unit.take_gradients()
-        if unit.config.reshard_after_backward:
-            unit.reshard()  # before reducing, which takes memory of its own
-        else:
-            unit.hide_unsharded()  # after `take_gradients`, which undoes it
+        # After `take_gradients`, and before reducing, which takes memory of its own.
+        if not unit.is_joined:
+            _free(unit)
         if not is_put_off:
             self._reduce(unit, grads, keeps=keeps)
         if (following := self._prefetch_after.pop(id(unit), None)) is not None:
             self.start_backward_unshard(following)  # BACKWARD_POST
 
+    def free_joined(self, units: Iterable[Unit]) -> None:
+        """Free units that were gathered with those of a module around them, used or not."""
+        for unit in units:
+            unit.wait_unshard()
+            _free(unit)
+
     def _reduce(self, unit: Unit, grads: list[torch.Tensor | None], *, keeps: bool = False) -> None:
         """Reduce a unit's full gradients, or keep them for a later backward or for `finalize`."""
+        self._unused.note(unit, grads)
         if keeps or not unit.config.reduce_grads:
             unit.accumulate(grads)
             return
@@ -391,8 +424,9 @@ class Iteration:
         for unit in reversed(self.units):  # one order on all ranks: reductions are collective
             if id(unit) not in done:
                 self.after_backward(unit, keeps=waits)
+        self.free_joined(unit for unit in self.units if unit.is_joined)
         for unit in reversed(self.units):
-            if unit.config.reduce_scatter_unused_params:
+            if unit.config.reduces_unused:
                 self._reduce(unit, unit.take_gradients(), keeps=waits)
                 unit.hide_unsharded()
         if waits:
@@ -431,6 +465,7 @@ class Iteration:
         self.finalization.end()
         self.fence("after backward")  # from here on the optimizers of all ranks may write
         self._path.begin(StepPhase.BETWEEN)
+        self._unused.check(self.units)
 
     # Backward, if the program ends it
 
@@ -445,10 +480,7 @@ class Iteration:
             # Pipeline schedules add to gradients of unsharded parameters outside of any backward.
             if unit.gradients.unreduced.is_holding or unit.params.shown.has_gradients:
                 self._reduce(unit, unit.take_gradients())
-            if unit.config.reshard_after_backward:
-                unit.reshard()
-            else:
-                unit.hide_unsharded()
+            _free(unit)
         return self.finalization.begin_wait()
 
     def finish_finalizing(self, token: object) -> None:
@@ -497,6 +529,7 @@ class Iteration:
         self.finalization.end()
         self._recorder.forget()
         self._path.forget()
+        self._unused.forget()
         self._prefetch_after.clear()
         self._forward_root = self._caller = None
         if self._backward_end is not None:
@@ -504,6 +537,14 @@ class Iteration:
             self._fenced_since_backward = False  # that backward never came to its own
         for unit in self.units:
             unit.reset(keeps_gradients=keeps_gradients)
+
+
+def _free(unit: Unit) -> None:
+    """Free a unit after its backward, or show its gradients on parameters that stay unsharded."""
+    if unit.config.reshard_after_backward:
+        unit.reshard()
+    else:
+        unit.hide_unsharded()
 
 
 def _is_running(frame: types.FrameType) -> bool:

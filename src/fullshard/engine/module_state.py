@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.checks.divisors import warn_of_divisors
 from fullshard.engine.checks.root_share import warn_of_large_root
 from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
 from fullshard.engine.iteration import Iteration, is_in_backward
@@ -20,7 +21,7 @@ from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_setup import move_parameters
 from fullshard.errors import MisuseError, StateError
-from fullshard.plan.units import clean_name, lowest_common_unit
+from fullshard.plan.units import clean_name, lowest_common_unit, unit_around
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
 
 _STATE = "_fullshard_state"
@@ -39,6 +40,8 @@ class ModuleState:
     training_state: whether the module is in forward, in backward, or idle.
     to_run: ids of the modules that have yet to run this forward, if several share the state.
     iteration: a function that returns the model's `Iteration`; None before the model's first use.
+    outer: the state of the innermost sharded module around it; None for a root.
+    joined: units inside that this module gathers and frees with its own (see `joined`).
     is_wrapper: whether the module is a wrapper, which may be wrapped again together with its model.
     """
 
@@ -66,6 +69,8 @@ class ModuleState:
         self._own_iteration: Iteration | None = None  # of a root, which owns it
         self._root: weakref.ref[ModuleState] | None = None
         self._states: list[ModuleState] = [self]  # of a root: those of the whole model
+        self.joined: list[Unit] = []
+        self._outer: weakref.ref[ModuleState] | None = None
         self._pending: dict[str, Any] = {}  # settings that wait for a root: see `say`
         self._config_before: UnitConfig | None = None  # while in full precision
         self._num_registrations = -1  # in the process, when strays were last looked for
@@ -126,6 +131,10 @@ class ModuleState:
     def modules(self) -> list[nn.Module]:
         """The modules that share this state, as far as they are alive."""
         return [module for reference in self._modules if (module := reference()) is not None]
+
+    @property
+    def outer(self) -> "ModuleState | None":
+        return self._outer() if self._outer is not None else None
 
     @property
     def is_root(self) -> bool:
@@ -249,10 +258,16 @@ class ModuleState:
             state._units = state.units
             state._cast_buffers()
         warn_of_large_root(root, units, self.units)
+        warn_of_divisors(units)
         self._own_iteration = Iteration(units, list({type(module) for module in root.modules()}))
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)
+            state._outer = None
+        for name, state in named.items():
+            around = unit_around(name, named)
+            if around is not None and state._outer is None:
+                state._outer = weakref.ref(named[around])
         is_manual = self._pending.pop("manual_finalization", False)
         self._own_iteration.finalization.set_manual(enabled=is_manual, in_backward=False)
         for state in reversed(self._states):  # the root's last: its settings win

@@ -50,6 +50,7 @@ class Unit(UnitSetup):
         unsharded parameters.
     is_whole: True while copies of the whole parameters are shown, in any phase (see `whole`).
     is_ordered: gathers are in order with writes (see `checks.writes`, Note: Ordered gathers).
+    is_joined: a module around it gathers and frees it (see `joined`).
     is_written: gathers stay ordered, since the program writes to the parameters during a pass.
     """
 
@@ -66,6 +67,7 @@ class Unit(UnitSetup):
         self.phase = Phase.SHARDED
         self.is_held = False
         self.is_whole = False
+        self.is_joined = False
         self.is_ordered = False
         self.is_written = False
         self.observer: Observer | None = None

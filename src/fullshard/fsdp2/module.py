@@ -25,6 +25,7 @@ from fullshard.fsdp2.communication import (
     use_separate_reduce_groups,
     use_symmetric_memory,
 )
+from fullshard.policies import Unused
 
 
 class FSDPModule:
@@ -240,10 +241,11 @@ class FSDPModule:
     ) -> None:
         """Reduce a unit also if this rank used none of its parameters, with zeros.
 
-        For models in which only some ranks run a module: all of them have to take part in its
-        reduction. Gradients are then always set, to zeros where no rank had one.
+        Gradients are then always set, to zeros where no rank had one. For modules that only some ranks
+        run at all there is `set_unused`.
         """
-        self._configure(recurse=recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
+        unused = Unused.ZERO if reduce_scatter_unused_params else Unused.LEAVE
+        self._configure(recurse=recurse, unused=unused)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True

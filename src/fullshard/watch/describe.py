@@ -19,6 +19,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import reduce_dtypes
 from fullshard.plan.layout import Route
+from fullshard.policies import UnitConfig, Unused
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class UnitDescription:
     exempt: names of parameters that are computed in a dtype of their own (`param_dtype_override_fn`).
     reduces: whether backward reduces gradients, and does not keep them for a later one.
     keeps_storage: whether the memory of unsharded parameters is kept while they are sharded.
+    unused: what follows for parameters without a gradient; "" if nothing was said.
     divide_factor: what summed gradients are divided by.
     """
 
@@ -55,6 +57,7 @@ class UnitDescription:
     shard_nbytes: int
     unsharded_nbytes: int
     divide_factor: float
+    unused: str = ""
 
     def __str__(self) -> str:
         place = " (read in place)" if self.in_place else ""
@@ -68,6 +71,7 @@ class UnitDescription:
             f"tied: {', '.join(self.tied)}" if self.tied else "",
             f"gathered by their own methods: {', '.join(self.extended)}" if self.extended else "",
             f"exempt from param_dtype: {', '.join(self.exempt)}" if self.exempt else "",
+            self.unused,
             "" if self.reduces else "gradients kept for a later backward",
             "memory kept while sharded" if self.keeps_storage else "",
             "offloaded to CPU" if self.offload else "",
@@ -199,7 +203,18 @@ def _describe(shown: _Shown) -> UnitDescription:
         shard_nbytes=layout.shard_nbytes,
         unsharded_nbytes=layout.unsharded_nbytes,
         divide_factor=unit.config.gradient_divide_factor or float(plan.data_parallel_size),
+        unused=_unused(unit.config),
     )
+
+
+def _unused(config: UnitConfig) -> str:
+    """Say what follows for parameters without a gradient."""
+    said = {
+        Unused.LEAVE: "",
+        Unused.ERROR: "an error if trained parameters are unused",
+        Unused.ZERO: "zeros as gradients of unused parameters",
+    }[config.unused]
+    return f"{said}, ranks may skip it" if config.may_be_skipped else said
 
 
 def _gradients(shown: _Shown) -> str:

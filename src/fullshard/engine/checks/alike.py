@@ -29,7 +29,8 @@ _OPTIONS = (
     "reshard_after_backward",
     "gradient_divide_factor",
     "style",
-    "reduce_scatter_unused_params",
+    "unused",
+    "may_be_skipped",
 )
 
 

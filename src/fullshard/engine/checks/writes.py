@@ -136,7 +136,7 @@ def refuse_write(unit: Unit) -> None:
 def _may_be_ordered(unit: Unit) -> bool:
     """Whether the unit is at rest, has contents to compare, and runs on all ranks."""
     # An ordered gather has all ranks meet, and one that skips the unit would not come.
-    runs_everywhere = not unit.config.reduce_scatter_unused_params
+    runs_everywhere = not unit.config.reduces_unused
     shards = unit.params.shard_memory
     # Fake tensors have no contents to compare.
     is_real = all(type(tensor) is torch.Tensor for tensor in shards)

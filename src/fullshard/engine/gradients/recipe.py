@@ -104,7 +104,7 @@ def make_recipe(
         or reduce_dtype.itemsize < total_dtype.itemsize
         or config.all_reduce_hook is not None
         or config.keep_low_precision_grads
-        or config.reduce_scatter_unused_params
+        or config.reduces_unused
     )
     return Recipe(
         config,

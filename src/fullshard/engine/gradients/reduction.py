@@ -48,6 +48,7 @@ from fullshard.engine.gradients.accumulation import (
 from fullshard.engine.gradients.buckets import GradientBuckets
 from fullshard.engine.gradients.deposits import BucketGradients, PartialSum, run_gradient_hooks
 from fullshard.engine.gradients.in_flight import BucketInFlight, InFlight
+from fullshard.engine.gradients.presence import PresenceWatch
 from fullshard.engine.gradients.shards import GradientShards
 from fullshard.engine.params.managed import ShardHolder
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
@@ -87,6 +88,7 @@ class UnitGradients:
         self.buckets = GradientBuckets(mesh, shard_comm, replicate_comm, runtime)
         self.unreduced = Unreduced()
         self._mesh = mesh
+        self._presence = PresenceWatch()
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add full gradients, one per parameter or None, to what waits for a later reduction.
@@ -163,7 +165,7 @@ class UnitGradients:
 
     def _must_reduce(self, config: UnitConfig) -> bool:
         """Whether there is something to reduce even without any gradient. The same on all ranks."""
-        if config.reduce_scatter_unused_params:
+        if config.reduces_unused:
             return True
         return config.all_reduce_grads and self.has_partial
 
@@ -175,7 +177,7 @@ class UnitGradients:
         """
         if self._mesh.data_parallel_size > 1 or config.gradient_divide_factor not in (None, 1.0):
             return False
-        if config.comm_hook or config.all_reduce_hook or config.reduce_scatter_unused_params:
+        if config.comm_hook or config.all_reduce_hook or config.reduces_unused:
             return False
         buckets = self.buckets.current()
         # All are asked before the first is handed over: a unit goes one way or the other as a whole.
@@ -248,6 +250,7 @@ class UnitGradients:
             self._carry_partial(buckets)
         for each in buckets:
             full = [grads[index] for index in each.indices]
+            self._presence.look(self.buckets, each, full, config)
             # Sums have the reduce dtype already, and what came wider is not to be rounded.
             is_wide = accumulated or each.comes_wider(full)
             recipe = self.buckets.recipe(each, config, accumulated=is_wide, label=self.label)
@@ -300,7 +303,7 @@ class UnitGradients:
         config = recipe.config
         if item.takers is not None:
             present = item.takers
-        elif config.reduce_scatter_unused_params:
+        elif config.reduces_unused:
             present = (True,) * len(present)
         present = self._reduce_replicas(item, present)
         if present is None:  # put off; `total` waits in the bucket
@@ -410,7 +413,7 @@ class UnitGradients:
             )
             return None
         # Flags travel only where replicas do not know the answer anyway.
-        is_agreed = item.takers is not None or recipe.config.reduce_scatter_unused_params
+        is_agreed = item.takers is not None or recipe.config.reduces_unused
         flags = () if is_agreed else present
         reduction = self.buckets.replicate_comm.all_reduce(total, flags, recipe.over_replicas)
         present = reduction.wait() or present
