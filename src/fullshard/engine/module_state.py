@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.checks.direct_gradients import watch_direct_gradients
 from fullshard.engine.checks.divisors import warn_of_divisors
 from fullshard.engine.checks.root_share import warn_of_large_root
 from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
+from fullshard.engine.checks.unwritten import refuse_unwritten
 from fullshard.engine.iteration import Iteration, is_in_backward
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.restoring import naming_lack
@@ -71,6 +73,7 @@ class ModuleState:
         self._states: list[ModuleState] = [self]  # of a root: those of the whole model
         self.joined: list[Unit] = []
         self._outer: weakref.ref[ModuleState] | None = None
+        self._watching: list[Any] = []  # of a root: see `watch_direct_gradients`
         self._pending: dict[str, Any] = {}  # settings that wait for a root: see `say`
         self._config_before: UnitConfig | None = None  # while in full precision
         self._num_registrations = -1  # in the process, when strays were last looked for
@@ -245,6 +248,7 @@ class ModuleState:
             unit.set_name(name)
         for param, paths in names_of_parameters(root, self._states).items():
             param.names = paths
+        refuse_unwritten(root)
         # Before `adopt`, since a unit's layout changes with its parameters.
         move_parameters(moves_of_ties(root, named))
         units = [unit for state in self._states for unit in state.units]
@@ -259,6 +263,7 @@ class ModuleState:
             state._cast_buffers()
         warn_of_large_root(root, units, self.units)
         warn_of_divisors(units)
+        self._watching = watch_direct_gradients(units)
         self._own_iteration = Iteration(units, list({type(module) for module in root.modules()}))
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)

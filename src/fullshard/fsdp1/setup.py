@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.outside_steps import gather_objects, run_collective
+from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import owner_of, said_grad_dtype
 from fullshard.engine.unit_mesh import UnitMesh
@@ -329,7 +330,9 @@ def materialise(
             continue
         if not _is_on_meta(module):
             continue
+        places = places_on_meta(module, recurse=False)
         module.to_empty(device=device, recurse=False)
+        mark_unwritten(places)
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
             warnings.warn(

@@ -9,6 +9,7 @@ from torch import nn
 from typing_extensions import deprecated
 
 from fullshard.comm.collectives import AllGather, ReduceScatter
+from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of
@@ -333,6 +334,13 @@ class FSDPModule:
 
     def _get_fsdp_state(self) -> FSDPState:
         return view_of(_state(self))
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
+        """Give memory to what is on the meta device. The first forward refuses what nobody writes to."""
+        places = places_on_meta(cast(nn.Module, self), recurse=recurse)
+        result = super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+        mark_unwritten(places)
+        return result
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert the sharded parameters, for ``.to()`` and ``.half()``, also if unsharded now."""

@@ -20,8 +20,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from fullshard.engine.checks.low_bit import check_state_precision
 from fullshard.engine.params.managed import Count, manager_of, marks, owner_of
 from fullshard.engine.runtime import eager
 from fullshard.errors import StateError
@@ -43,6 +47,7 @@ def watch() -> None:
                 register_module_parameter_registration_hook(_count_parameter),
                 register_module_module_registration_hook(_count_module),
                 register_optimizer_step_pre_hook(_check_optimizer),
+                register_optimizer_step_post_hook(check_state_precision),
             )
         )
 
