@@ -145,8 +145,12 @@ def test_pytorchs_fsdp_is_imported_by_install_alone(module: Path) -> None:
     assert not {name for name in names if _is_within(name, "torch.distributed.fsdp")}
 
 
-# Symmetric memory is CUDA's, and its pool has no interface that is not; so is CUDA IPC.
-@every_module(but=("engine/runtime.py", "comm/collectives.py", "comm/cuda_ipc.py"))
+# Symmetric memory is CUDA's, and its pool has no interface that is not; so is CUDA IPC. The doctor
+# asks for what only CUDA's devices have: names, memory, access to each other.
+_OF_CUDA = ("engine/runtime.py", "comm/collectives.py", "comm/cuda_ipc.py")
+
+
+@every_module(but=(*_OF_CUDA, "tools/doctor/devices.py"))
 def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
     names = {*_imports(module), *_attributes(module)}
     assert not {name for name in names if _is_within(name, "torch.cuda")}

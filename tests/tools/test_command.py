@@ -37,6 +37,7 @@ except SystemExit as end:
         "ckpt --help",
         "ckpt diff --help",
         "export --help",
+        "doctor --help",
         "migrate-report --help",
         "train --no-such-option",
     ],

@@ -5,6 +5,7 @@ and `--help` has no use for it.
 
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
+fullshard doctor                    examine this machine, and what ranks can do together
 fullshard migrate-report M:F        say what an FSDP1 model would be with fully_shard
 fullshard report RUN                write a page on where the time and memory of a run went
 fullshard ckpt ...                  look into checkpoints, check, compare and convert them
@@ -86,6 +87,20 @@ Examples:
 In Python: transformers.LlamaForCausalLM.from_pretrained("exports/books"). Tokens are bytes, so there is no tokenizer: torch.tensor([list(text.encode())]).
 
 Exit codes: 0 written, 1 it cannot be written, or the checkpoint is damaged, 2 unusable options, or no run.
+"""
+
+_DOCTOR_EXAMPLES = """
+Examples:
+
+    fullshard doctor                     this machine, with ranks of its own
+
+    fullshard doctor --ranks 4 --json    one JSON object: verdict, findings, facts
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fullshard doctor
+
+Under torchrun (or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) it examines the ranks that were started, and rank 0 reports. torchrun itself waits for all hosts first, which its --rdzv-conf join_timeout=60 bounds.
+
+Exit codes: 0 nothing worse than a warning, 1 a problem was found, 2 unusable options or missing packages, 3 a rank died.
 """
 
 app = typer.Typer(
@@ -257,6 +272,28 @@ def train(
         typed.add("data")
     typing = commands.Typed(options, typed, sys.argv[2:], out, resume)
     raise typer.Exit(commands.train(typing, os.environ, as_json=as_json))
+
+
+@app.command(epilog=_DOCTOR_EXAMPLES)
+def doctor(
+    ranks: Annotated[
+        int | None, typer.Option(help="Local ranks. Default: one per GPU, else 2.", min=1)
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Seconds to wait for other ranks, and for each thing tried.", min=1),
+    ] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Examine machines and ranks, and say what to do about what is found.
+
+    Versions, packages, devices, limits, environment; whether ranks reach each other over Gloo, NCCL
+    and shared memory, and how fast; clocks of hosts. It starts ranks and ends them; it changes nothing.
+    """
+    from fullshard.tools import commands
+
+    code = commands.doctor(ranks, os.environ, sys.argv[2:], timeout_s=timeout, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command(epilog=_MIGRATE_EXAMPLES)

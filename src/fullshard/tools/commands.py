@@ -4,6 +4,7 @@ Each returns its exit code, after it has said on standard error what went wrong.
 given, not read.
 """
 
+import gc
 import json
 import os
 import sys
@@ -16,7 +17,13 @@ from fullshard.errors import CheckpointError, StateError
 from fullshard.plan.trace import TraceError
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.exits import Exit
-from fullshard.tools.job import Job, check_local_ranks, new_job, resumed_job
+from fullshard.tools.job import (
+    Job,
+    check_local_ranks,
+    default_local_ranks,
+    new_job,
+    resumed_job,
+)
 from fullshard.tools.launch import LAUNCHER_PID, Ending, Place, launch
 from fullshard.tools.report import metrics_of, write_report
 
@@ -114,6 +121,41 @@ def export(
     return Exit.OK
 
 
+def doctor(
+    ranks: int | None,
+    environment: Mapping[str, str],
+    words: Sequence[str],
+    *,
+    timeout_s: float,
+    as_json: bool,
+) -> Exit:
+    """Examine this machine and what ranks do on it, or be one of the ranks that torchrun started."""
+    place = _place(environment)
+    if place is not None and ranks not in (None, place.num_ranks):
+        error = OptionError(
+            f"--ranks {ranks}: torchrun has started {place.num_ranks} ranks. Leave --ranks out."
+        )
+        return _refuse(error, quiet=place.local_rank != 0, command="doctor")
+    from fullshard.tools.doctor.rank import report_without_ranks, run_rank  # imports the engine
+
+    if place is not None:
+        return run_rank(place, environment, timeout_s=timeout_s, as_json=as_json)
+    ranks = ranks or default_local_ranks()
+    print(f"starting {ranks} rank{'s' if ranks > 1 else ''} ...", file=sys.stderr)
+    threads = _threads_for(ranks, environment)
+    try:
+        ending = launch(["doctor", *words], ranks=ranks, threads=threads)
+    except (OSError, RuntimeError) as error:  # too few files or processes, or too little memory
+        reason = str(error)
+    else:
+        if ending.message:
+            print(f"fullshard doctor: {ending.message}", file=sys.stderr)
+        return ending.code
+    gc.collect()  # closes what the launcher had open when it failed
+    place = Place(0, ranks, 0, ranks, "127.0.0.1", 0, None)
+    return report_without_ranks(reason, place, environment, as_json=as_json)
+
+
 def _job(typed: Typed, place: Place | None) -> Job:
     options, out, resume = dict(typed.options), typed.out, typed.resume
     if resume is not None and out is not None and resume != out:
@@ -180,6 +222,7 @@ def _place(environment: Mapping[str, str]) -> Place | None:
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         num_local_ranks=int(environment.get("LOCAL_WORLD_SIZE", num_ranks)),
         master_host=environment["MASTER_ADDR"],
+        master_port=int(environment["MASTER_PORT"]),
         launcher_pid=int(launcher) if launcher else None,
     )
 

@@ -93,6 +93,11 @@ def resumed_job(path: Path, changes: dict[str, Any]) -> Job:
     return Job(config, folder, corpus, checkpoint)
 
 
+def default_local_ranks() -> int:
+    """Return how many ranks this machine is given by itself: one per GPU, or two on the CPU."""
+    return _num_gpus() or _DEFAULT_CPU_RANKS
+
+
 def check_local_ranks(config: TrainConfig, ranks: int) -> None:
     """Raise OptionError if this machine cannot give each of its ranks a device."""
     if config.device == "cpu":

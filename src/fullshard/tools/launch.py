@@ -35,6 +35,7 @@ class Place:
     local_rank: int
     num_local_ranks: int
     master_host: str
+    master_port: int
     launcher_pid: int | None
 
 

@@ -1,0 +1,76 @@
+"""Limits that a container puts on a process: control groups, of version 2 and of version 1."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Quotas(NamedTuple):
+    """Limits of a process's control groups, and what is used of them; None where there is none."""
+
+    cores: float | None
+    memory_nbytes: int | None
+    memory_used_nbytes: int | None
+    max_tasks: int | None
+    tasks: int | None
+
+
+def read_quotas(proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")) -> Quotas:
+    """Read the tightest limit of each kind, over the process's groups and those around them."""
+    folders = list(_folders(proc, root))
+    memory, used = _tightest(
+        folders,
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    )
+    max_tasks, tasks = _tightest(folders, ("pids.max", "pids.current"))
+    if memory is not None and memory >= 1 << 60:  # how version 1 says that there is no limit
+        memory = used = None
+    return Quotas(_cores(folders), memory, used, max_tasks, tasks)
+
+
+def _folders(proc: Path, root: Path) -> Iterator[Path]:
+    """Yield the folders of the process's groups, each followed by those around it."""
+    for line in (_read(proc / "cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = root / controllers if controllers else root
+        # Inside a container the path may be one that only its host has; the base is there.
+        for folder in (base / path.lstrip("/"), *(base / path.lstrip("/")).parents):
+            yield folder
+            if folder == base:
+                break
+
+
+def _tightest(folders: list[Path], *names: tuple[str, str]) -> tuple[int | None, int | None]:
+    """Return the limit that leaves least, and what is used of it. names: (limit, used) of files."""
+    found = [
+        (limit, _number(folder / used_name))
+        for folder in folders
+        for limit_name, used_name in names
+        if (limit := _number(folder / limit_name)) is not None
+    ]
+    return min(found, key=lambda each: each[0] - (each[1] or 0), default=(None, None))
+
+
+def _cores(folders: list[Path]) -> float | None:
+    quotas = []
+    for folder in folders:
+        quota, _, period = (_read(folder / "cpu.max") or "").partition(" ")
+        if not quota:
+            quota = _read(folder / "cpu.cfs_quota_us") or ""
+            period = _read(folder / "cpu.cfs_period_us") or ""
+        if quota.isdigit() and period.isdigit() and int(period):
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path) or ""
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

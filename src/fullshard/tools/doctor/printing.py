@@ -1,0 +1,82 @@
+"""Show an examination: for people a report, worst first, or one JSON object."""
+
+import json
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fullshard.tools.doctor.facts import Examination, RankFacts
+from fullshard.tools.doctor.findings import Finding, Severity, by_host, counted, numbered, sized
+from fullshard.tools.doctor.judging import as_dict, judge, verdict_of
+from fullshard.tools.exits import Exit
+from fullshard.tools.progress import printable
+
+_COLORS = {
+    Severity.PROBLEM: "red",
+    Severity.WARNING: "yellow",
+    Severity.NOTE: "cyan",
+    Severity.OK: "green",
+}
+_PLAIN_WIDTH = 120  # of a pipe or a file
+
+
+def show(exam: Examination, *, as_json: bool) -> Exit:
+    """Print the report on standard output, and return the exit code that it stands for."""
+    findings = judge(exam)
+    if as_json:
+        print(json.dumps(as_dict(exam, findings)), flush=True)
+    else:
+        _show_report(exam, findings)
+    return Exit.FAILED if verdict_of(findings) is Severity.PROBLEM else Exit.OK
+
+
+def _show_report(exam: Examination, findings: list[Finding]) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    for host, ranks in by_host(exam).items():
+        names = numbered(each.rank for each in ranks)
+        console.print(f"[bold]{_safe(host)}[/bold]: {names}; {_safe(_summary(ranks[0]))}")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("", "finding", "where"):
+        table.add_column(column, no_wrap=column != "where", max_width=32)
+    table.add_column("measured, and what to do", ratio=1)
+    for each in findings:
+        color = _COLORS[each.severity]
+        said = _safe(each.measured)
+        if each.advice:
+            said += f"\n[bold]->[/bold] {_safe(each.advice)}"
+        severity = f"[{color}]{each.severity.value}[/{color}]"
+        table.add_row(severity, each.id, _safe(each.where), said)
+    console.print()
+    console.print(table)
+    console.print()
+    console.print(_verdict(exam, findings))
+
+
+def _summary(rank: RankFacts) -> str:
+    machine = rank.machine
+    said = [machine.system, *(f"{name} {version}" for name, version in rank.versions.items())]
+    said.append(f"{machine.cores} cores")
+    if machine.memory_nbytes is not None:
+        said.append(f"{sized(machine.memory_nbytes)} of memory")
+    said += dict.fromkeys(device.name for device in rank.devices.found)
+    return ", ".join(said)
+
+
+def _verdict(exam: Examination, findings: list[Finding]) -> str:
+    counts = {kind: sum(each.severity is kind for each in findings) for kind in Severity}
+    said = [
+        f"[{_COLORS[kind]}]{counted(counts[kind], kind.value)}[/]"
+        for kind in (Severity.PROBLEM, Severity.WARNING, Severity.NOTE)
+        if counts[kind]
+    ]
+    outcome = ", ".join(said) or "[green]nothing to mend[/]"
+    return (
+        f"{counted(exam.num_ranks, 'rank')}, {len(findings)} findings in {exam.seconds:.0f} s: {outcome}"
+        f"{'' if counts[Severity.PROBLEM] else '; ready to train'}"
+    )
+
+
+def _safe(text: str) -> str:
+    return escape(printable(text))

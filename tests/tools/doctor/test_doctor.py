@@ -1,0 +1,163 @@
+"""`fullshard doctor` as a user runs it, on CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from tests.tools.processes import Result, environment
+
+
+def _start(
+    *options: str, program: str = "", changes: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start it; program: Python that comes before."""
+    start = "from fullshard.__main__ import main\nmain()"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{program}\n{start}", "doctor", *options],
+        env={**environment(), "PYTHONWARNINGS": "error", **(changes or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> Result:
+    out, err = process.communicate(timeout=120)
+    return Result(process.returncode, out, err)
+
+
+def _findings(result: Result) -> dict[str, dict[str, Any]]:
+    """Return findings by their id; the worst of those that have one."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in json.loads(result.out)["findings"]:
+        found.setdefault(each["id"], each)
+    return found
+
+
+def _place(rank: int, port: int, *, local_ranks: int = 2) -> dict[str, str]:
+    """Return what a launcher tells one of two ranks."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank % local_ranks),
+        "LOCAL_WORLD_SIZE": str(local_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_two_ranks_of_this_machine_are_examined_together() -> None:
+    result = _end(_start("--json"))
+    assert result.code == 0, result.err
+    examined = json.loads(result.out)
+    assert examined["verdict"] != "problem"
+    found = _findings(result)
+    assert re.fullmatch(r"1 pair, median .* one way and .*B/s", found["gloo"]["measured"])
+    assert "peer memory (one host)" in found["communication"]["measured"]
+    (link,) = (link for each in examined["facts"]["results"] for link in each["links"])
+    assert (link["first"], link["second"]) == (0, 1)
+    assert 0 < link["latency_s"] < 1
+    assert link["bytes_per_s"] > 1e6
+    assert abs(link["clock_offset_s"]) < 0.5  # one clock
+    first, second = examined["facts"]["ranks"]
+    assert first["pid"] != second["pid"]
+    assert first["packages"]["typer"]
+    assert first["machine"]["memory_nbytes"] > 1e8
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(port: int) -> None:
+    began = time.monotonic()
+    result = _end(_start("--timeout", "1", changes=_place(0, port)))
+    assert time.monotonic() - began < 60
+    assert result.code == 1, result.err
+    said = " ".join(result.out.split())
+    assert "1 of 2 ranks came within 1 s; missing: rank 1" in said
+    assert f"127.0.0.1:{port}" in said
+    assert re.search(r"\bok\s+torch\b", result.out), "what this host has is reported all the same"
+
+
+def test_a_rank_that_finds_no_meeting_place_says_so(port: int) -> None:
+    alone = _place(1, port, local_ranks=1)  # the only one of its host
+    result = _end(_start("--timeout", "1", "--json", changes=alone))
+    assert result.code == 1
+    found = _findings(result)["meeting"]
+    assert (found["severity"], found["where"]) == ("problem", "rank 1")
+    assert "Connection refused" in found["measured"]
+
+
+_LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))"
+
+
+@pytest.mark.parametrize("limit", [70, 20])
+def test_too_few_open_files_are_found(limit: int) -> None:
+    """With 70 a rank runs, but could not hold a model; with 20 none can be started."""
+    result = _end(_start("--ranks", "1", "--json", program=_LIMITED.format(limit)))
+    assert result.code == 1, result.err
+    found = _findings(result)
+    assert found["open-files"]["severity"] == "problem"
+    assert f"limit {limit}," in found["open-files"]["measured"]
+    assert ("start" in found) == (limit == 20)
+
+
+_ELSEWHERE = """
+import dataclasses, time, types
+from fullshard.tools.doctor import links, rank as doctor
+look = doctor.look_at_rank
+
+def look_elsewhere(place, environment):
+    facts = look(place, environment)
+    names = {"name": f"node{place.rank}", "boot_id": f"boot {place.rank}", "addresses": ("localhost",)}
+    facts = dataclasses.replace(facts, machine=dataclasses.replace(facts.machine, **names))
+    if place.rank:
+        links.time = types.SimpleNamespace(time=lambda: time.time() + 5, perf_counter=time.perf_counter)
+        facts = dataclasses.replace(facts, versions={**facts.versions, "NumPy": "1.0"})
+    return facts
+
+doctor.look_at_rank = look_elsewhere
+"""
+
+
+def test_hosts_are_connected_and_compared(port: int) -> None:
+    """Two processes of this host that take themselves for two hosts, one of them 5 s ahead."""
+    ranks = [
+        _start("--json", program=_ELSEWHERE, changes=_place(rank, port, local_ranks=1))
+        for rank in range(2)
+    ]
+    first, second = map(_end, ranks)
+    assert (first.code, second.code) == (0, 0), (first.err, second.err)
+    assert second.out == ""
+    found = _findings(first)
+    assert found["hosts"]["measured"] == "2 connections, each host to each other one"
+    assert (found["gloo"]["severity"], found["gloo"]["where"]) == ("ok", "between hosts")
+    assert (found["clocks"]["severity"], found["clocks"]["where"]) == ("warning", "node1")
+    assert found["clocks"]["measured"].startswith("5.0 s ahead of node0, give or take ")
+    assert "1.0 on node1" in found["versions"]["measured"]
+
+
+def test_options_that_contradict_torchrun_are_refused(port: int) -> None:
+    result = _end(_start("--ranks", "3", changes=_place(0, port)))
+    assert result.code == 2
+    assert "torchrun has started 2 ranks" in result.err
+
+
+def test_help_has_examples_and_exit_codes() -> None:
+    result = _end(_start("--help", changes={"COLUMNS": "200"}))
+    assert result.code == 0
+    for words in ("--ranks", "--timeout", "--json", "torchrun --nnodes 2", "Exit codes: 0"):
+        assert words in result.out

@@ -1,0 +1,126 @@
+"""What is read from the system and from torch, where a test can say what is there."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard.tools.doctor.cgroups import Quotas, read_quotas
+from fullshard.tools.doctor.devices import look_at_devices
+from fullshard.tools.doctor.environment import relevant
+from fullshard.tools.doctor.pairs import MOST_RANKS, plan_turns
+
+
+def _write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+
+def test_limits_of_version_2_are_the_tightest_on_the_way_up(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        {
+            "proc/cgroup": "0::/jobs/mine",
+            "sys/jobs/mine/cpu.max": "max 100000",
+            "sys/jobs/mine/memory.max": "9000",
+            "sys/jobs/mine/memory.current": "100",
+            "sys/jobs/mine/pids.max": "max",
+            "sys/jobs/cpu.max": "250000 100000",
+            "sys/jobs/memory.max": "12000",
+            "sys/jobs/memory.current": "11000",
+            "sys/pids.max": "500",
+            "sys/pids.current": "20",
+        },
+    )
+    assert read_quotas(tmp_path / "proc", tmp_path / "sys") == Quotas(2.5, 12000, 11000, 500, 20)
+
+
+def test_limits_of_version_1_are_read_in_a_container(tmp_path: Path) -> None:
+    # The path is the host's; inside, the group is what is mounted.
+    _write(
+        tmp_path,
+        {
+            "proc/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n2:pids:/docker/abc",
+            "sys/memory/memory.limit_in_bytes": "4096",
+            "sys/memory/memory.usage_in_bytes": "96",
+            "sys/cpu,cpuacct/cpu.cfs_quota_us": "150000",
+            "sys/cpu,cpuacct/cpu.cfs_period_us": "100000",
+            "sys/pids/pids.max": "77",
+        },
+    )
+    assert read_quotas(tmp_path / "proc", tmp_path / "sys") == Quotas(1.5, 4096, 96, 77, None)
+
+
+def test_no_limit_is_none(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        {
+            "proc/cgroup": "4:memory:/\n3:cpu:/",
+            "sys/memory/memory.limit_in_bytes": str((1 << 63) - 4096),
+            "sys/cpu/cpu.cfs_quota_us": "-1",
+            "sys/cpu/cpu.cfs_period_us": "100000",
+        },
+    )
+    nothing = Quotas(None, None, None, None, None)
+    assert read_quotas(tmp_path / "proc", tmp_path / "sys") == nothing
+    assert read_quotas(tmp_path / "absent", tmp_path / "absent") == nothing
+
+
+@pytest.mark.parametrize("hosts", [[0], [0, 0], [0, 0, 1], [0, 1, 2, 3, 3], [0] * MOST_RANKS])
+def test_few_ranks_meet_each_other_once(hosts: Sequence[int]) -> None:
+    turns = plan_turns(hosts)
+    _check_one_at_a_time(turns)
+    pairs = [pair for turn in turns for pair in turn]
+    everybody = range(len(hosts))
+    assert sorted(pairs) == [(i, j) for i in everybody for j in everybody if i < j]
+    assert len(turns) <= len(hosts)
+
+
+def test_many_ranks_meet_on_their_host_and_hosts_meet_by_their_first_ranks() -> None:
+    hosts = [rank // 8 for rank in range(128)]
+    turns = plan_turns(hosts)
+    _check_one_at_a_time(turns)
+    pairs = {pair for turn in turns for pair in turn}
+    within = {(i, j) for i in range(128) for j in range(i + 1, 128) if hosts[i] == hosts[j]}
+    between = {(i, j) for i in range(0, 128, 8) for j in range(i + 8, 128, 8)}
+    assert pairs == within | between
+    assert len(turns) == 15 + 7
+
+
+def _check_one_at_a_time(turns: Sequence[Sequence[tuple[int, int]]]) -> None:
+    for turn in turns:
+        ranks = [rank for pair in turn for rank in pair]
+        assert len(ranks) == len(set(ranks))
+
+
+def test_variables_that_matter_are_chosen_and_others_stay_private() -> None:
+    environment = {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2", "HF_TOKEN": "x", "HOME": "/root"}
+    environment["FULLSHARD_LAUNCHER_PID"] = "7"
+    assert relevant(environment) == {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2"}
+
+
+def test_cuda_devices_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch.cuda's functions replaced: no GPU has run this."""
+
+    def properties(index: int) -> Any:
+        return types.SimpleNamespace(
+            name="H100", total_memory=80, major=9, minor=0, uuid=f"GPU-{index}"
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (70 + index, 80))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: abs(i - j) == 1)
+    found = look_at_devices(4)
+    assert (found.current, found.free_nbytes) == (1, 71)
+    assert [device.uuid for device in found.found] == ["GPU-0", "GPU-1", "GPU-2"]
+    assert found.found[0].capability == "9.0"
+    assert found.no_access == ((0, 2), (2, 0))
