@@ -93,6 +93,10 @@ SEEN = {
         "fullshard report runs/mine": [r"runs/mine/report\.html"],
         "fullshard export runs/mine --hf exports/mine": [r"exports/mine: 21 tensors"],
     },
+    "docs/doctor.md": {
+        "fullshard doctor": [r"^ok +communication .*peer memory \(one host\)", r"^2 ranks, "],
+        "fullshard doctor --json": [r'^{"verdict": "'],
+    },
     "docs/limits.md": {},
     "docs/results.md": {},
 }
