@@ -29,6 +29,7 @@ from torch.autograd import profiler
 
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
+from fullshard.engine.checks.debugging import debug
 from fullshard.engine.checks.path import Path
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.unused import UnusedWatch
@@ -402,6 +403,7 @@ class Iteration:
     def _reduce(self, unit: Unit, grads: list[torch.Tensor | None], *, keeps: bool = False) -> None:
         """Reduce a unit's full gradients, or keep them for a later backward or for `finalize`."""
         self._unused.note(unit, grads)
+        debug.looks_at(unit, grads)
         if keeps or not unit.config.reduce_grads:
             unit.accumulate(grads)
             return

@@ -1,0 +1,156 @@
+"""`fullshard.debug(nan=True)`: the first value that is not finite is an error that says where it is made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullshard
+from fullshard.errors import StateError
+from tests.api import Api
+from tests.harness import mesh_of, on_ranks, rank
+from tests.training import assert_equal, full_gradients
+
+pytestmark = pytest.mark.ours("has no such switch")
+
+
+class _Divides(nn.Module):
+    """Is finite, and has a gradient that is not, where its input is 0: sqrt."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs().sqrt()
+
+
+class _Logs(nn.Module):
+    """Is not finite where its input is 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log()
+
+
+def _model(api: Api, middle: nn.Module) -> Any:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Identity()) for _ in range(3))
+    blocks[1][1] = middle
+    model = nn.Sequential(*blocks, nn.Linear(4, 1))
+    for part in (*model, model):
+        api.fully_shard(part, mesh=mesh_of(2))
+    return model
+
+
+def _zero_second_block(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model[1].parameters():
+            parameter.zero_()
+
+
+@on_ranks(2)
+def test_what_is_finite_is_left_alone(api: Api) -> None:
+    grads = []
+    for nan in (False, True):
+        model = _model(api, nn.Tanh())
+        with fullshard.debug(steps=False, nan=nan):
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        grads.append(full_gradients(model))
+    assert_equal(*grads)
+
+
+@on_ranks(2)
+def test_forward_of_the_module_that_makes_it(api: Api) -> None:
+    model = _model(api, _Logs())
+    _zero_second_block(model)
+    with (
+        fullshard.debug(nan=True),
+        pytest.raises(
+            StateError,
+            match=rf"in forward, rank {rank()}, the output of 1\.1 \(_Logs\) has 0 NaN and 8 infinite of 8 .* "
+            r"Its inputs \(largest values 0\), parameters and buffers are finite",
+        ),
+    ):
+        model(torch.ones(2, 4))
+    assert not model(torch.ones(2, 4)).isfinite().all()  # outside of the block nobody looks
+
+
+@on_ranks(2)
+def test_backward_of_the_module_that_makes_it(api: Api) -> None:
+    model = _model(api, _Divides())
+    _zero_second_block(model)
+    with fullshard.debug(nan=True):
+        out = model(torch.ones(2, 4))
+        with pytest.raises(
+            StateError,
+            match=r"in backward, rank \d, the gradient of an input of 1\.1 \(_Divides\), made in that",
+        ):
+            out.sum().backward()
+
+
+@on_ranks(2)
+def test_the_loss_the_data_and_parameters(api: Api) -> None:
+    model = _model(api, nn.Tanh())
+    with fullshard.debug(nan=True):
+        loss = model(torch.ones(2, 4)).mul(0.0).abs().sqrt().sum()
+        with pytest.raises(
+            StateError, match=r"gradient of the output of 3 .* such as the loss"
+        ):
+            loss.backward()
+        with pytest.raises(StateError, match=r"of 0\.0 \(FSDP\w*|Linear\).* input 0 has 8 NaN"):
+            model(torch.full((2, 4), float("nan")))
+        with torch.no_grad():
+            model[2][0].bias.fill_(float("inf"))
+        with pytest.raises(
+            StateError, match=r"output of 2\.0 \(Linear\) .* Its bias has 0 NaN and 4 inf"
+        ):
+            model(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_a_gradient_of_a_parameter_alone(api: Api) -> None:
+    class Spoils(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            return grad, torch.full((4,), float("inf"))
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Spoils.apply(x, self.scale)  # type: ignore[no-untyped-call]
+
+    model = _model(api, Scales())
+    with fullshard.debug(nan=True):
+        out = model(torch.ones(2, 4, requires_grad=True))
+        with pytest.raises(
+            StateError, match=r"the gradient of 1\.1\.scale has 0 NaN and 4 infinite"
+        ):
+            out.sum().backward()
+
+
+def test_the_environment_switches_it_on() -> None:
+    program = "import fullshard; print(fullshard.debug.checks_steps, fullshard.debug._hunt.is_on)"
+    for value, wanted in (("nan", "False True"), ("steps,nan", "True True"), ("1", "True False")):
+        out = _run(program, value)
+        assert out.stdout.strip() == wanted, out.stderr
+    assert "FULLSHARD_DEBUG=nans: nans is none of" in _run(program, "nans").stderr
+
+
+def _run(program: str, value: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "FULLSHARD_DEBUG": value},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
