@@ -11,6 +11,7 @@ from fullshard.engine.params.dtensor import has_extension
 from fullshard.engine.params.managed import ManagedParameter, owner_of
 from fullshard.engine.params.slots import Slot
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
+from fullshard.plan.units import clean_name
 from fullshard.torch_private import forward_unimplemented
 
 
@@ -123,6 +124,14 @@ def qualified_names(roots: Iterable[nn.Module], slots: Iterable[list[Slot]]) -> 
         for path, module in root.named_modules()
     }
     return [path_of[id(places[0].module())] + places[0].name for places in slots]
+
+
+def name_below(roots: Iterable[nn.Module], params: Iterable[ManagedParameter]) -> None:
+    """Name parameters by their paths below the modules of a call, until the root is known."""
+    path_of = {id(module): path for root in roots for path, module in root.named_modules()}
+    for param in params:
+        places = ((path_of[id(slot.module())], slot.name) for slot in param.slots)
+        param.names = [clean_name(f"{path}.{name}") for path, name in places]
 
 
 def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> None:

@@ -15,7 +15,7 @@ from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import UnitComms
 from fullshard.errors import ShardingError
 from fullshard.faces.annotated import leave_unchecked
-from fullshard.faces.coverage import CoveredParameters, qualified_names
+from fullshard.faces.coverage import CoveredParameters, name_below, qualified_names
 from fullshard.faces.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
 from fullshard.plan.builders import flat_layout
 from fullshard.plan.layout import ParamSpec, UnitLayout
@@ -57,6 +57,7 @@ def flat_unit(
         form = _form(parameter, names[parameter], mesh)
         parameter._fsdp_flattened = True  # type: ignore[attr-defined] # PyTorch's mark, for libraries
         managed.append(_managed(parameter, slots, form, owned[index], holder))
+    name_below([module], managed)
     unit = Unit(managed, mesh, device, config, layout, comms)
     if unit.params.flat is not None:
         unit.params.flat.sharded._fqns = names_below(module, unit)  # type: ignore[attr-defined]

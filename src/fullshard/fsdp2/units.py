@@ -24,6 +24,7 @@ from fullshard.faces.coverage import (
     check_parameters,
     covered_modules,
     ignored_names,
+    name_below,
     qualified_names,
     root_modules,
 )
@@ -111,6 +112,7 @@ def make_units(
                 DTensorParameter(parameter, parameters.slots[parameter], form, place.plan)
                 for parameter, form in forms.items()
             ]
+            name_below(roots, managed)
             units.append((managed, place, device, own_config))
         made = [Unit(*arguments, comms=own) for arguments, own in zip(units, comms, strict=True)]
     # Nothing below allocates memory of parameters, so nothing below has to be restored.

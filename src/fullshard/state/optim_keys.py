@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.checks.strays import first_names
+from fullshard.engine.params.managed import manager_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
 from fullshard.state.options import OptimStateKeyType
@@ -66,10 +68,13 @@ def refuse_strays(
     """Raise StateError if an optimizer trains what is no parameter of the model."""
     strays = [p for group in optimizer.param_groups for p in group["params"] if p not in trained]
     if strays:
+        managers = ((manager_of(parameter), parameter) for parameter in strays)
+        former = [m.name for m, parameter in managers if m is not None and m.replaces(parameter)]
+        which = f". As before sharding, it has {first_names(former)}" if former else ""
         raise StateError(
             f"{type(optimizer).__name__} trains {len(strays)} parameters that the model does not have, "
-            f"the first of shape {tuple(strays[0].shape)}. Make the optimizer after sharding, from "
-            "model.parameters(), or pass the models of all its parameters."
+            f"the first of shape {tuple(strays[0].shape)}{which}. Make the optimizer after sharding, "
+            "from model.parameters(), or pass the models of all its parameters."
         )
 
 

@@ -64,7 +64,7 @@ def warn_of_strays(names: list[str]) -> None:
     """
     if names:
         warnings.warn(
-            f"{_listed(names)} (rank {dist.get_rank()}): registered after the module was sharded, "
+            f"{first_names(names)} (rank {dist.get_rank()}): registered after the module was sharded, "
             "so neither sharded nor reduced. Each rank trains on its own data, and values drift "
             "apart. Add parameters before sharding; or, if you reduce their gradients yourself, "
             "name them in ignored_params (ignored_states).",
@@ -107,19 +107,19 @@ def _look_through(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if built_before:
         raise StateError(
-            f"{name} (rank {dist.get_rank()}) has {_listed(built_before)} as before sharding, or "
+            f"{name} (rank {dist.get_rank()}) has {first_names(built_before)} as before sharding, or "
             "before a load replaced them: a step would change nothing that the model uses. Build "
             "the optimizer from model.parameters() after sharding and loading."
         )
     if stand_ins:
         raise StateError(
-            f"{name} (rank {dist.get_rank()}) has {_listed(stand_ins)} as they are while unsharded, "
+            f"{name} (rank {dist.get_rank()}) has {first_names(stand_ins)} as they are while unsharded, "
             "so its step would not reach the shards. It was built after a forward that keeps them "
             "unsharded, or after unshard(). Build it before, or call model.reshard() first."
         )
 
 
-def _listed(names: list[str]) -> str:
-    """Join the first names, and say how many more there are."""
+def first_names(names: list[str]) -> str:
+    """Join the first names, for a message, and say how many more there are."""
     more = len(names) - _MAX_NAMES
     return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
