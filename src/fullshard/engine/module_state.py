@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.engine.checks.direct_gradients import watch_direct_gradients
 from fullshard.engine.checks.divisors import warn_of_divisors
+from fullshard.engine.checks.on_meta import refuse_meta_buffers
 from fullshard.engine.checks.root_share import warn_of_large_root
 from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
 from fullshard.engine.checks.unwritten import refuse_unwritten
@@ -213,8 +214,8 @@ class ModuleState:
         """Make this the root: settle names, ties and memory, and return the model's iteration.
 
         Every rank has to call it. Raises StateError for several modules at once, below a root that
-        has run, and as `Unit.adopt` does; AllocationError where memory is lacking. Either way the
-        module is no root yet, so the next forward begins here again.
+        has run, for buffers on the meta device, and as `Unit.adopt` does; AllocationError where memory
+        is lacking. Either way the module is no root yet, so the next forward begins here again.
         """
         if len(self._modules) > 1:
             names = ", ".join(type(module).__name__ for module in self.modules)
@@ -255,6 +256,8 @@ class ModuleState:
         for unit in units:
             with naming_lack(f"{unit.path}: first use", "Values are as they were."):
                 unit.adopt()
+        own_modules = (module for state in self._states for module in state.own_modules())
+        refuse_meta_buffers(root, own_modules, self.all_units[0].device)
         # Only now, when all have memory: what raised until here may be done again from the start.
         for unit in self.all_units:
             unit.become_root()

@@ -210,7 +210,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
             # Values are made before they are broadcast, and moved to where groups communicate.
             check_parameters(covered, ignored)
             check_one_device(covered, ignored, values.device_id)
-            materialise(covered, self.compute_device, values.param_init_fn)
+            materialise(covered, ignored, self.compute_device, values.param_init_fn)
             move(covered, ignored, self.compute_device, offload=self.cpu_offload.offload_params)
             if values.sync_module_states:
                 groups_in_turn = (mesh.shard_group, mesh.replicate_group)

@@ -7,7 +7,7 @@ import os
 import socket
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedEr
 from fullshard.faces.meshes import unit_device
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.plan.mesh import MeshPlan
+from fullshard.plan.units import clean_name
 from fullshard.torch_private import default_group
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
@@ -308,6 +309,7 @@ def compute_device(
 
 def materialise(
     covered: Iterable[nn.Module],
+    ignored: Ignored,
     device: torch.device,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
@@ -315,20 +317,23 @@ def materialise(
 
     By ``param_init_fn(module)``, called on every covered module, or else by ``to_empty`` and the
     module's ``reset_parameters()``. Raises ShardingError if ``param_init_fn`` cannot be called, and
-    StateError for a module without ``reset_parameters``.
+    StateError for a module without ``reset_parameters``, or for what ``param_init_fn`` leaves out.
     """
     modules = list(covered)
     if param_init_fn is not None and not callable(param_init_fn):
         raise ShardingError(
             f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}"
         )
-    if not any(_is_on_meta(module) for module in modules):
+    on_meta = _names_on_meta(modules, set())
+    if not on_meta:
+        return
+    if param_init_fn is not None:
+        for module in modules:
+            param_init_fn(module)
+        _refuse_left(_names_on_meta(modules, ignored.params))
         return
     for module in modules:
-        if param_init_fn is not None:
-            param_init_fn(module)
-            continue
-        if not _is_on_meta(module):
+        if module not in on_meta:
             continue
         places = places_on_meta(module, recurse=False)
         module.to_empty(device=device, recurse=False)
@@ -341,16 +346,40 @@ def materialise(
                 stacklevel=4,
             )
             raise StateError(
-                f"{type(module).__name__} has parameters or buffers on the meta device, but no "
-                "reset_parameters() to give them values. Define one, or pass param_init_fn=."
+                f"{type(module).__name__} has parameters or buffers on the meta device "
+                f"({', '.join(on_meta[module])}), but no reset_parameters() to give them values. "
+                "Define one, or pass param_init_fn=."
             )
         with torch.no_grad():
             reset()
 
 
-def _is_on_meta(module: nn.Module) -> bool:
-    states = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(tensor.is_meta for tensor in states)
+def _refuse_left(on_meta: dict[nn.Module, list[str]]) -> None:
+    """Raise StateError if ``param_init_fn`` has left something on the meta device."""
+    if on_meta:
+        names = ", ".join(name for own in on_meta.values() for name in own)
+        raise StateError(
+            f"param_init_fn was called on every module, and left on the meta device: {names}. Let it "
+            "call module.to_empty(device=..., recurse=False), and give values to parameters and "
+            "buffers."
+        )
+
+
+def _names_on_meta(
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> dict[nn.Module, list[str]]:
+    """Return the paths of what is on the meta device, by the modules that have any.
+
+    modules: the root comes first.
+    """
+    found: dict[nn.Module, list[str]] = {}
+    among = set(modules)
+    for path, module in modules[0].named_modules() if modules else ():
+        states = (*module._parameters.items(), *module._buffers.items()) if module in among else ()
+        for name, tensor in states:
+            if tensor is not None and tensor.is_meta and tensor not in ignored:
+                found.setdefault(module, []).append(clean_name(f"{path}.{name}"))
+    return found
 
 
 def check_one_device(covered: Iterable[nn.Module], ignored: Ignored, device_id: object) -> None:

@@ -304,6 +304,12 @@ class FlatHolder:
         return self.sharded
 
     @property
+    def current(self) -> nn.Parameter:
+        """The parameter that is registered, which somebody may have put in place of ours."""
+        current = self.slot.current
+        return self.sharded if current is None else current
+
+    @property
     def local_grad(self) -> torch.Tensor | None:
         return self.sharded.grad
 
@@ -332,8 +338,8 @@ class FlatHolder:
         If somebody has registered another one (``load_state_dict(assign=True)``), with the values
         of that. Raises StateError if it has not as many elements as this rank owns.
         """
-        current = self.slot.current
-        if current is not None and current is not self.sharded:
+        current = self.current
+        if current is not self.sharded:
             # Its values go to our parameter, to which optimizers refer.
             self.sharded.data = current.data
             self.slot.register(self.sharded)

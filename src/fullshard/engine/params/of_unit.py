@@ -101,7 +101,8 @@ class UnitParams(Sequence[ManagedParameter]):
     @property
     def on_meta(self) -> list[str]:
         """The names of the parameters that are on the meta device."""
-        return [param.name for param in self.all if param.local.is_meta]
+        is_flat_on_meta = self.flat is not None and self.flat.current.is_meta
+        return [param.name for param in self.all if param.local.is_meta or is_flat_on_meta]
 
     @property
     def holders(self) -> list[ShardHolder]:
