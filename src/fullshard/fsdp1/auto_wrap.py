@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard.engine.precision import map_tensors
 from fullshard.errors import MisuseError, ShardingError, UnsupportedError
+from fullshard.fsdp1.layer_classes import check_classes, classes_of
 from fullshard.fsdp1.options import MixedPrecision
 from fullshard.fsdp1.wrap_policies import (
     KwargsByModule,
@@ -42,10 +43,14 @@ def auto_wrap(
         with ``mixed_precision=None``. They compute in float32; inputs are cast, and outputs cast
         back. A warning names those classes.
 
-    Raises ShardingError, before anything is changed, if something is wrapped already, or if a
-    `_Policy` puts frozen and trainable parameters into one unit without ``use_orig_params``.
+    Raises ShardingError, before anything is changed, if something is wrapped already, if the policy
+    names classes that are none, or if a `_Policy` puts frozen and trainable parameters into one unit
+    without ``use_orig_params``, or the uses of one parameter into several. Warns of a policy that
+    names classes of which there is no module.
     """
     _refuse_wrapped(root, wrapper_cls)
+    if (classes := classes_of(policy)) is not None:
+        check_classes(root, classes)
     in_float32: tuple[type[nn.Module], ...] = ()
     if mixed_precision is not None:
         in_float32 = tuple(set(mixed_precision._module_classes_to_ignore))
@@ -60,6 +65,7 @@ def auto_wrap(
             policy._run_policy(root, ignored_modules, root_kwargs),
         )
         _validate_frozen_params(root, set(chosen), ignored_params, use_orig_params)
+        _refuse_split_ties(root, set(chosen), ignored_params)
         wrap_target = _construct_wrap_fn(root, chosen, wrapper_cls)
         wrap_chosen = functools.partial(_post_order_apply, root, wrap_target)
     else:
@@ -218,6 +224,31 @@ def _validate_frozen_params(
         if not use_orig_params:
             raise ShardingError(message)
         warnings.warn(message, stacklevel=5)
+
+
+def _refuse_split_ties(
+    root: nn.Module, chosen: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> None:
+    """Refuse a parameter whose uses the policy puts into several instances, with all its names.
+
+    Without this the second instance would refuse it, which knows no other names. Raises
+    ShardingError.
+    """
+    instances = {"": ""}  # by path of a module: that of the instance it will be in
+    uses: dict[nn.Parameter, dict[str, str]] = {}  # by parameter: by name, its instance's path
+    for path, module in root.named_modules(remove_duplicate=False):
+        instances[path] = path if module in chosen else instances[path.rpartition(".")[0]]
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter not in ignored_params:
+                uses.setdefault(parameter, {})[name] = instances[path]
+    for names in uses.values():
+        within = sorted(set(names.values()) - {""})
+        if len(set(names.values())) > 1:
+            raise ShardingError(
+                f"{' and '.join(names)} are one parameter, of a nested FSDP instance, which would be "
+                "gathered for that instance alone. Wrap the modules that share it together, in one "
+                f"instance: let the policy leave out {', '.join(within)}."
+            )
 
 
 def _own_parameters(

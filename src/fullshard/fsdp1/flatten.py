@@ -1,7 +1,7 @@
 """Makes one flat unit of the parameters of modules."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ def flat_unit(
     parameters = CoveredParameters(covered, ignored_params)
     paths = qualified_names([module], parameters.slots.values())
     names = dict(zip(parameters.slots, paths, strict=True))
-    _check(names, parameters, config)
+    _check(module, names, parameters, config)
     specs = [_spec(parameter, name, config) for parameter, name in names.items()]
     is_aligned = config.style is not ParamStyle.FLAT  # programs rely on a FlatParameter's size
     layout = flat_layout(specs, shard_size=mesh.plan.shard_size, is_aligned=is_aligned)
@@ -110,7 +110,10 @@ def _owned(layout: UnitLayout, rank: int) -> dict[int, OwnedPiece]:
 
 
 def _check(
-    names: dict[nn.Parameter, str], parameters: CoveredParameters, config: UnitConfig
+    root: nn.Module,
+    names: dict[nn.Parameter, str],
+    parameters: CoveredParameters,
+    config: UnitConfig,
 ) -> None:
     for parameter, name in names.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -120,16 +123,25 @@ def _check(
         if parameter.dim() == 0:
             raise ShardingError(
                 "FSDP doesn't support scalar parameters. Change "
-                f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1."
+                f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1. It is {name}."
             )
     for owner, slot in parameters.ties:
+        others = " and ".join(_place(root, other) for other in owner.slots)
         raise ShardingError(
-            f"{slot.name} of {type(slot.module()).__name__} is the parameter {owner.name} of a "
-            "nested FSDP instance, which would be gathered for that instance alone. Wrap the "
-            "modules that share it together, in one instance."
+            f"{_place(root, slot)} is {others}, the parameter of a nested FSDP instance, which would "
+            "be gathered for that instance alone. Wrap the modules that share it together, in one "
+            "instance."
         )
     if config.style is ParamStyle.FLAT:
-        _check_uniform(list(names))
+        _check_uniform(names)
+
+
+def _place(root: nn.Module, slot: Slot) -> str:
+    """Return where a parameter is registered, for messages: its path if that is below the root."""
+    for path, module in root.named_modules():
+        if module is slot.module():
+            return f"{type(root).__name__}: {clean_name(f'{path}.{slot.name}')}"
+    return f"{slot.name} of {type(slot.module()).__name__}"
 
 
 def _warn_of_hooks(names: dict[nn.Parameter, str], config: UnitConfig) -> None:
@@ -145,21 +157,25 @@ def _warn_of_hooks(names: dict[nn.Parameter, str], config: UnitConfig) -> None:
         )
 
 
-def _check_uniform(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        first = parameters[0]
+def _check_uniform(names: dict[nn.Parameter, str]) -> None:
+    """Raise ShardingError for parameters that one flat parameter cannot hold."""
+    if not names:
+        return
+    first, first_name = next(iter(names.items()))
+    for parameter, name in names.items():
         if not parameter.is_floating_point() and not parameter.is_complex():
             raise ShardingError(
-                "Cannot flatten integer dtype tensors. Pass use_orig_params=True, or ignore them."
+                f"Cannot flatten integer dtype tensors: {name} is {parameter.dtype}. Pass "
+                "use_orig_params=True, or ignore it (ignored_states)."
             )
+        both = f"{first_name} and {name} differ. Pass use_orig_params=True."
         if parameter.dtype != first.dtype:
             raise ShardingError(
                 f"Must flatten tensors with uniform dtype but got {first.dtype} and "
-                f"{parameter.dtype}. Pass use_orig_params=True."
+                f"{parameter.dtype}: {both}"
             )
         if parameter.requires_grad != first.requires_grad:
             raise ShardingError(
                 "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
-                f"got {first.requires_grad} and {parameter.requires_grad}. Pass "
-                "use_orig_params=True."
+                f"got {first.requires_grad} and {parameter.requires_grad}. {both}"
             )
