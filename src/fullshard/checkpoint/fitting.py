@@ -5,6 +5,7 @@ A problem is a line whose first word is its kind: "missing 0.weight". Each rank 
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,9 @@ _TITLES = {
     "missing": 'The model has, and the {} lacks (allow=["missing"] leaves them as they are)',
     "unexpected": 'The {} has, and nothing takes (allow=["unexpected"] leaves them out)',
     "mismatched": "Of another shape",
+    "shard": "As one rank's shard, it seems, in place of the whole tensor (it was saved from "
+    "named_parameters() or to_local(); save state_dict() of the outermost module, or by "
+    "save_checkpoint)",
     "dtype": 'Of another dtype (allow=["dtype"] converts)',
     "kind": "Of another kind of dtype, which is not converted",
     "untied": "One tensor in the model, and several in the {}",
@@ -65,6 +69,23 @@ def check_fits(
     return groups
 
 
+def other_shape(name: str, saved: Sequence[int], own: Sequence[int], kind: str) -> str:
+    """Return the problem of a tensor that has another shape in the files than here.
+
+    kind: what the tensors come from, for messages.
+    """
+    problem = "shard" if _is_like_shard(saved, own) else "mismatched"
+    return f"{problem} {name}: {tuple(saved)} in the {kind}, {tuple(own)} here"
+
+
+def _is_like_shard(saved: Sequence[int], own: Sequence[int]) -> bool:
+    """Whether a tensor may be what one of several ranks has of another: a flat piece, or rows."""
+    if len(saved) == 1:
+        return saved[0] < own[0] if len(own) == 1 else saved[0] <= math.prod(own) and len(own) > 1
+    has_rows_of_it = len(saved) == len(own) > 1 and tuple(saved[1:]) == tuple(own[1:])
+    return has_rows_of_it and 2 * saved[0] <= own[0] + 1
+
+
 def listed(allow: Collection[str] | str | None) -> list[str]:
     """Return what may differ, however users have said it, as all ranks have it that said the same."""
     if allow is None:
@@ -83,6 +104,9 @@ def check_allowed(allow: Collection[str] | str | None, known: Collection[str]) -
 
 
 def _described(source: Source, groups: Mapping[str, Sequence[str]]) -> str:
+    groups = dict(groups)
+    if "mismatched" in groups:  # another model, whose shapes may look like shards as well
+        groups["mismatched"] = [*groups["mismatched"], *groups.pop("shard", ())]
     lines = [f"{source.path}: does not fit."]
     for kind, texts in groups.items():
         lines.append(f"  {_TITLES[kind].format(source.kind)}: {len(texts)}")
@@ -99,8 +123,14 @@ def _described(source: Source, groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def _renames(missing: Sequence[str], unexpected: Sequence[str]) -> list[tuple[str, str]]:
-    found = []
-    for name in missing[: 5 * _MOST_LISTED]:
-        close = difflib.get_close_matches(name, unexpected, n=1, cutoff=0.7)
-        found += [(old, name) for old in close]
-    return found
+    """Guess which unexpected name is which missing one, each once, the most alike first."""
+    close = [
+        (difflib.SequenceMatcher(None, old, name).ratio(), old, name)
+        for name in missing[: 5 * _MOST_LISTED]
+        for old in difflib.get_close_matches(name, unexpected, n=3, cutoff=0.7)
+    ]
+    found: dict[str, str] = {}
+    for _, old, name in sorted(close, key=lambda each: -each[0]):
+        if old not in found and name not in found.values():
+            found[old] = name
+    return sorted(found.items(), key=lambda pair: missing.index(pair[1]))

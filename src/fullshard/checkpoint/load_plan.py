@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fullshard.checkpoint.fitting import other_shape
 from fullshard.checkpoint.local_content import held_by
 from fullshard.checkpoint.module_states import match_module_states
 from fullshard.checkpoint.optimizer_loading import Destination
@@ -154,7 +155,7 @@ def _of_other_kinds(state: SavedState, holdings: Sequence[Holding]) -> Iterator[
     for holding in holdings:
         saved, name = state.tensors[holding.name], holding.name
         if saved.shape != holding.shape:
-            yield f"mismatched {name}: {saved.shape} in the checkpoint, {holding.shape} here"
+            yield other_shape(name, saved.shape, holding.shape, "checkpoint")
         elif saved.dtype != holding.dtype:
             yield f"dtype {name}: {saved.dtype} in the checkpoint, {holding.dtype} here"
 

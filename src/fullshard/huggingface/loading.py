@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.background import finish_background
-from fullshard.checkpoint.fitting import Source, check_allowed, check_fits, listed
+from fullshard.checkpoint.fitting import Source, check_allowed, check_fits, listed, other_shape
 from fullshard.checkpoint.locations import disk_path
 from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.peers import Peers
@@ -143,7 +143,7 @@ def _fault(name: str, weights: Weights, holding: Holding) -> str | None:
     """Say why a tensor of the files does not fit, or return None."""
     entry = weights.tensors[name]
     if entry.shape != holding.shape:
-        return f"mismatched {name}: {entry.shape} in the file, {holding.shape} here"
+        return other_shape(name, entry.shape, holding.shape, "file")
     dtype = DTYPES[entry.dtype]
     if dtype != holding.dtype and not (is_wide_float(dtype) and is_wide_float(holding.dtype)):
         return f"kind {name}: {dtype} in the file, {holding.dtype} here"
