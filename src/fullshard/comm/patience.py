@@ -60,7 +60,8 @@ class Patience:
         """Return the error for ranks that did not come in time."""
         waited = time.perf_counter() - self._started
         return PeerTimeoutError(
-            f"{self._describe(late, waited)}\nGiving up, as the process group's timeout is over."
+            f"{self._describe(late, waited)}\nGiving up, as the process group's timeout is over. If "
+            "that rank is only slow, allow more: init_process_group(timeout=...)."
         )
 
     def _describe(self, late: Mapping[int, int | None], waited: float) -> str:

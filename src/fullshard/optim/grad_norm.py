@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fullshard.comm.outside_steps import run_collective
 from fullshard.engine.params.flat import FlatHolder
 from fullshard.engine.params.managed import manager_of, owner_of
+from fullshard.errors import StateError
 from fullshard.torch_private import DTensorSpec, StridedShard
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -49,7 +50,7 @@ def clip_grad_norm_(
 
     Returns a 0-dim plain tensor, the norm over all ranks, the same on each. Every rank has to call
     it; there is one all-reduce per distinct set of mesh axes and axis in it. With
-    ``error_if_nonfinite``, raises RuntimeError, before scaling, if the norm is inf or NaN.
+    ``error_if_nonfinite``, raises StateError, before scaling, if the norm is inf or NaN.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -73,7 +74,7 @@ def clip_grad_norm_(
     stacked = torch.stack([power.to(powers[0].device) for power in powers])
     norm = stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
+        raise StateError(
             f"The gradients' norm of order {norm_type} is {norm.item()}. Look for the first loss "
             "that is not finite, or pass error_if_nonfinite=False to go on."
         )

@@ -102,9 +102,10 @@ def retype(layout: UnitLayout, specs: Sequence[ParamSpec]) -> UnitLayout:
         first = specs[bucket.params[0].index]
         params = [dataclasses.replace(param, spec=specs[param.index]) for param in bucket.params]
         if len({(param.spec.dtype, param.spec.compute_dtype) for param in params}) > 1:
+            names = ", ".join(f"{param.spec.name} ({param.spec.dtype})" for param in params)
             raise LayoutError(
-                f"{', '.join(param.spec.name for param in params)} lie in one flat buffer, but have "
-                "different dtypes now. Change the dtype of all of them."
+                f"{names} lie in one flat buffer, but have different dtypes now. Change the dtype of all "
+                "of them."
             )
         buckets.append(
             dataclasses.replace(

@@ -145,8 +145,8 @@ def _error(kept: torch.Tensor | None, name: str) -> StateError:
         return StateError(
             f"{'A parameter' if manager is None else manager.name} is used ({name}) while its unit "
             "is sharded: this rank does not have all of it, and modules show a placeholder. Use it "
-            "inside its own module's forward, wrap all modules that use it in one unit, or use "
-            "summon_full_params."
+            "inside its own module's forward, wrap all modules that use it in one unit, take "
+            "fullshard.gathered(weight), or use summon_full_params."
         )
     return StateError(
         f"{what} was kept while its module was resharded, and used afterwards ({name}): its memory is "
