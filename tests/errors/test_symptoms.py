@@ -70,7 +70,7 @@ def test_ranks_that_run_different_modules_are_named_with_them(path: str) -> None
         assert "DivergenceError" in ending.kinds, ending.words
         assert "rank 0 ran blocks.0 (forward); rank 1 ran blocks.2 (forward)" in ending.text
         assert "parted in step 3" in ending.text
-        remedy = "set_reduce_scatter_unused_params(True)" if path == "auto" else "the same calls"
+        remedy = "set_unused(module" if path == "auto" else "the same calls"
         assert remedy in ending.text
 
 
