@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"tools", "versions"},
     "public": BASE
     | {"faces", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
-    | {"batches", "checkpoint", "huggingface", "live", "offline", "watch"},
+    | {"batches", "checkpoint", "deferred", "huggingface", "live", "offline", "watch"},
     "errors": set(),
     "policies": {"errors"},
     "versions": set(),
@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offline": BASE | {"checkpoint", "huggingface", "plan", "state"},
     "checkpoint": BASE | {"comm", "engine", "plan", "state", "versions"},
     "huggingface": BASE | {"checkpoint", "plan", "state"},
+    "deferred": NEAR_TORCH | {"engine", "plan", "state"},
     "batches": NEAR_TORCH | {"comm", "engine", "plan", "state"},
     "live": NEAR_TORCH | {"comm", "engine", "plan", "state"},
     "state": NEAR_TORCH | {"faces", "comm", "engine", "plan"},

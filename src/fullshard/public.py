@@ -23,6 +23,7 @@ from fullshard.comm.collectives import (
     SymmMemReduceScatter,
 )
 from fullshard.comm.select import set_default_comm
+from fullshard.deferred.building import deferred_init, materialize
 from fullshard.drop_in.install import install, uninstall
 from fullshard.engine.checks.debugging import debug
 from fullshard.engine.params.flat import FlatParameter
@@ -192,6 +193,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "clip_grad_norm_",
     "convert_checkpoint",
     "debug",
+    "deferred_init",
     "describe",
     "diff_checkpoints",
     "enable_wrap",
@@ -209,6 +211,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "load_checkpoint",
     "load_hf",
     "load_sharded_state",
+    "materialize",
     "memory_report",
     "migrate_report",
     "prune_checkpoints",

@@ -165,6 +165,9 @@ with _to("leave batch normalisation out of mixed precision, as PyTorch's FSDP1 d
 with _to("find the tensors in a module's inputs and outputs, whatever contains them"):
     from torch.utils import _pytree as pytree
 
+with _to("see every operator that a construction calls"):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
 with _to("mark a module as composed, so that other composable APIs recognise it"):
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
     from torch.distributed._composable.contract import _get_registry as registry_of
@@ -338,6 +341,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "TensorProperties",
+    "TorchDispatchMode",
     "WithoutSubclasses",
     "WithoutTransforms",
     "are_transforms_active",

@@ -95,9 +95,7 @@ def test_the_loss_the_data_and_parameters(api: Api) -> None:
     model = _model(api, nn.Tanh())
     with fullshard.debug(nan=True):
         loss = model(torch.ones(2, 4)).mul(0.0).abs().sqrt().sum()
-        with pytest.raises(
-            StateError, match=r"gradient of the output of 3 .* such as the loss"
-        ):
+        with pytest.raises(StateError, match=r"gradient of the output of 3 .* such as the loss"):
             loss.backward()
         with pytest.raises(StateError, match=r"of 0\.0 \(FSDP\w*|Linear\).* input 0 has 8 NaN"):
             model(torch.full((2, 4), float("nan")))

@@ -20,6 +20,7 @@ from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import owner_of, said_grad_dtype
+from fullshard.engine.params.ties import keeping_ties
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
 from fullshard.faces.meshes import unit_device
@@ -327,14 +328,19 @@ def materialise(
     on_meta = _names_on_meta(modules, set())
     if not on_meta:
         return
+    with keeping_ties(modules):
+        if param_init_fn is not None:
+            for module in modules:
+                param_init_fn(module)
+        else:
+            _reset(on_meta, device)
     if param_init_fn is not None:
-        for module in modules:
-            param_init_fn(module)
         _refuse_left(_names_on_meta(modules, ignored.params))
-        return
-    for module in modules:
-        if module not in on_meta:
-            continue
+
+
+def _reset(on_meta: dict[nn.Module, list[str]], device: torch.device) -> None:
+    """Give modules memory, and values by their ``reset_parameters()``."""
+    for module, names in on_meta.items():
         places = places_on_meta(module, recurse=False)
         module.to_empty(device=device, recurse=False)
         mark_unwritten(places)
@@ -347,7 +353,7 @@ def materialise(
             )
             raise StateError(
                 f"{type(module).__name__} has parameters or buffers on the meta device "
-                f"({', '.join(on_meta[module])}), but no reset_parameters() to give them values. "
+                f"({', '.join(names)}), but no reset_parameters() to give them values. "
                 "Define one, or pass param_init_fn=."
             )
         with torch.no_grad():

@@ -14,6 +14,7 @@ from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import ManagedParameter, said_grad_dtype
+from fullshard.engine.params.ties import keeping_ties
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
 from fullshard.faces.interop import FSDPState, view_of
@@ -338,7 +339,9 @@ class FSDPModule:
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
         """Give memory to what is on the meta device. The first forward refuses what nobody writes to."""
         places = places_on_meta(cast(nn.Module, self), recurse=recurse)
-        result = super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+        modules = cast(nn.Module, self).modules() if recurse else ()
+        with keeping_ties(modules):
+            result = super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
         mark_unwritten(places)
         return result
 
