@@ -255,6 +255,12 @@ ATTRIBUTES = (
     Attribute(DTensor, "_local_tensor", "reach a DTensor's shard outside of autograd"),
     Attribute(DTensor, "_spec", "reach a DTensor's mesh, placements and shape"),
     Attribute(torch.UntypedStorage, "_cdata", "tell memory by its address"),
+    Attribute(
+        torch._ops.OpOverload,
+        "_schema",
+        "tell what an operator writes to",
+        otherwise="each has one: its constructor sets it",
+    ),
     Attribute(torch.UntypedStorage, "_share_cuda_", "show a GPU's memory to the host's processes"),
     Attribute(torch.UntypedStorage, "_new_shared_cuda", "open another process' memory on a GPU"),
     Attribute(
