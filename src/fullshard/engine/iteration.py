@@ -33,7 +33,7 @@ from fullshard.engine.checks.debugging import debug
 from fullshard.engine.checks.path import Path
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.unused import UnusedWatch
-from fullshard.engine.checks.writes import WriteWatch, refuse_write
+from fullshard.engine.checks.writes import WriteWatch
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
 from fullshard.engine.observer import Observer, follow_profiler
@@ -257,19 +257,6 @@ class Iteration:
         if unit.unshard(early=True):
             self._watch.note_gathered(unit)
 
-    def _check_unwritten(self, unit: Unit) -> None:
-        """Raise StateError if somebody wrote to a unit that peers read in place."""
-        if unit.writes.changed_since_begin:
-            self._watch.start_again()
-            refuse_write(unit)
-
-    def _refuse_writes(self, units: Iterable[Unit]) -> None:
-        """Raise StateError if somebody wrote, since forward began, to shards that peers read."""
-        for unit in units:
-            if unit.is_in_place and (unit.writes.reached_peers or self._watch.has_changed(unit)):
-                self._watch.start_again()
-                refuse_write(unit)
-
     def end_units(
         self, units: Sequence[Unit], *, joined: Sequence[Unit] = (), is_differentiable: bool
     ) -> None:
@@ -286,7 +273,7 @@ class Iteration:
             self._watch.close(units)  # compares unsharded parameters, so before they are freed
         for unit in units:
             if not self._expects_backward:
-                self._check_unwritten(unit)
+                self._watch.check_unwritten(unit)
             if self._expects_backward and is_differentiable:
                 self._recorder.expect_backward(self._number[id(unit)])
             if not unit.is_joined:
@@ -308,7 +295,7 @@ class Iteration:
             if self._watch.is_watching:
                 self._watch.end_pass()
         if self._gathers:
-            self._refuse_writes(self.units)
+            self._watch.refuse_writes(self.units)
         if not self._expects_backward:
             for unit in self.units:
                 unit.keep_privately()  # reads peers' shards, so before the fence
@@ -379,9 +366,9 @@ class Iteration:
             self.observer.leave(Kind.BACKWARD, (unit,))
         if self._watch.is_watching:
             self._watch.close((unit,))  # compares unsharded parameters, so before they are freed
-        self._check_unwritten(unit)
+        self._watch.check_unwritten(unit)
         if unit.is_in_place and unit.params.has_post_hooks:  # which write once it is reduced
-            self._refuse_writes((unit,))
+            self._watch.refuse_writes((unit,))
         # A unit that only some ranks may have used is reduced at the end of backward, in one order
         # on all ranks. Until then its gradients stay in ``.grad`` of the unsharded parameters.
         is_put_off = unit.config.reduces_unused
@@ -447,7 +434,7 @@ class Iteration:
         # While `_backward_end` is set, so that the next pass resets what this leaves if it raises.
         # Hooks after reduction, which may step an optimizer, had their check in `after_backward`.
         in_place = (unit for unit in self.units if unit.is_in_place)
-        self._refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
+        self._watch.refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
         self.reductions.finish()
         self._path.compare(self._comms)  # before anybody uses the gradients
         self.reductions.release()

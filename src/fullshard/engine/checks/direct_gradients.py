@@ -15,9 +15,13 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from fullshard.engine.params.dtensor import DTensorParameter
+from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Unit
 
 
+@outside_transforms
+@torch.inference_mode(False)  # a model may be evaluated before it is trained
+@torch.enable_grad()
 def watch_direct_gradients(units: Sequence[Unit]) -> list[Any]:
     """Warn, once, of a gradient that autograd leaves on a sharded parameter of these units.
 

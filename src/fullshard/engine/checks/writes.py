@@ -204,6 +204,19 @@ class WriteWatch:
             with no_grad():
                 self._watched[unit] = _Watched(unit)
 
+    def check_unwritten(self, unit: Unit) -> None:
+        """Raise StateError if somebody wrote to a unit that peers read in place."""
+        if unit.writes.changed_since_begin:
+            self.start_again()
+            refuse_write(unit)
+
+    def refuse_writes(self, units: Iterable[Unit]) -> None:
+        """Raise StateError if somebody wrote, since forward began, to shards that peers read."""
+        for unit in units:
+            if unit.is_in_place and (unit.writes.reached_peers or self.has_changed(unit)):
+                self.start_again()
+                refuse_write(unit)
+
     @outside_transforms
     def open(self, units: Iterable[Unit]) -> None:
         """Compare units whose parameters are about to be used, in forward or backward."""

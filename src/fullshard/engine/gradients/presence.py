@@ -30,8 +30,9 @@ class PresenceWatch:
         config: UnitConfig,
     ) -> None:
         """Warn of a trained parameter without a gradient. full: this rank's gradients of the bucket."""
-        comms = (buckets.shard_comm, buckets.replicate_comm)
-        if all(comm.tells_presence for comm in comms) or self._has_warned:
+        if buckets.shard_comm.tells_presence and buckets.replicate_comm.tells_presence:
+            return
+        if self._has_warned:
             return
         if bucket.bucket.is_flat or config.reduces_unused:
             return  # every trained parameter gets one
