@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from typing import Any
@@ -185,6 +186,53 @@ def test_custom_collectives_go_with_it(api: Api) -> None:
     _train_like_one_process(api, model)
     units = str(fullshard.describe(model))
     assert units.count("zeros as gradients of unused parameters, ranks may skip it") == 6
+
+
+@on_ranks(2)
+def test_the_root_is_never_skipped(api: Api) -> None:
+    model = _shard(api, _model(), "fully_shard")
+    fullshard.set_unused(model, "zero", may_be_skipped=True, recurse=False)
+    _train_like_one_process(api, model)
+
+
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, route: list[int]) -> Tensor:
+        x = self.inlet(x)
+        for number in route:
+            x = x + self.experts[number](x) + self.experts[number](x.tanh())  # twice
+        return x
+
+
+@on_ranks(2)
+def test_sharded_modules_inside_of_what_is_skipped(api: Api) -> None:
+    torch.manual_seed(0)
+    alone = _Nested()
+    model = copy.deepcopy(alone)
+    for expert in model.experts:
+        for part in (expert[0], expert[2], expert):
+            api.fully_shard(part, mesh=mesh_of(2))
+        fullshard.set_unused(expert, "zero", may_be_skipped=True)
+    api.fully_shard(model, mesh=mesh_of(2))
+    routes = [[([0], [1]), ([], [1, 0]), ([1], [])][step % 3] for step in range(4)]
+    for step, own in enumerate(routes):
+        batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        alone.zero_grad()
+        model.zero_grad()
+        for part, route in zip(batch.chunk(2), own, strict=True):
+            (alone(part, route).square().mean() / 2).backward()
+        model(batch.chunk(2)[rank()], own[rank()]).square().mean().backward()
+        wanted = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in alone.named_parameters()
+        }
+        assert_equal(full_gradients(model), wanted, rtol=1e-4, atol=1e-6)
 
 
 # Errors on request

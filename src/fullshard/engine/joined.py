@@ -26,14 +26,14 @@ def join_units(states: Iterable[ModuleState]) -> None:
     for state in states:
         state.joined = []
     for state in states:
-        units = [unit for unit in state.units if unit.config.may_be_skipped]
-        for unit in state.units:
-            unit.is_joined = unit in units and _needs_all(unit)
         outer = state.outer
         while outer is not None and outer.outer is not None and _may_be_skipped(outer):
             outer = outer.outer
-        if outer is not None:
-            outer.joined += [unit for unit in units if unit.is_joined]
+        for unit in state.units:
+            # Nothing is around a root, which every rank runs.
+            unit.is_joined = outer is not None and unit.config.may_be_skipped and _needs_all(unit)
+            if outer is not None and unit.is_joined:
+                outer.joined.append(unit)
 
 
 def _may_be_skipped(state: ModuleState) -> bool:
