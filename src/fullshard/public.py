@@ -74,6 +74,7 @@ from fullshard.fsdp2.module import (
 from fullshard.fsdp2.replicate import replicate
 from fullshard.huggingface.exporting import ExportedWeights, export_hf
 from fullshard.huggingface.loading import LoadedWeights, load_hf
+from fullshard.live.buffers import sync_buffers
 from fullshard.live.ema import EMA
 from fullshard.live.gathered import gathered
 from fullshard.live.streaming import iter_full_state, stream_weights
@@ -225,6 +226,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "size_based_auto_wrap_policy",
     "step_on_shards",
     "stream_weights",
+    "sync_buffers",
     "trace",
     "transformer_auto_wrap_policy",
     "uninstall",
