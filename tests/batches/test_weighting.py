@@ -232,6 +232,85 @@ def test_two_weighted_losses_in_one_backward_are_refused(api: Api) -> None:
 
 
 @on_ranks(2)
+def test_a_part_of_the_model_stands_for_all_of_it(api: Api) -> None:
+    model = _model()
+    for part in (model[1], model):
+        api.fully_shard(part, mesh=mesh_of(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for number, sizes in enumerate(((2, 3), (5, 4))):
+        batch = _batch(rank(), number, sizes[rank()])
+        fullshard.weighted_loss(_mean(model, batch), sizes[rank()], model[1]).backward()
+    _check(model, optimizer, [*_batches(0, 2, 3), *_batches(1, 5, 4)])
+
+
+class _Two(nn.ModuleList):
+    """Two models that are sharded each by itself, one after the other."""
+
+
+def _two(api: Api) -> tuple[Any, Any, Any]:
+    parts = _model()
+    first, second = nn.Sequential(*parts[:2]), nn.Sequential(*parts[2:])
+    return api.fully_shard(first), api.fully_shard(second), parts
+
+
+def _backward_of_two(first: Any, second: Any, number: int, size: int, told: nn.Module) -> None:
+    inputs, labels = _batch(rank(), number, size)
+    loss = F.cross_entropy(second(first(inputs)), labels)
+    fullshard.weighted_loss(loss, size, told).backward()
+
+
+@on_ranks(2)
+def test_several_models_of_one_loss_are_told_of_together(api: Api) -> None:
+    first, second, _ = _two(api)
+    both = _Two([first, second])
+    for number, sizes in enumerate(((2, 3), (5, 4))):
+        _backward_of_two(first, second, number, sizes[rank()], both)
+    alone = _model()
+    inputs, labels = (
+        torch.cat(parts) for parts in zip(*_batches(0, 2, 3), *_batches(1, 5, 4), strict=True)
+    )
+    F.cross_entropy(alone(inputs), labels).backward()
+    found = [p.grad.full_tensor() for p in both.parameters()]
+    for ours, theirs in zip(found, alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.grad)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+@on_ranks(2)
+def test_a_loss_that_reaches_another_model_is_refused(api: Api, told: int) -> None:
+    first, second, _ = _two(api)
+    with pytest.raises(MisuseError, match="reaches a model that it was not told of"):
+        _backward_of_two(first, second, 0, 2, (first, second)[told])
+
+
+@pytest.mark.parametrize("way", FEW)
+@on_ranks(2)
+def test_a_backward_without_weight_after_one_with_is_refused(api: Api, way: str) -> None:
+    with _stepping(api, way) as (model, optimizer):
+        _backward(model, 0, 2 + rank())
+        loss = _mean(model, _batch(rank(), 1, 3))
+        with pytest.raises(
+            MisuseError, match="this backward has no weight, but gradients of weighted"
+        ):
+            loss.backward()
+        optimizer.zero_grad()
+        _mean(model, _batch(rank(), 1, 3)).backward()  # a step without weights
+        optimizer.zero_grad()
+        _backward(model, 1, 2 + rank())
+        _check(model, optimizer, _batches(1, 2, 3))
+
+
+@on_ranks(2)
+def test_a_loss_beside_the_weighted_one_is_refused(api: Api) -> None:
+    with _stepping(api) as (model, _):
+        loss = _mean(model, _batch(rank(), 1, 3))
+        both = fullshard.weighted_loss(loss, 2, model)
+        aside = model(torch.zeros(1, dtype=torch.long)).sum()  # comes first, as it was made last
+        with pytest.raises(MisuseError, match="begun with another loss that was not weighted"):
+            (both + aside).backward()
+
+
+@on_ranks(2)
 def test_gradients_dropped_in_part_are_refused(api: Api) -> None:
     with _stepping(api) as (model, _):
         _backward(model, 0, 3)

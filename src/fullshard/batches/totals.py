@@ -6,9 +6,11 @@ rank may have nothing of a parameter but zeros.
 """
 
 import dataclasses
+import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch import nn
 
 from fullshard.comm.outside_steps import run_collective
 from fullshard.engine.gradients.marks import GradientMarks
-from fullshard.engine.iteration import Iteration
+from fullshard.engine.iteration import Iteration, backward_watchers
 from fullshard.engine.module_state import state_of_unit
 from fullshard.engine.params.managed import manager_of
 from fullshard.engine.runtime import eager
@@ -24,7 +26,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.mesh import MeshPlan
 from fullshard.state.structure import units_of
-from fullshard.torch_private import current_graph_task_id, queue_callback
+from fullshard.torch_private import queue_callback
 
 _LABEL = "weights of losses"
 
@@ -34,16 +36,26 @@ class _Step:
     """What the weighted losses of one model have left so far.
 
     total: of all weights that are in the gradients; 0-dim, float64. marks: of the gradients after the last
-    weighted backward. pass_id: of the backward pass that came last.
+    weighted backward, or, before the first one, of none.
     """
 
     total: torch.Tensor
     marks: GradientMarks
-    pass_id: int
+
+
+class _Pass(NamedTuple):
+    """A backward pass with a weighted loss: the models that were told of, and whether it still runs.
+
+    end: refers to the function that autograd calls at its end, and that nobody else keeps.
+    """
+
+    models: set[object]
+    end: "weakref.ref[Callable[[], None]]"
 
 
 # By the model's iteration; of one that is not sharded, by itself.
 _steps: "weakref.WeakKeyDictionary[Iteration | nn.Module, _Step]" = weakref.WeakKeyDictionary()
+_passes: list[_Pass] = []  # the last one
 
 
 def widest(units: Sequence[Unit]) -> MeshPlan:
@@ -61,16 +73,14 @@ def add_weight(
     Call it in a backward, before any gradient is reduced. Collective. device: for a model that is not
     sharded. Returns a 0-dim float64 tensor. For errors see `weighted_loss`.
     """
-    units = units_of(model)
+    roots = _roots(model)
+    keys: list[Iteration | nn.Module] = [*roots] or [model]
+    modules = [*roots.values()] or [model]
+    units = list(dict.fromkeys(unit for module in modules for unit in units_of(module)))
     device = units[0].device if units else device
-    trained = _trained(model, units)
-    step, pass_id = _step_of(model, units, trained, device), current_graph_task_id()
-    if step.pass_id == pass_id:
-        raise MisuseError(
-            "weighted_loss: two weighted losses are in one backward, and each would scale what the other "
-            "has left. Add them first, and weigh the sum."
-        )
-    step.pass_id = pass_id
+    trained = _trained([*modules, model], units)
+    _begin_pass(keys)
+    step = _step_of(keys, trained, device)
     seen = step.marks.compare([*trained.values()], device)
     own = torch.as_tensor(weight, dtype=torch.float64, device=device)
     waits = torch.tensor(
@@ -87,43 +97,112 @@ def add_weight(
     total = before + facts[0]
     _rescale(units, trained, torch.where(goes_on & (total > 0), before / total, 1.0))
 
-    def note() -> None:
+    def end() -> None:
         step.total, step.marks = total, GradientMarks([*trained.values()])
+        _passes.clear()
 
     # Once this pass is over, and the engine is done with it: its callback is queued between these two.
-    queue_callback(lambda: queue_callback(note))
+    _passes.append(_Pass(set(keys), weakref.ref(end)))
+    queue_callback(functools.partial(queue_callback, end))
     num_ranks = widest(units).data_parallel_size if units else 1
     return torch.where(total > 0, own * num_ranks / total, 0.0)
 
 
-def _trained(model: nn.Module, units: Sequence[Unit]) -> dict[str, torch.Tensor]:
-    """Return by name what an optimizer updates: the same on all ranks, in the same order."""
+def _begin_pass(keys: Sequence[Iteration | nn.Module]) -> None:
+    """Note that a weighted pass begins. Raises MisuseError in another one, or in one that has begun."""
+    if _current() is not None:
+        raise MisuseError(
+            "weighted_loss: two weighted losses are in one backward, and each would scale what the other "
+            "has left. Add them first, and weigh the sum; of several models, pass a module that contains them."
+        )
+    _passes.clear()
+    if any(isinstance(key, Iteration) and key.is_in_backward for key in keys):
+        raise MisuseError(
+            "weighted_loss: this backward has begun with another loss that was not weighted. Add all losses "
+            "first, and weigh the sum."
+        )
+    if _watch not in backward_watchers:
+        backward_watchers.append(_watch)
+
+
+def _current() -> _Pass | None:
+    """Return the weighted pass that runs; None if there is none, or an exception has ended it."""
+    return next((each for each in _passes if each.end() is not None), None)
+
+
+@torch.no_grad()
+def _watch(iteration: Iteration) -> None:
+    """Raise MisuseError for a backward that would mix gradients with and without weight."""
+    current, step = _current(), _steps.get(iteration)
+    if current is not None:
+        if iteration not in current.models:
+            raise MisuseError(
+                f"weighted_loss: the loss reaches a model that it was not told of, with "
+                f"{iteration.units[0].label}. Pass a module that contains all models of the loss."
+            )
+        return
+    if step is None or not len(step.marks):
+        return
+    units = iteration.units
+    trained = [param.holder.sharded for unit in units for param in unit.params]
+    trained = list(dict.fromkeys(trained))
+    seen = step.marks.compare(trained, units[0].device)
+    if bool(seen.kept.any()):
+        raise MisuseError(
+            "weighted_loss: this backward has no weight, but gradients of weighted losses are there, which it "
+            "would be added to. Weigh its loss too, add it to the weighted one before, or drop gradients."
+        )
+
+
+def _roots(model: nn.Module) -> dict[Iteration, nn.Module]:
+    """Return the iterations that a model's units are of, each with its root module."""
+    found: dict[Iteration, nn.Module] = {}
+    for unit in units_of(model):
+        state = state_of_unit(unit)
+        if state is not None and (iteration := state.known_iteration) is not None:
+            root = state.root_module
+            assert root is not None
+            found[iteration] = root
+    return found
+
+
+def _trained(
+    modules: Sequence[nn.Module], units: Sequence[Unit]
+) -> dict[tuple[int, str], torch.Tensor]:
+    """Return what an optimizer updates: the same on all ranks, in the same order, units first.
+
+    By a number, and the name.
+    """
     managed = (param for unit in units for param in unit.params)
     names = {param.holder.sharded: param.name for param in managed}
-    for name, parameter in model.named_parameters():
-        if manager_of(parameter) is None:
-            names.setdefault(parameter, name)
-    return {name: tensor for tensor, name in names.items()}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if manager_of(parameter) is None:
+                names.setdefault(parameter, name)
+    return {(number, name): tensor for number, (tensor, name) in enumerate(names.items())}
 
 
 def _step_of(
-    model: nn.Module, units: Sequence[Unit], trained: dict[str, torch.Tensor], device: torch.device
+    keys: Sequence[Iteration | nn.Module],
+    trained: Mapping[tuple[int, str], torch.Tensor],
+    device: torch.device,
 ) -> _Step:
-    """Return what is known of a model's step. Raises StateError for gradients that nobody weighed."""
-    iterations = {state.known_iteration for u in units if (state := state_of_unit(u)) is not None}
-    key = next((each for each in iterations if each is not None), model)
-    step = _steps.get(key)
-    if step is not None and len(step.marks) in (0, len(trained)):
+    """Return what is known of a step of some models. Raises StateError for gradients that nobody weighed."""
+    steps = [_steps.get(key) for key in keys]
+    step = steps[0]
+    is_one = step is not None and all(each is step for each in steps)
+    if is_one and step is not None and len(step.marks) in (0, len(trained)):
         return step
-    for name, tensor in trained.items():
+    for (_, name), tensor in trained.items():
         if tensor.grad is not None and tensor.grad.count_nonzero() > 0:
             raise StateError(
-                f"weighted_loss: {name} has a gradient of a backward without weight. Drop gradients first, "
-                "and weigh the losses of all backwards of a step, with the same model."
+                f"weighted_loss: {name} has a gradient of a backward without weight, or of a weighted loss of "
+                "other models. Drop gradients first, and weigh the losses of all backwards of a step, with the "
+                "same model."
             )
-    step = _steps[key] = _Step(
-        torch.zeros((), dtype=torch.float64, device=device), GradientMarks([]), -1
-    )
+    step = _Step(torch.zeros((), dtype=torch.float64, device=device), GradientMarks([]))
+    for key in keys:
+        _steps[key] = step
     return step
 
 
@@ -136,10 +215,12 @@ def _groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
     return [group for group in (mesh.shard_group, mesh.replicate_group) if group is not None]
 
 
-def _refuse_mixed(names: Sequence[str], kept: Sequence[float], gone: Sequence[float]) -> None:
+def _refuse_mixed(
+    names: Sequence[tuple[int, str]], kept: Sequence[float], gone: Sequence[float]
+) -> None:
     """Raise StateError if some gradients were dropped and others were not."""
-    dropped = [n for n, k, g in zip(names, kept, gone, strict=True) if g and not k]
-    stayed = [n for n, k in zip(names, kept, strict=True) if k]
+    dropped = [n for (_, n), k, g in zip(names, kept, gone, strict=True) if g and not k]
+    stayed = [n for (_, n), k in zip(names, kept, strict=True) if k]
     if dropped and stayed:
         raise StateError(
             f"weighted_loss: since the last weighted loss the gradient of {dropped[0]} was dropped, and that of "
@@ -148,7 +229,9 @@ def _refuse_mixed(names: Sequence[str], kept: Sequence[float], gone: Sequence[fl
         )
 
 
-def _rescale(units: Sequence[Unit], trained: dict[str, torch.Tensor], factor: torch.Tensor) -> None:
+def _rescale(
+    units: Sequence[Unit], trained: Mapping[tuple[int, str], torch.Tensor], factor: torch.Tensor
+) -> None:
     """Multiply all that earlier backwards have left."""
     own = {id(param.holder.sharded) for unit in units for param in unit.params}
     left = [tensor for unit in units for tensor in unit.gradients.accumulated]

@@ -21,7 +21,7 @@ may write, as ever with autograd.
 
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,9 @@ from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
 from fullshard.torch_private import current_graph_task_id, queue_callback
+
+# Are told of each model whose backward begins, before anything of it is computed. They may raise.
+backward_watchers: "list[Callable[[Iteration], object]]" = []
 
 
 class Iteration:
@@ -114,6 +117,11 @@ class Iteration:
     def is_in_forward(self) -> bool:
         """Whether the root's forward is running, or was ended by an exception."""
         return self._forward_root is not None
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun that has not ended or raised."""
+        return self._backward_end is not None and self._backward_end() is not None
 
     @property
     def has_skipped(self) -> bool:
@@ -319,6 +327,8 @@ class Iteration:
         """
         if self._backward_end is not None:
             return
+        for watch in backward_watchers:
+            watch(self)
         self.finalization.check_ended("backward")
         self.finalization.begin_backward()
         self._backward_end = weakref.ref(end)

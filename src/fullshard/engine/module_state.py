@@ -141,6 +141,12 @@ class ModuleState:
         return self._outer() if self._outer is not None else None
 
     @property
+    def root_module(self) -> nn.Module | None:
+        """The model's root module, once its first use has decided it."""
+        root = self._root() if self._root is not None else None
+        return None if root is None else root.modules[0]
+
+    @property
     def is_root(self) -> bool:
         """Whether this is the root of a model, which its first use has made it."""
         return self._own_iteration is not None

@@ -30,22 +30,24 @@ class GradientMarks:
     """The gradients of some parameters, as they were when this was made."""
 
     def __init__(self, trained: Sequence[torch.Tensor]) -> None:
-        self._seen = [
-            None if (grad := tensor.grad) is None else (weakref.ref(grad), _version(grad))
+        self._trained = list(trained)  # kept, so that no other gets the id of one
+        self._seen = {
+            id(tensor): (weakref.ref(tensor.grad), _version(tensor.grad))
             for tensor in trained
-        ]
+            if tensor.grad is not None
+        }
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._trained)
 
     def compare(self, trained: Sequence[torch.Tensor], device: torch.device) -> Comparison:
-        """Say what became of the gradients since. trained: the same parameters. device: of the result."""
+        """Say what became of the gradients since. trained: some of them. device: of the result."""
         kept, gone = [0.0] * len(trained), [0.0] * len(trained)
         touched: list[tuple[int, torch.Tensor]] = []
-        for index, (seen, tensor) in enumerate(zip(self._seen, trained, strict=False)):
-            if seen is None:
+        for index, tensor in enumerate(trained):
+            if id(tensor) not in self._seen:
                 continue
-            grad, (known, version) = tensor.grad, seen
+            grad, (known, version) = tensor.grad, self._seen[id(tensor)]
             if grad is not None and grad is known() and _version(grad) == version:
                 kept[index] = 1.0
                 continue
