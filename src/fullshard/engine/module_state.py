@@ -255,7 +255,6 @@ class ModuleState:
             unit.set_name(name)
         for param, paths in names_of_parameters(root, self._states).items():
             param.names = paths
-        refuse_unwritten(root)
         # Before `adopt`, since a unit's layout changes with its parameters.
         move_parameters(moves_of_ties(root, named))
         units = [unit for state in self._states for unit in state.units]
@@ -264,6 +263,7 @@ class ModuleState:
                 unit.adopt()
         own_modules = (module for state in self._states for module in state.own_modules())
         refuse_meta_buffers(root, own_modules, self.all_units[0].device)
+        refuse_unwritten(root)
         # Only now, when all have memory: what raised until here may be done again from the start.
         for unit in self.all_units:
             unit.become_root()

@@ -349,7 +349,7 @@ def _reset(on_meta: dict[nn.Module, list[str]], device: torch.device) -> None:
             warnings.warn(
                 "Unable to call `reset_parameters()` for module on meta device: "
                 f"{type(module).__name__} has no such method.",
-                stacklevel=4,
+                stacklevel=5,
             )
             raise StateError(
                 f"{type(module).__name__} has parameters or buffers on the meta device "

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.runtime import outside_transforms
@@ -34,7 +33,9 @@ def watch_direct_gradients(units: Sequence[Unit]) -> list[Any]:
             continue
         for param in unit.params:
             if isinstance(param, DTensorParameter) and param.sharded.requires_grad:
-                node = get_gradient_edge(param.sharded).node
+                # Through an alias: `get_gradient_edge` takes a view, which DTensors without elements lack.
+                alias: Any = torch.ops.aten.alias.default(param.sharded)
+                node = alias.grad_fn.next_functions[0][0]
                 node.register_prehook(functools.partial(warn, param.name))
                 nodes.append(node)
     return nodes

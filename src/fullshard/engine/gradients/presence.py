@@ -37,7 +37,7 @@ class PresenceWatch:
         if bucket.bucket.is_flat or config.reduces_unused:
             return  # every trained parameter gets one
         for index, grad in zip(bucket.indices, full, strict=True):
-            if grad is None:
+            if grad is None and buckets.params[index].sharded.requires_grad:
                 self._has_warned = True
                 warnings.warn(
                     f"{buckets.params[index].name} got no gradient on rank {dist.get_rank()}, and over "
