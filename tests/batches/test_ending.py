@@ -49,7 +49,7 @@ def test_all_end_with_the_last(api: Api) -> None:
     found = [(batch, batches.weight) for batch in batches]
     own = [(batch, 1.0) for batch in [10, 11, 12][: 3 - rank()]]
     assert found == own + [(own[-1][0], 0.0)] * rank()
-    assert list(batches) == []  # it stays over, without asking anybody
+    assert list(batches) == []  # each loop begins anew, with an iterator that is exhausted
 
 
 @on_ranks(2)
@@ -69,6 +69,26 @@ def test_some_ranks_join_each_other(api: Api) -> None:
     number = dist.get_rank() // 2
     batches = fullshard.join(range(3 + number + rank() % 2), group=group)
     assert list(batches) == list(range(3 + number))
+
+
+@on_ranks(2)
+def test_each_epoch_begins_anew(api: Api) -> None:
+    batches = fullshard.join([1, 2, 3][: 3 - rank()])
+    assert [list(batches) for _ in range(3)] == [[1, 2]] * 3
+
+
+@on_ranks(2)
+def test_a_rank_that_leaves_a_loop_early_is_named_in_the_next(api: Api) -> None:
+    def epochs() -> None:
+        for _ in range(2):
+            for number in fullshard.join(range(5)):
+                if rank() == 0 and number == 1:
+                    break  # rank 1 goes on, and meets rank 0 in its next loop
+
+    with pytest.raises(
+        StateError, match=r"different loops, by their numbers: rank 0: \d+, rank 1: \d+"
+    ):
+        epochs()
 
 
 def test_one_process_asks_nobody() -> None:

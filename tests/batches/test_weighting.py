@@ -208,7 +208,7 @@ def test_one_process_counts_backwards_alone() -> None:
 def test_what_would_count_wrongly_is_refused(api: Api) -> None:
     with _stepping(api) as (model, _):
         loss = _mean(model, _batch(0, 0, 3))
-        for wrong in (-1, float("nan"), float("inf")):
+        for wrong in (-1, float("nan"), float("inf"), None, "2"):
             with pytest.raises(ShardingError, match="weight is"):
                 fullshard.weighted_loss(loss, wrong, model)
         with pytest.raises(ShardingError, match=r"weight has shape \(2,\)"):
@@ -331,18 +331,48 @@ def test_a_backward_without_weight_before_is_refused(api: Api) -> None:
             _backward(model, 1, 3)
 
 
+def _fail(model: Any) -> None:
+    batch = _batch(rank(), 0, 3)
+    out = model(batch[0])
+    out.register_hook(_raise)
+    loss = fullshard.weighted_loss(F.cross_entropy(out, batch[1]), 100, model)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+
+
+@pytest.mark.parametrize("then", ["backward", "step"])
 @on_ranks(2)
-def test_an_exception_in_a_backward_leaves_no_weight_behind(api: Api) -> None:
+def test_what_a_backward_that_failed_has_left_is_refused(api: Api, then: str) -> None:
     with _stepping(api) as (model, optimizer):
-        batch = _batch(rank(), 0, 3)
-        out = model(batch[0])
-        out.register_hook(_raise)
-        loss = fullshard.weighted_loss(F.cross_entropy(out, batch[1]), 100, model)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-        optimizer.zero_grad()
+        _backward(model, 0, 2 + rank())
+        _fail(model)
+        with pytest.raises(StateError, match="an exception has ended the last weighted backward"):
+            _backward(model, 1, 2) if then == "backward" else optimizer.step()
+        model.zero_grad()
         _backward(model, 1, 2 + rank())
         _check(model, optimizer, _batches(1, 2, 3))
+
+
+@on_ranks(2)
+def test_a_failure_drops_what_was_not_reduced_with_its_weight(api: Api) -> None:
+    with _stepping(api) as (model, optimizer):
+        with without_sync(model):
+            _backward(model, 0, 2 + rank())
+        _fail(model)
+        _backward(model, 1, 2 + rank())
+        _check(model, optimizer, _batches(1, 2, 3))
+
+
+@on_ranks(2)
+def test_gradients_that_one_rank_drops_are_refused_on_all(api: Api) -> None:
+    with _stepping(api) as (model, _):
+        _backward(model, 0, 3)
+        if rank() == 0:
+            model.zero_grad()
+        with pytest.raises(
+            StateError, match=r"some ranks have dropped the gradient of 0\.weight \(5 par"
+        ):
+            _backward(model, 1, 3)
 
 
 def _raise(_: torch.Tensor) -> None:

@@ -243,6 +243,63 @@ def test_buffers_that_nobody_wrote_after_meta_are_refused_by_their_path(api: Api
     assert outs["torch"].shape == (2, 4)
 
 
+DTYPES = [
+    torch.float16,
+    torch.complex64,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.int8,
+    torch.bool,
+]
+
+
+@on_ranks(2)
+def test_buffers_of_any_dtype_are_told_apart_from_what_was_written(api: Api) -> None:
+    class Buffers(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            for dtype in (*DTYPES, torch.float8_e4m3fn):
+                name = str(dtype).removeprefix("torch.")
+                self.register_buffer(name, torch.zeros(3).to(dtype), persistent=False)
+
+    with torch.device("meta"):
+        model = Buffers()
+    api.fully_shard(model, mesh=mesh_of(2))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(1.0)
+    names = sorted(name for name, _ in model.named_buffers())
+    with pytest.raises(StateError, match=rf"^{', '.join(names[:5])} and 3 more \(rank"):
+        model(torch.ones(1, 4))
+    # What a program may set, among it what was there as a mark.
+    with torch.no_grad():
+        model.float16.fill_(float("nan"))
+        model.bool.fill_(True)
+        model.uint8.fill_(0xA5)
+        for name in ("complex64", "int64", "int16", "int8"):
+            getattr(model, name).data.zero_()
+        model.float8_e4m3fn.copy_(torch.ones(3))
+    assert model(torch.ones(1, 4)).eq(5).all()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@on_ranks(2)
+def test_the_wrapper_looks_at_what_param_init_fn_leaves(api: Api, flat: bool) -> None:
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    with torch.device("meta"):
+        model = nn.Sequential(_Rotary(), nn.Linear(4, 4))
+    with quiet():
+        model = api.FullyShardedDataParallel(model, use_orig_params=not flat, param_init_fn=init)
+    with pytest.raises(StateError, match=r"^0\.inv_freq, 0\.positions \(rank \d\): to_empty\(\)"):
+        model(torch.ones(2, 4))
+
+
 @on_ranks(2)
 def test_parameters_that_nobody_wrote_after_meta_are_refused(api: Api) -> None:
     with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Generic, Literal, TypeVar
 
@@ -16,11 +17,16 @@ logger = logging.getLogger("fullshard")
 
 T = TypeVar("T")
 
+# How many iterations of each group's ranks there were.
+_counts: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
 _LABEL = "asking which ranks have another batch"
 
 
 class JoinedBatches(Generic[T]):
-    """An iterator over this rank's batches that ends on all ranks after the same number. See `join`.
+    """Iterates over this rank's batches, and ends on all ranks after the same number. See `join`.
+
+    Each ``for`` begins anew, with the next epoch.
 
     weight: 1.0 while the last batch that came was this rank's own, 0.0 where it was repeated.
     """
@@ -28,22 +34,31 @@ class JoinedBatches(Generic[T]):
     def __init__(
         self, batches: Iterable[T], *, until_last: bool, group: dist.ProcessGroup | None
     ) -> None:
-        self.weight = 1.0
-        self._own = iter(batches)
+        self._batches = batches
         self._until_last = until_last
         self._group = group
+        self._begin()
+
+    def _begin(self) -> None:
+        self.weight = 1.0
+        self._own: Iterator[T] | None = None
+        self._number = 0  # of this iteration among all of the process
         self._num_taken = 0
         self._is_over = False
         self._last: list[T] = []  # this rank's last batch, once it has had one
 
     def __iter__(self) -> Iterator[T]:
+        """Begin anew: the next epoch."""
+        self._begin()
         return self
 
     def __next__(self) -> T:
         if self._is_over:
             raise StopIteration
+        if self._own is None:
+            self._own, self._number = iter(self._batches), _next_number(self._group)
         own = list(itertools.islice(self._own, 1)) if self.weight else []
-        have = _everyones(bool(own), self._group)
+        have = _everyones(bool(own), self._number, self._group)
         without = [rank for rank, has in have.items() if not has]
         if without and (len(without) == len(have) or not self._until_last):
             self._end(without, have)
@@ -102,12 +117,36 @@ def join(
     return JoinedBatches(batches, until_last=until == "last", group=group)
 
 
-def _everyones(has: bool, group: dist.ProcessGroup | None) -> dict[int, bool]:
-    """Return which ranks, by their numbers in the job, have another batch."""
+def _next_number(group: dist.ProcessGroup | None) -> int:
+    """Return the number of a new iteration of a group's ranks; 1 without a process group."""
+    known = group or dist.group.WORLD
+    if known is None:
+        return 1
+    _counts[known] = _counts.get(known, 0) + 1
+    return _counts[known]
+
+
+def _everyones(has: bool, number: int, group: dist.ProcessGroup | None) -> dict[int, bool]:
+    """Return which ranks, by their numbers in the job, have another batch.
+
+    number: of the iteration. Raises StateError, on all ranks, if they are in different ones.
+    """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return {dist.get_rank() if dist.is_initialized() else 0: has}
     ranks = dist.get_process_group_ranks(group)
-    have = torch.zeros(len(ranks), dtype=torch.int32, device=any_device(group))
-    have[dist.get_rank(group)] = has
-    run_collective(dist.all_reduce, have, group=group, label=_LABEL)
-    return dict(zip(ranks, map(bool, have.tolist()), strict=True))
+    told = torch.zeros(len(ranks), dtype=torch.int64, device=any_device(group))
+    told[dist.get_rank(group)] = 2 * number + has
+    run_collective(dist.all_reduce, told, group=group, label=_LABEL)
+    by_rank = dict(zip(ranks, told.tolist(), strict=True))
+    numbers = {rank: value // 2 for rank, value in by_rank.items()}
+    if len({*numbers.values()}) > 1:
+        known = group or dist.group.WORLD
+        assert known is not None
+        _counts[known] = max(numbers.values())  # a program that goes on begins together again
+        said = ", ".join(f"rank {rank}: {number}" for rank, number in numbers.items())
+        raise StateError(
+            f"join: ranks are in different loops, by their numbers: {said}. One has left an earlier loop before "
+            "its end, with break or an exception. Let every rank take every batch of a loop, and decide together "
+            "when to leave it."
+        )
+    return {rank: bool(value % 2) for rank, value in by_rank.items()}

@@ -10,12 +10,14 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fullshard.batches.agreeing import HostCopy, refuse_differing, refuse_mixed
 from fullshard.comm.outside_steps import run_collective
 from fullshard.engine.gradients.marks import GradientMarks
 from fullshard.engine.iteration import Iteration, backward_watchers
@@ -44,12 +46,16 @@ class _Step:
 
 
 class _Pass(NamedTuple):
-    """A backward pass with a weighted loss: the models that were told of, and whether it still runs.
+    """A backward pass with a weighted loss.
 
-    end: refers to the function that autograd calls at its end, and that nobody else keeps.
+    models: that it was told of. trained, units: of these, by reference. end: the function that autograd calls
+    at the end of the pass and that nobody else keeps. It takes the pass off the list; so if it is gone, and
+    the pass is there, an exception has ended the pass.
     """
 
-    models: set[object]
+    models: "set[weakref.ref[Iteration | nn.Module]]"
+    trained: "list[weakref.ref[torch.Tensor]]"
+    units: "list[weakref.ref[Unit]]"
     end: "weakref.ref[Callable[[], None]]"
 
 
@@ -86,12 +92,17 @@ def add_weight(
     waits = torch.tensor(
         [any(unit.gradients.has_hidden for unit in units)], dtype=torch.float64, device=device
     )
-    facts = torch.cat([own.reshape(1), waits, seen.kept, seen.gone])
+    dropped = seen.gone * (1 - seen.kept)
+    facts = torch.cat([own.reshape(1), waits, seen.kept, seen.gone, dropped, seen.untouched])
     for group in _groups(units):
         run_collective(dist.all_reduce, facts, group=group, label=_LABEL)
-    kept, gone = facts[2:].chunk(2)
+    kept, gone, dropped, untouched = facts[2:].chunk(4)
+    names = [name for _, name in trained]
     if seen.may_be_mixed:
-        _refuse_mixed([*trained], kept.tolist(), gone.tolist())
+        refuse_mixed(names, kept.tolist(), gone.tolist())
+    differing = HostCopy((dropped > 0) & (untouched > 0))
+    if device.type == "cpu":  # elsewhere at the end of the pass, when nobody has to wait for it
+        refuse_differing(names, differing)
     goes_on = facts[1] + kept.sum() > 0
     before = torch.where(goes_on, step.total, 0.0)
     total = before + facts[0]
@@ -100,9 +111,17 @@ def add_weight(
     def end() -> None:
         step.total, step.marks = total, GradientMarks([*trained.values()])
         _passes.clear()
+        refuse_differing(names, differing)
 
+    _passes.append(
+        _Pass(
+            {weakref.ref(key) for key in keys},
+            [weakref.ref(tensor) for tensor in trained.values()],
+            [weakref.ref(unit) for unit in units],
+            weakref.ref(end),
+        )
+    )
     # Once this pass is over, and the engine is done with it: its callback is queued between these two.
-    _passes.append(_Pass(set(keys), weakref.ref(end)))
     queue_callback(functools.partial(queue_callback, end))
     num_ranks = widest(units).data_parallel_size if units else 1
     return torch.where(total > 0, own * num_ranks / total, 0.0)
@@ -115,7 +134,7 @@ def _begin_pass(keys: Sequence[Iteration | nn.Module]) -> None:
             "weighted_loss: two weighted losses are in one backward, and each would scale what the other "
             "has left. Add them first, and weigh the sum; of several models, pass a module that contains them."
         )
-    _passes.clear()
+    _settle_failure()
     if any(isinstance(key, Iteration) and key.is_in_backward for key in keys):
         raise MisuseError(
             "weighted_loss: this backward has begun with another loss that was not weighted. Add all losses "
@@ -123,6 +142,7 @@ def _begin_pass(keys: Sequence[Iteration | nn.Module]) -> None:
         )
     if _watch not in backward_watchers:
         backward_watchers.append(_watch)
+        register_optimizer_step_pre_hook(_before_step)
 
 
 def _current() -> _Pass | None:
@@ -130,17 +150,48 @@ def _current() -> _Pass | None:
     return next((each for each in _passes if each.end() is not None), None)
 
 
+def _settle_failure() -> None:
+    """Forget a weighted pass that an exception has ended. Raises StateError while it has left gradients."""
+    failed = next((each for each in _passes if each.end() is None), None)
+    if failed is None:
+        return
+    grads = (tensor.grad for each in failed.trained if (tensor := each()) is not None)
+    units = (unit for each in failed.units if (unit := each()) is not None)
+    if any(g is not None and g.count_nonzero() > 0 for g in grads) or any(
+        unit.gradients.has_hidden for unit in units
+    ):
+        raise StateError(
+            "weighted_loss: an exception has ended the last weighted backward, and gradients of that step are "
+            "there: incomplete, and scaled for the loss that failed. Drop them (model.zero_grad()) before the "
+            "next backward or step."
+        )
+    for reference in failed.models:
+        if (key := reference()) is not None:
+            _steps.pop(key, None)
+    _passes.clear()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+    """Refuse a step with what a failed pass has left."""
+    if _passes and _current() is None:
+        left = {id(each()) for each in _passes[0].trained}
+        if any(id(p) in left for group in optimizer.param_groups for p in group["params"]):
+            _settle_failure()
+
+
 @torch.no_grad()
 def _watch(iteration: Iteration) -> None:
     """Raise MisuseError for a backward that would mix gradients with and without weight."""
-    current, step = _current(), _steps.get(iteration)
+    current = _current()
     if current is not None:
-        if iteration not in current.models:
+        if weakref.ref(iteration) not in current.models:
             raise MisuseError(
                 f"weighted_loss: the loss reaches a model that it was not told of, with "
                 f"{iteration.units[0].label}. Pass a module that contains all models of the loss."
             )
         return
+    _settle_failure()
+    step = _steps.get(iteration)
     if step is None or not len(step.marks):
         return
     units = iteration.units
@@ -213,20 +264,6 @@ def _groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
     plan = widest(units)
     mesh = next(unit.mesh for unit in units if unit.mesh.plan is plan)
     return [group for group in (mesh.shard_group, mesh.replicate_group) if group is not None]
-
-
-def _refuse_mixed(
-    names: Sequence[tuple[int, str]], kept: Sequence[float], gone: Sequence[float]
-) -> None:
-    """Raise StateError if some gradients were dropped and others were not."""
-    dropped = [n for (_, n), k, g in zip(names, kept, gone, strict=True) if g and not k]
-    stayed = [n for (_, n), k in zip(names, kept, strict=True) if k]
-    if dropped and stayed:
-        raise StateError(
-            f"weighted_loss: since the last weighted loss the gradient of {dropped[0]} was dropped, and that of "
-            f"{stayed[0]} was not ({len(dropped)} and {len(stayed)} parameters). Weights are counted for the whole "
-            "model, so drop all gradients together, or shard the parts as models of their own."
-        )
 
 
 def _rescale(

@@ -12,6 +12,7 @@ the last.
 """
 
 import math
+import numbers
 import weakref
 from typing import Any
 
@@ -48,9 +49,11 @@ def weighted_loss(
 
     Raises ShardingError for a loss of several elements, a weight that is negative or not finite, and a model
     that is not sharded; StateError for units that divide gradients by another number than that of the ranks
-    which see different data; and in backward StateError, where gradients of some parameters were dropped since
-    the last weighted loss and others were not, or where a backward without weight has left some; MisuseError for
-    two weighted losses in one backward.
+    which see different data. In backward, StateError where gradients of some parameters, or on some ranks, were
+    dropped since the last weighted loss and others were not, where a backward without weight has left some, or
+    one that has failed; MisuseError for two weighted losses in one backward, for another loss beside it, and for
+    a loss that reaches other models. After a backward that has failed, a step of an optimizer is a StateError
+    until gradients are dropped: they are incomplete.
     """
     if loss.numel() != 1:
         raise ShardingError(
@@ -68,7 +71,7 @@ def weighted_loss(
     return weighted
 
 
-def _checked(weight: float | torch.Tensor) -> float | torch.Tensor:
+def _checked(weight: object) -> float | torch.Tensor:
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise ShardingError(
@@ -77,9 +80,10 @@ def _checked(weight: float | torch.Tensor) -> float | torch.Tensor:
         if not weight.is_cpu:  # reading it would stall the host
             return weight.detach().reshape(())
         weight = weight.item()
-    if not 0 <= weight < math.inf:
+    value = float(weight) if isinstance(weight, numbers.Real) else -1.0
+    if not 0 <= value < math.inf:
         raise ShardingError(f"weighted_loss: weight is {weight!r}. Pass 0 or a positive number.")
-    return float(weight)
+    return value
 
 
 def _check_divisors(units: list[Unit]) -> None:

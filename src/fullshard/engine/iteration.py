@@ -296,8 +296,11 @@ class Iteration:
         if not self._expects_backward:
             # Whoever looks at parameters after evaluation must find them sharded, the root's too.
             for unit in self.units:
-                kept = unit.is_held or unit.config.reshard_after_forward is False
-                if not kept and unit.phase is not Phase.GATHERING:
+                # Where a rank may skip it, others would find it sharded in the next pass.
+                stays = (
+                    unit.config.reshard_after_forward is False and not unit.config.may_be_skipped
+                )
+                if not (unit.is_held or stays) and unit.phase is not Phase.GATHERING:
                     unit.reshard()
                 unit.note_kept()
             if self._watch.is_watching:
@@ -540,7 +543,7 @@ class Iteration:
 
 def _free(unit: Unit) -> None:
     """Free a unit after its backward, or show its gradients on parameters that stay unsharded."""
-    if unit.config.reshard_after_backward:
+    if unit.config.reshard_after_backward or unit.config.may_be_skipped:
         unit.reshard()
     else:
         unit.hide_unsharded()

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.outside_steps import gather_objects, run_collective
-from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
+from fullshard.engine.checks.unwritten import mark_unwritten, marking_to_empty, places_on_meta
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import owner_of, said_grad_dtype
 from fullshard.engine.params.ties import keeping_ties
@@ -331,7 +331,8 @@ def materialise(
     with keeping_ties(modules):
         if param_init_fn is not None:
             for module in modules:
-                param_init_fn(module)
+                with marking_to_empty(module):
+                    param_init_fn(module)
         else:
             _reset(on_meta, device)
     if param_init_fn is not None:

@@ -18,11 +18,13 @@ class Comparison(NamedTuple):
     """What one rank sees of some gradients: of each 1.0 or 0.0, as two 1-D float64 tensors.
 
     kept: it was there, and is there and not zero. gone: it was there, and was dropped or written to.
+    untouched: it was there, and nobody wrote to it; of those with elements.
     may_be_mixed: whether some may be kept while others are not.
     """
 
     kept: torch.Tensor
     gone: torch.Tensor
+    untouched: torch.Tensor
     may_be_mixed: bool
 
 
@@ -42,7 +44,7 @@ class GradientMarks:
 
     def compare(self, trained: Sequence[torch.Tensor], device: torch.device) -> Comparison:
         """Say what became of the gradients since. trained: some of them. device: of the result."""
-        kept, gone = [0.0] * len(trained), [0.0] * len(trained)
+        kept, gone, untouched = ([0.0] * len(trained) for _ in range(3))
         touched: list[tuple[int, torch.Tensor]] = []
         for index, tensor in enumerate(trained):
             if id(tensor) not in self._seen:
@@ -50,18 +52,24 @@ class GradientMarks:
             grad, (known, version) = tensor.grad, self._seen[id(tensor)]
             if grad is not None and grad is known() and _version(grad) == version:
                 kept[index] = 1.0
+                untouched[index] = float(_local(grad).numel() > 0)
                 continue
             gone[index] = 1.0
             if grad is not None:
-                touched.append((index, grad._local_tensor if isinstance(grad, DTensor) else grad))
+                touched.append((index, _local(grad)))
         flags = torch.tensor(kept, dtype=torch.float64, device=device)
         for index, local in touched:
             flags[index] = local.count_nonzero().to(device) > 0
         return Comparison(
             flags,
             torch.tensor(gone, dtype=torch.float64, device=device),
+            torch.tensor(untouched, dtype=torch.float64, device=device),
             may_be_mixed=any(gone) and (any(kept) or bool(touched)),
         )
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
 
 
 def _version(grad: torch.Tensor) -> int:
