@@ -6,8 +6,8 @@ rank 0 and something else elsewhere. So what is new is filled with a mark, and w
 at the first forward is refused by its path:
 
     floating point, complex    NaN, which nobody initialises with
-    bool                       True      } also meant at times, so what was written to counts as set,
-    others                     0xA5...   } as far as version counters tell: writes through ``.data`` do not count
+    others, bool too           bytes of 0xA5. Somebody may mean that, so what was written to counts as set, as
+                               far as version counters tell: writes through ``.data`` do not count
 """
 
 import contextlib
@@ -49,8 +49,6 @@ def mark_unwritten(places: Sequence[Place]) -> None:
         if tensor is not None:
             if _can_be_nan(tensor):
                 tensor.fill_(float("nan"))
-            elif tensor.dtype is torch.bool:
-                tensor.fill_(True)
             else:
                 _bytes(tensor).fill_(_BYTE)
             _marked.setdefault(module, {})[name] = _version(module, name)
@@ -129,6 +127,4 @@ def _has_only_mark(tensor: torch.Tensor) -> bool:
         # The first element tells of nearly all, without reading the rest.
         first = tensor[(0,) * tensor.ndim]
         return bool(first.isnan()) and bool(tensor.isnan().all())
-    if tensor.dtype is torch.bool:
-        return bool(tensor.all())
     return bool((_bytes(tensor) == _BYTE).all())
