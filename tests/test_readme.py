@@ -98,6 +98,14 @@ SEEN = {
         "fullshard doctor": [r"^ok +communication .*peer memory \(one host\)", r"^2 ranks, "],
         "fullshard doctor --json": [r'^{"verdict": "'],
     },
+    "docs/verify.md": {
+        "net.py": [r"TransformerEncoderLayer"],
+        "fullshard verify net:build --batch net:batch": [
+            r"^ok +gradients +all ranks +equal",
+            r"^equal within rtol 0\.0001",
+        ],
+        "fullshard verify net:build --batch net:batch --api fsdp1 --json": [r'^{"verdict": "ok"'],
+    },
     "docs/limits.md": {},
     "docs/results.md": {},
 }

@@ -6,6 +6,7 @@ and `--help` has no use for it.
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
 fullshard doctor                    examine this machine, and what ranks can do together
+fullshard verify M:F                compare a sharded model with one process
 fullshard migrate-report M:F        say what an FSDP1 model would be with fully_shard
 fullshard report RUN                write a page on where the time and memory of a run went
 fullshard ckpt ...                  look into checkpoints, check, compare and convert them
@@ -103,6 +104,22 @@ Under torchrun (or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_P
 Exit codes: 0 nothing worse than a warning, 1 a problem was found, 2 unusable options or missing packages, 3 a rank died.
 """
 
+_VERIFY_EXAMPLES = """
+Examples, with functions in my_package/train.py:
+
+    fullshard verify my_package.train:build                   build() returns (model, batch)
+
+    fullshard verify my_package.train:build_model --batch my_package.train:batch --loss my_package.train:loss
+
+    fullshard verify my_package.train:build --shard my_package.train:shard --ranks 4
+
+    fullshard verify my_package.train:build --api fsdp1 --dtype fp64 --json
+
+The one process computes the loss of each rank's part in turn and divides it by the number of ranks; both sides begin with the same values and seeds, and train with SGD. Without --shard, the children of every ModuleList (and of a Sequential with several of one class) become units, and the rest one more.
+
+Exit codes: 0 equal within the tolerance, 1 differs or failed, 2 unusable options or missing packages, 3 a rank died.
+"""
+
 app = typer.Typer(
     name="fullshard",
     help="Train models larger than one device by sharding them over ranks.",
@@ -147,6 +164,10 @@ def _by_model(help_text: str, name: str, *, panel: str) -> Any:
 
 def _flag(name: str, help_text: str, *, panel: str) -> Any:
     return typer.Option(name, help=help_text, rich_help_panel=panel)
+
+
+def _import_path(help_text: str) -> Any:
+    return typer.Option(help=help_text, metavar="MODULE:FUNCTION", rich_help_panel="Program")
 
 
 @app.command(epilog=_EXAMPLES)
@@ -293,6 +314,84 @@ def doctor(
     from fullshard.tools import commands
 
     code = commands.doctor(ranks, os.environ, sys.argv[2:], timeout_s=timeout, as_json=as_json)
+    raise typer.Exit(code)
+
+
+@app.command(epilog=_VERIFY_EXAMPLES)
+def verify(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A function without arguments that returns a plain model, or (model, batch).",
+            metavar="MODULE:FUNCTION",
+        ),
+    ],
+    batch: Annotated[
+        str,
+        _import_path(
+            "batch(step): the whole batch of a step, which is divided among ranks along dim 0. Tensors, or "
+            "tuples, lists and dicts of them."
+        ),
+    ] = "",
+    loss: Annotated[
+        str,
+        _import_path(
+            "loss(model, batch): a scalar. Default: what the model returns, its .loss, or its "
+            '["loss"].'
+        ),
+    ] = "",
+    shard: Annotated[
+        str,
+        _import_path("shard(model): the sharded model. Default: units of repeated blocks."),
+    ] = "",
+    api: Annotated[
+        str, _option("Without --shard: fully_shard or fsdp1.", panel="Sharding")
+    ] = "fully_shard",
+    comm: Annotated[str, _option("auto, process_group or collectives.", panel="Sharding")] = "auto",
+    ranks: Annotated[int, _option("Local ranks, 2 to 4.", panel="Sharding")] = 2,
+    device: Annotated[str, _option("cpu or cuda.", panel="Sharding")] = "cpu",
+    dtype: Annotated[
+        str,
+        _option("Of model and batch: fp64, fp32, bf16. Default: as it is.", panel="Training"),
+    ] = "",
+    steps: Annotated[int, _option("Optimizer steps.", panel="Training")] = 3,
+    lr: Annotated[float, _option("Learning rate of SGD.", panel="Training")] = 0.01,
+    seed: Annotated[int, _option("Decides first values and random numbers.", panel="Training")] = 0,
+    evaluates: Annotated[
+        bool, _flag("--eval", "In evaluation mode, so without dropout.", panel="Training")
+    ] = False,
+    rtol: Annotated[
+        float | None,
+        _option("Of a tensor's largest value. Default: by dtype, fp32 1e-4.", panel="Comparing"),
+    ] = None,
+    atol: Annotated[
+        float | None,
+        _option("Of the largest value of its kind. Default: fp32 1e-5.", panel="Comparing"),
+    ] = None,
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            help="Seconds for the one process, and again for the ranks.",
+            rich_help_panel="Comparing",
+        ),
+    ] = 300.0,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the records.", rich_help_panel="Results", metavar="DIR"),
+    ] = None,
+    as_json: Annotated[bool, _flag("--json", "Print one JSON object.", panel="Results")] = False,
+) -> None:
+    """Train a model for some steps in one process and on ranks, and say where they differ.
+
+    Losses, outputs of every module, gradients, parameters, buffers, memory and time; the first module
+    that differs; causes that it knows, with what to do.
+    """
+    from fullshard.tools import commands
+
+    given = {k: v for k, v in context.params.items() if k not in ("keep", "as_json")}
+    code = commands.verify(given, os.environ, sys.argv[2:], keep=keep, as_json=as_json)
     raise typer.Exit(code)
 
 

@@ -44,7 +44,7 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
     try:
         job = _job(typed, place)
         if place is None:
-            check_local_ranks(job.config, job.config.ranks)
+            check_local_ranks(job.config.device, job.config.ranks)
             return _finish(_launch(job, typed, environment), job)
         _check_place(job.config, place)
     except OptionError as error:
@@ -156,6 +156,38 @@ def doctor(
     return report_without_ranks(reason, place, environment, as_json=as_json)
 
 
+def verify(
+    given: Mapping[str, Any],
+    environment: Mapping[str, str],
+    words: Sequence[str],
+    *,
+    keep: Path | None,
+    as_json: bool,
+) -> Exit:
+    """Compare a sharded model with one process, or be one of the ranks that this has started.
+
+    given: fields of `VerifyOptions`. keep: a folder for the records; the ranks are always given one.
+    """
+    from fullshard.tools.verify.options import VerifyOptions
+
+    place = _place(environment)
+    try:
+        options = VerifyOptions(**given)
+        if place is not None and (place.launcher_pid is None or keep is None):
+            raise OptionError("verify starts its ranks itself. Run it without torchrun.")
+        check_local_ranks(options.device, options.ranks)
+        threads = _threads_for(options.ranks, environment)
+        if place is not None and keep is not None:
+            from fullshard.tools.verify.rank import run_rank  # the engine, as above
+
+            return run_rank(options, place, keep, threads=threads)
+        from fullshard.tools.verify.running import verify as verify_all
+
+        return verify_all(options, words, keep, threads=threads, as_json=as_json)
+    except OptionError as error:
+        return _refuse(error, quiet=place is not None and place.rank != 0, command="verify")
+
+
 def _job(typed: Typed, place: Place | None) -> Job:
     options, out, resume = dict(typed.options), typed.out, typed.resume
     if resume is not None and out is not None and resume != out:
@@ -233,7 +265,7 @@ def _check_place(config: TrainConfig, place: Place) -> None:
             f"--ranks {config.ranks}: torchrun has started {place.num_ranks} ranks. Leave --ranks "
             "out under torchrun."
         )
-    check_local_ranks(config, place.num_local_ranks)
+    check_local_ranks(config.device, place.num_local_ranks)
 
 
 def _threads_for(ranks: int, environment: Mapping[str, str]) -> int:

@@ -98,13 +98,13 @@ def default_local_ranks() -> int:
     return _num_gpus() or _DEFAULT_CPU_RANKS
 
 
-def check_local_ranks(config: TrainConfig, ranks: int) -> None:
-    """Raise OptionError if this machine cannot give each of its ranks a device."""
-    if config.device == "cpu":
+def check_local_ranks(device: str, ranks: int) -> None:
+    """Raise OptionError if this machine cannot give each of its ranks a device of a kind."""
+    if device == "cpu":
         return
     num_gpus = _num_gpus()
     if not num_gpus:
-        raise OptionError(f"--device {config.device}: {_why_no_gpu()} Or use --device cpu.")
+        raise OptionError(f"--device {device}: {_why_no_gpu()} Or use --device cpu.")
     if ranks > num_gpus:
         raise OptionError(
             f"--ranks {ranks}: this machine has {num_gpus} GPU{'' if num_gpus == 1 else 's'}, and "

@@ -41,10 +41,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How the ranks ended; `message` is empty when they have said everything themselves."""
+    """How the ranks ended; `message` is empty when they have said everything themselves.
+
+    rank: the one that failed first; None if none did.
+    """
 
     code: Exit
     message: str = ""
+    rank: int | None = None
 
 
 def launch(arguments: Sequence[str], *, ranks: int, threads: int) -> Ending:
@@ -84,6 +88,7 @@ def launch(arguments: Sequence[str], *, ranks: int, threads: int) -> Ending:
 def _ending_of(error: ChildFailedError) -> Ending:
     """Find the rank that ended first, not one that only followed it."""
     exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    first = error.get_first_failure()[0]
     for rank, code in exits.items():
         # SIGTERM is what the agent ends the other ranks with.
         if code < 0 and code != -signal.SIGTERM:
@@ -92,12 +97,13 @@ def _ending_of(error: ChildFailedError) -> Ending:
             return Ending(
                 Exit.RANK_LOST,
                 f"rank {rank} (pid {pid}) was killed by {name}; the other ranks were ended.",
+                rank,
             )
     for meaning in (Exit.FAILED, Exit.USAGE, Exit.STOPPED):
         if meaning in exits.values():
-            return Ending(meaning)
+            return Ending(meaning, rank=first)
     rank, code = next(iter(exits.items()))
-    return Ending(Exit.RANK_LOST, f"rank {rank} ended with exit code {code}.")
+    return Ending(Exit.RANK_LOST, f"rank {rank} ended with exit code {code}.", rank)
 
 
 def die_with_launcher(launcher_pid: int | None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,6 +23,22 @@ _COLORS = {
 _PLAIN_WIDTH = 120  # of a pipe or a file
 
 
+def findings_table(findings: Sequence[Finding], *, heading: str) -> Table:
+    """Return findings with what to do, one a row. heading: of what was found."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("", "finding", "where"):
+        table.add_column(column, no_wrap=column != "where", max_width=32)
+    table.add_column(heading, ratio=1)
+    for each in findings:
+        color = _COLORS[each.severity]
+        said = _safe(each.measured)
+        if each.advice:
+            said += f"\n[bold]->[/bold] {_safe(each.advice)}"
+        severity = f"[{color}]{each.severity.value}[/{color}]"
+        table.add_row(severity, each.id, _safe(each.where), said)
+    return table
+
+
 def show(exam: Examination, *, as_json: bool) -> Exit:
     """Print the report on standard output, and return the exit code that it stands for."""
     findings = judge(exam)
@@ -37,19 +54,8 @@ def _show_report(exam: Examination, findings: list[Finding]) -> None:
     for host, ranks in by_host(exam).items():
         names = numbered(each.rank for each in ranks)
         console.print(f"[bold]{_safe(host)}[/bold]: {names}; {_safe(_summary(ranks[0]))}")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("", "finding", "where"):
-        table.add_column(column, no_wrap=column != "where", max_width=32)
-    table.add_column("measured, and what to do", ratio=1)
-    for each in findings:
-        color = _COLORS[each.severity]
-        said = _safe(each.measured)
-        if each.advice:
-            said += f"\n[bold]->[/bold] {_safe(each.advice)}"
-        severity = f"[{color}]{each.severity.value}[/{color}]"
-        table.add_row(severity, each.id, _safe(each.where), said)
     console.print()
-    console.print(table)
+    console.print(findings_table(findings, heading="measured, and what to do"))
     console.print()
     console.print(_verdict(exam, findings))
 

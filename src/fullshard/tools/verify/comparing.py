@@ -1,0 +1,266 @@
+"""From two sides' records to what differs, and where first; nothing is judged here.
+
+A tensor differs if its largest difference is above rtol times its own largest value plus atol times the
+largest value of its kind in that step: a gradient that is zero but for rounding is no difference.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from fullshard.tools.exits import Exit
+from fullshard.tools.launch import Ending
+from fullshard.tools.verify.facts import Output, Part, Run
+from fullshard.tools.verify.options import Tolerance, VerifyOptions
+from fullshard.tools.verify.record import alone_folder, rank_folder, read_run, read_step
+from fullshard.tools.verify.training import output_key
+
+WELL = Ending(Exit.OK)
+KINDS = ("output", "gradient", "parameter", "buffer")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """How one tensor of a step differs from that of the one process.
+
+    rank: whose it is; None for what all ranks have together.
+    worst: largest difference of two elements; scale: largest value of the one process.
+    limit: what the tolerance allows.
+    ratio: the factor that makes the one process's tensor most like it; residual: what then remains, as a
+        part of it. Both None where that makes no sense.
+    """
+
+    kind: str
+    step: int
+    rank: int | None
+    name: str
+    worst: float
+    scale: float
+    limit: float
+    ratio: float | None = None
+    residual: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The name as people read it: of an output, the module, and which of its calls if not the first."""
+        path, mark, call = self.name.rpartition("#")
+        if self.kind != "output" or not mark:
+            return self.name
+        return (path or "(the model)") + (f" (call {call})" if call != "0" else "")
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether it is more than the tolerance allows; so is what is not a number on one side alone."""
+        return not self.worst <= self.limit
+
+    @property
+    def relative(self) -> float:
+        """The difference over the largest value."""
+        return self.worst / self.scale if self.scale else math.inf if self.worst else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FirstModule:
+    """The first module, in the order in which modules end, whose output differs.
+
+    missing: the side that did not run it, "sharded" or "alone"; empty if both did.
+    """
+
+    step: int
+    rank: int
+    output: Output
+    relative: float = 0.0
+    missing: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of a rank's part, in the one process and on the rank."""
+
+    step: int
+    rank: int
+    alone: float
+    sharded: float
+    differs: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """Everything that is known when the report is written.
+
+    alone, ranks: what each process recorded; a rank that is not there has died.
+    worst: the largest difference of each kind in each step, whether it is allowed or not.
+    differing: every difference that is not allowed.
+    ending: how the ranks ended, as the launcher says.
+    """
+
+    options: VerifyOptions
+    tolerance: Tolerance
+    alone: Run
+    ranks: Mapping[int, Run] = dataclasses.field(default_factory=dict)
+    losses: Sequence[Loss] = ()
+    worst: Sequence[Difference] = ()
+    differing: Sequence[Difference] = ()
+    first: FirstModule | None = None
+    ending: Ending = WELL
+    seconds: float = 0.0
+
+    @property
+    def died(self) -> list[int]:
+        """The ranks that ended without a record by themselves: the first, where others were ended with it."""
+        if self.alone.failure is not None:
+            return []
+        missing = [rank for rank in range(self.options.ranks) if rank not in self.ranks]
+        return [rank for rank in missing if rank == self.ending.rank] or missing
+
+
+def compare(options: VerifyOptions, folder: Path, *, ending: Ending = WELL) -> Comparison:
+    """Read what both sides have written, and compare it step by step."""
+    alone = read_run(alone_folder(folder))
+    assert alone is not None
+    found = {rank: read_run(rank_folder(folder, rank)) for rank in range(options.ranks)}
+    ranks = {rank: run for rank, run in found.items() if run is not None}
+    outputs = [o for run in (alone, *ranks.values()) for part in run.parts for o in part.outputs]
+    tolerance = options.tolerance({output.dtype for output in outputs})
+    worst: list[Difference] = []
+    differing: list[Difference] = []
+    for step in range(options.steps):
+        expected = read_step(alone_folder(folder), step)
+        given: dict[str, torch.Tensor] = {}
+        for rank in ranks:
+            given |= read_step(rank_folder(folder, rank), step)
+        differences = list(differences_of(step, expected, given, tolerance))
+        differing += [each for each in differences if each.exceeds]
+        worst += _worst_of_kinds(differences)
+    return Comparison(
+        options=options,
+        tolerance=tolerance,
+        alone=alone,
+        ranks=ranks,
+        losses=_losses(alone, ranks, tolerance),
+        worst=worst,
+        differing=differing,
+        first=first_module(alone, ranks, differing),
+        ending=ending,
+    )
+
+
+def differences_of(
+    step: int,
+    expected: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+    tolerance: Tolerance,
+) -> Iterator[Difference]:
+    """Compare tensors that have one key on both sides."""
+    scales = {key: _largest(expected[key]) for key in given if key in expected}
+    largest = {
+        kind: max((s for key, s in scales.items() if _kind(key) == kind), default=0.0)
+        for kind in KINDS
+    }
+    for key, scale in scales.items():
+        kind, _, name = key.partition("/")
+        rank: int | None = None
+        if kind in ("output", "buffer"):
+            number, _, name = name.partition("/")
+            rank = int(number)
+        limit = tolerance.rtol * scale + tolerance.atol * largest[kind]
+        ours, theirs = given[key], expected[key]
+        if ours.shape != theirs.shape:
+            yield Difference(kind, step, rank, name, math.inf, scale, limit)
+            continue
+        ours, theirs = ours.double(), theirs.double()
+        ratio, residual = _scaling(ours, theirs) if kind == "gradient" else (None, None)
+        worst = _largest_difference(ours, theirs)
+        yield Difference(kind, step, rank, name, worst, scale, limit, ratio, residual)
+
+
+def first_module(
+    alone: Run, ranks: Mapping[int, Run], differing: Sequence[Difference]
+) -> FirstModule | None:
+    """Return the first module that differs: of the first step, and of the first rank that has one."""
+    outside = {(d.step, d.rank, d.name): d for d in differing if d.kind == "output"}
+    expected = {(part.step, part.rank): part for part in alone.parts}
+    parts = sorted(
+        (part for run in ranks.values() for part in run.parts), key=lambda p: (p.step, p.rank)
+    )
+    for part in parts:
+        if (one := expected.get((part.step, part.rank))) is not None:
+            found = _first_in(one, part, outside)
+            if found is not None:
+                return found
+    return None
+
+
+def _first_in(
+    alone: Part, sharded: Part, outside: Mapping[tuple[int, int | None, str], Difference]
+) -> FirstModule | None:
+    ran = {(output.path, output.call) for output in sharded.outputs}
+    for output in alone.outputs:
+        if (output.path, output.call) not in ran:
+            return FirstModule(alone.step, alone.rank, output, missing="sharded")
+        name = output_key(alone.rank, output.path, output.call).split("/", 2)[2]
+        if (difference := outside.get((alone.step, alone.rank, name))) is not None:
+            return FirstModule(alone.step, alone.rank, output, difference.relative)
+    known = {(output.path, output.call) for output in alone.outputs}
+    for output in sharded.outputs:
+        if (output.path, output.call) not in known:
+            return FirstModule(alone.step, alone.rank, output, missing="alone")
+    return None
+
+
+def _losses(alone: Run, ranks: Mapping[int, Run], tolerance: Tolerance) -> list[Loss]:
+    expected = {(part.step, part.rank): part.loss for part in alone.parts}
+    found = []
+    for part in (part for run in ranks.values() for part in run.parts):
+        if (one := expected.get((part.step, part.rank))) is not None:
+            both_nan = math.isnan(one) and math.isnan(part.loss)
+            is_close = abs(part.loss - one) <= tolerance.rtol * abs(one) + tolerance.atol
+            differs = not (is_close or both_nan or one == part.loss)
+            found.append(Loss(part.step, part.rank, one, part.loss, differs))
+    return sorted(found, key=lambda loss: (loss.step, loss.rank))
+
+
+def _worst_of_kinds(differences: Sequence[Difference]) -> list[Difference]:
+    """Return of each kind the one that is most above its limit, or least below."""
+    found = []
+    for kind in KINDS:
+        of_kind = [each for each in differences if each.kind == kind]
+        if of_kind:
+            found.append(max(of_kind, key=_excess))
+    return found
+
+
+def _excess(difference: Difference) -> float:
+    if math.isnan(difference.worst):
+        return math.inf
+    return difference.worst / difference.limit if difference.limit else difference.worst
+
+
+def _kind(key: str) -> str:
+    return key.partition("/")[0]
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest value that is finite; 0 if there is none."""
+    finite = tensor[tensor.isfinite()]
+    return finite.double().abs().max().item() if finite.numel() else 0.0
+
+
+def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest difference of two elements; what is NaN or infinite on both sides is equal."""
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    difference = torch.where(same, 0.0, (ours - theirs).abs())
+    return difference.max().item() if difference.numel() else 0.0
+
+
+def _scaling(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[float | None, float | None]:
+    """Return k that makes k * theirs most like ours, and what remains, over ours."""
+    square = theirs.square().sum().item()
+    size = ours.norm().item()
+    if not (0 < square < math.inf and 0 < size < math.inf):
+        return None, None
+    ratio = (ours * theirs).sum().item() / square
+    return ratio, (ours - ratio * theirs).norm().item() / size

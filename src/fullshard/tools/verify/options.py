@@ -1,0 +1,97 @@
+"""What is verified, and how: the options of `fullshard verify` as one checked value."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+
+from fullshard.policies import CommChoice
+from fullshard.tools.config import OptionError
+from fullshard.tools.import_path import check_import_path
+
+APIS = ("fully_shard", "fsdp1")
+COMMS = (CommChoice.AUTO.value, CommChoice.PROCESS_GROUP.value, CommChoice.COLLECTIVES.value)
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+MAX_RANKS = 4
+
+
+class Tolerance(NamedTuple):
+    """How much a tensor may differ: rtol of its own largest value, plus atol of the largest of its kind."""
+
+    rtol: float
+    atol: float
+
+
+TOLERANCES = {
+    torch.float64: Tolerance(1e-9, 1e-11),
+    torch.float32: Tolerance(1e-4, 1e-5),
+    torch.float16: Tolerance(1e-2, 2e-3),
+    torch.bfloat16: Tolerance(4e-2, 1e-2),
+}
+"""By the least precise dtype in which either side computes: sums in another order differ by less."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyOptions:
+    """What to verify and how; empty and None mean what the command's help says.
+
+    model, batch, loss, shard: import paths, MODULE:FUNCTION.
+    dtype: of parameters and batches; empty for that of the model.
+    rtol, atol: instead of those of `TOLERANCES`.
+    evaluates: whether the model trains in evaluation mode, so without dropout.
+    timeout_s: for the one process, and again for the ranks.
+    """
+
+    model: str
+    batch: str = ""
+    loss: str = ""
+    shard: str = ""
+    api: str = "fully_shard"
+    comm: str = "auto"
+    device: str = "cpu"
+    dtype: str = ""
+    ranks: int = 2
+    steps: int = 3
+    seed: int = 0
+    lr: float = 0.01
+    rtol: float | None = None
+    atol: float | None = None
+    timeout_s: float = 300.0
+    evaluates: bool = False
+
+    def __post_init__(self) -> None:
+        for target in filter(None, (self.model, self.batch, self.loss, self.shard)):
+            check_import_path(target)
+        _check_choice("--api", self.api, APIS)
+        _check_choice("--comm", self.comm, COMMS)
+        _check_choice("--device", self.device, ("cpu", "cuda"))
+        _check_choice("--dtype", self.dtype, ("", *DTYPES))
+        _check_number("--ranks", self.ranks, least=2, most=MAX_RANKS)
+        _check_number("--steps", self.steps, least=1)
+        _check_number("--lr", self.lr)
+        _check_number("--timeout", self.timeout_s, least=1)
+        _check_number("--rtol", self.rtol or 0)
+        _check_number("--atol", self.atol or 0)
+
+    def tolerance(self, dtypes: set[str]) -> Tolerance:
+        """Return what was asked for, or what fits the least precise of the dtypes that took part.
+
+        dtypes: as torch prints them, such as "torch.float32".
+        """
+        taken = [each for dtype, each in TOLERANCES.items() if str(dtype) in dtypes]
+        rtol, atol = max(taken, default=TOLERANCES[torch.float32])
+        return Tolerance(
+            rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
+        )
+
+
+def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(f"{option} {value}: choose from {', '.join(filter(None, choices))}.")
+
+
+def _check_number(option: str, value: float, *, least: float = 0, most: float = math.inf) -> None:
+    if not least <= value <= most:
+        limit = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+        raise OptionError(f"{option} {value:g}: give a number {limit}.")

@@ -1,0 +1,143 @@
+"""Show a comparison: for people a report side by side, or one JSON object."""
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered, sized, timed
+from fullshard.tools.doctor.printing import findings_table
+from fullshard.tools.exits import Exit
+from fullshard.tools.progress import printable
+from fullshard.tools.verify.comparing import Comparison, Difference
+from fullshard.tools.verify.facts import Run
+from fullshard.tools.verify.judging import as_dict, judge, verdict_of
+
+_PLAIN_WIDTH = 120  # of a pipe or a file
+
+
+def show(comparison: Comparison, *, as_json: bool) -> Exit:
+    """Print the report on standard output, and return the exit code that it stands for."""
+    findings = judge(comparison)
+    if as_json:
+        print(json.dumps(as_dict(comparison, findings)), flush=True)
+    else:
+        _show_report(comparison, findings)
+    if comparison.died:
+        return Exit.RANK_LOST
+    return Exit.FAILED if verdict_of(findings) is Severity.PROBLEM else Exit.OK
+
+
+def _show_report(comparison: Comparison, findings: list[Finding]) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    for table in (_losses(comparison), _values(comparison), _costs(comparison)):
+        if table.row_count:
+            console.print(table)
+            console.print()
+    console.print(findings_table(findings, heading="found, and what to do"))
+    console.print()
+    for trace in _traces(comparison):
+        console.print(_safe(trace), style="dim")
+    if said := _first_module(comparison):
+        console.print(said)
+    console.print(_verdict(comparison, findings))
+
+
+def _traces(comparison: Comparison) -> Iterator[str]:
+    """Yield where the one process failed, or the ranks: once what several say alike."""
+    runs = {"one process": comparison.alone}
+    runs |= {f"rank {rank}": run for rank, run in comparison.ranks.items()}
+    seen = set()
+    for name, run in runs.items():
+        if run.failure is not None and run.failure.text not in seen:
+            seen.add(run.failure.text)
+            yield f"{name}:\n{run.failure.trace}"
+
+
+def _losses(comparison: Comparison) -> Table:
+    table = _table("loss of a part", "one process", "sharded", "")
+    for loss in comparison.losses:
+        mark = "[red]differs[/red]" if loss.differs else ""
+        where = f"step {loss.step}, rank {loss.rank}"
+        table.add_row(where, f"{loss.alone:.8g}", f"{loss.sharded:.8g}", mark)
+    return table
+
+
+def _values(comparison: Comparison) -> Table:
+    """One line for each kind: the worst difference of the first and the last step, and of all."""
+    steps = list(dict.fromkeys(each.step for each in comparison.worst))
+    ends = tuple(dict.fromkeys((*steps[:1], *steps[-1:])))
+    table = _table("worst difference", *(f"step {step}" for step in ends))
+    table.add_column("where it is worst", overflow="fold")
+    for kind in dict.fromkeys(each.kind for each in comparison.worst):
+        by_step = {each.step: each for each in comparison.worst if each.kind == kind}
+        worst = max(by_step.values(), key=lambda each: (each.exceeds, each.relative))
+        rank = "" if worst.rank is None else f", rank {worst.rank}"
+        where = f"{_difference(worst)} {_safe(worst.label)} (step {worst.step}{rank})"
+        shown = (_difference(by_step[step]) if step in by_step else "" for step in ends)
+        table.add_row(f"{kind}s", *shown, where if worst.worst else "")
+    return table
+
+
+def _difference(difference: Difference) -> str:
+    relative = difference.relative
+    said = f"{relative:.1e}" if math.isfinite(relative) else "not comparable"
+    return f"[red]{said}[/red]" if difference.exceeds else said if relative else "0"
+
+
+def _costs(comparison: Comparison) -> Table:
+    table = _table("process", "peak memory", "time of a step")
+    processes = {"one process (all parts)": comparison.alone}
+    processes |= {f"rank {rank}": run for rank, run in comparison.ranks.items()}
+    for name, run in processes.items():
+        peak = "unknown" if run.peak_nbytes is None else sized(run.peak_nbytes)
+        if run.seconds:
+            table.add_row(name, peak, _seconds(run))
+    return table
+
+
+def _seconds(run: Run) -> str:
+    """Return the median without the first step, which sets things up."""
+    return timed(statistics.median(run.seconds[1:] or run.seconds))
+
+
+def _first_module(comparison: Comparison) -> str:
+    first = comparison.first
+    if first is None or first.missing:
+        return ""
+    name = f"{first.output.path or '(the model)'} ({first.output.kind})"
+    where = f"in step {first.step} on rank {first.rank}, call {first.output.call}"
+    how = f"its output differs by {first.relative:.1e} of its largest value"
+    return f"first module that differs: [bold]{_safe(name)}[/bold] {where}; {how}"
+
+
+def _verdict(comparison: Comparison, findings: list[Finding]) -> str:
+    options, (rtol, atol) = comparison.options, comparison.tolerance
+    ran = f"{counted(options.ranks, 'rank')}, {counted(options.steps, 'step')} of SGD (lr {options.lr:g})"
+    ran += f", {comparison.seconds:.0f} s"
+    tolerance = f"within rtol {rtol:g} and atol {atol:g} of the largest of its kind"
+    if comparison.died:
+        return f"[red]failed[/red]: {numbered(comparison.died)} died. {ran}"
+    problems = [each for each in findings if each.severity is Severity.PROBLEM]
+    if not problems:
+        return f"[green]equal[/green] {tolerance}. {ran}"
+    runs = (comparison.alone, *comparison.ranks.values())
+    word = "failed" if any(run.failure is not None for run in runs) else "differs"
+    return f"[red]{word}[/red]: {problems[0].id} ({_safe(problems[0].where)}). Compared {tolerance}. {ran}"
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _safe(text: str) -> str:
+    return escape(printable(text))

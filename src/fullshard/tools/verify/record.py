@@ -1,0 +1,85 @@
+"""A process's record: a folder with its facts, and the tensors of each step.
+
+    folder/alone/run.json       facts
+    folder/alone/step-0.pt      tensors by key: "gradient/NAME", "buffer/RANK/NAME", ...
+    folder/rank-1/...
+
+Keys are the same on both sides, so that one is compared with the other by key. Files are read without
+unpickling objects (`weights_only`), a tensor at a time.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fullshard.tools.verify.facts import Failure, Part, Run, run_from
+
+
+class Diary:
+    """What a process has recorded so far, and what it is doing; written however the process ends.
+
+    paths: of the model's modules by id, once there is one, to say in which module it failed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.run = Run()
+        self.phase = "starting"
+        self.step: int | None = None
+        self.paths: Mapping[int, str] = {}
+
+    def note(self, **changes: object) -> None:
+        """Add facts."""
+        self.run = dataclasses.replace(self.run, **changes)  # type: ignore[arg-type]
+
+    def note_part(self, part: Part) -> None:
+        """Add a part."""
+        self.note(parts=(*self.run.parts, part))
+
+    def write_step(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the tensors of a step."""
+        own = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
+        torch.save(own, _step_file(self._folder, step))
+
+    def write(self, failure: Failure | None = None) -> None:
+        """Write the facts, all at once, so that what is there is complete."""
+        if failure is not None:
+            self.note(failure=failure)
+        unfinished = self._folder / "run.json.part"
+        unfinished.write_text(json.dumps(dataclasses.asdict(self.run)))
+        unfinished.rename(self._folder / "run.json")
+
+
+def read_run(folder: Path) -> Run | None:
+    """Return a process's facts; None if it ended without writing them."""
+    with contextlib.suppress(FileNotFoundError):
+        return run_from(json.loads((folder / "run.json").read_text()))
+    return None
+
+
+def read_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a step by key, mapped from their file; empty if it was not reached."""
+    path = _step_file(folder, step)
+    if not path.exists():
+        return {}
+    tensors: dict[str, torch.Tensor] = torch.load(path, weights_only=True, mmap=True)
+    return tensors
+
+
+def alone_folder(folder: Path) -> Path:
+    """Return where the one process writes."""
+    return folder / "alone"
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Return where a rank writes."""
+    return folder / f"rank-{rank}"
+
+
+def _step_file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}.pt"

@@ -1,0 +1,86 @@
+"""Sees to it that a process writes its record however it ends: well, by an exception, or not in time."""
+
+import contextlib
+import faulthandler
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+
+from fullshard.tools.verify.facts import Failure
+from fullshard.tools.verify.measures import failure_of
+from fullshard.tools.verify.record import Diary
+
+_SLACK_S = 15.0  # after which a process that cannot even write its record is ended
+
+
+class Supervised:
+    """Runs a block: catches its exceptions into the diary, and its warnings; prints go to standard error.
+
+    on_stuck: called in another thread, once the record of a block that takes too long is written.
+    passing: exceptions that are not about the model, and stay the caller's.
+    """
+
+    def __init__(
+        self,
+        diary: Diary,
+        timeout_s: float,
+        *,
+        on_stuck: Callable[[], object],
+        passing: tuple[type[BaseException], ...] = (),
+    ) -> None:
+        self._diary, self._timeout_s, self._on_stuck = diary, timeout_s, on_stuck
+        self._passing: tuple[type[BaseException], ...] = (KeyboardInterrupt, *passing)
+        self._timer = threading.Timer(timeout_s, self._end_stuck)
+        self._timer.daemon = True
+        self._inner = contextlib.ExitStack()
+        self._warned: list[warnings.WarningMessage] = []
+
+    def __enter__(self) -> "Supervised":
+        # In a thread that holds the interpreter for itself no timer of Python's comes.
+        faulthandler.dump_traceback_later(
+            self._timeout_s + _SLACK_S, exit=True, file=sys.__stderr__ or sys.stderr
+        )
+        self._timer.start()
+        self._inner.enter_context(contextlib.redirect_stdout(sys.stderr))
+        self._warned = self._inner.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("default")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self._timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+        self._inner.close()
+        self._note_warnings()
+        if error is None:
+            self._diary.write()
+            return False
+        if isinstance(error, self._passing):
+            return False
+        diary = self._diary
+        diary.write(failure_of(error, diary.phase, diary.step, diary.paths))
+        return True
+
+    def _note_warnings(self) -> None:
+        said = [each for each in self._warned if issubclass(each.category, UserWarning)]
+        self._diary.note(warnings=tuple(dict.fromkeys(str(each.message) for each in said)))
+
+    def _end_stuck(self) -> None:
+        """Write what is known, with the stack of the thread that does not come to an end."""
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            trace = file.read()
+        self._note_warnings()
+        text = f"did not end within {self._timeout_s:g} s"
+        diary = self._diary
+        diary.write(Failure(diary.phase, diary.step, "TimeoutError", text, trace=trace))
+        self._inner.close()  # standard output is what it was, for a report
+        self._on_stuck()
