@@ -1177,3 +1177,29 @@ def test_training_goes_on_after_an_exception(
     ]
     assert losses[0] == losses[1]
     assert_equal(whole(api, models[0]), whole(api, models[1]))
+
+
+@pytest.mark.ours("has no such check")
+@on_ranks(2)
+def test_ranks_may_ignore_different_numbers_of_modules(api: Api) -> None:
+    class Ignored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+    ignored = [Ignored() for _ in range(1 + rank())]
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([nn.Linear(16, 16), *ignored, nn.Linear(16, 16)])}
+    )
+    layers = [model["layers"][0], model["layers"][-1]]
+
+    class Runs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model["layers"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return layers[1](layers[0](x))
+
+    wrapped = api.FullyShardedDataParallel(Runs(), ignored_modules=ignored, use_orig_params=True)
+    wrapped(make_batch(16)).sum().backward()  # the second layer has another number on each rank
