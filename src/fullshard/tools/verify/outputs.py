@@ -81,9 +81,9 @@ class OutputRecorder:
         )
 
     def _random_state(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        states, device = [torch.get_rng_state()], self._device
+        if device.type != "cpu":
+            states.append(torch.get_device_module(device).get_rng_state(device))
         return states
 
 
