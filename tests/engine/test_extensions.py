@@ -641,6 +641,20 @@ def test_refusal_of_half_an_extension_leaves_the_module_as_it_was(api: Api) -> N
 
 
 @on_ranks(2)
+def test_operators_that_nobody_needs_may_be_missing(api: Api) -> None:
+    class Narrow(Int8):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, *rest: Any, **more: Any) -> Any:
+            if func is torch.ops.aten.alias.default:
+                raise NotImplementedError(func)
+            return super().__torch_dispatch__(func, *rest, **more)
+
+    model = shard(api, make_model(), Narrow)
+    model(make_batch(DIM)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@on_ranks(2)
 def test_methods_with_other_arguments_are_refused(api: Api) -> None:
     class Strange(Int8):
         def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any) -> Any:

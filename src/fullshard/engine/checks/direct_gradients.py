@@ -32,7 +32,9 @@ def watch_direct_gradients(units: Sequence[Unit]) -> list[Any]:
         if unit.mesh.plan.data_parallel_size == 1:
             continue
         for param in unit.params:
-            if isinstance(param, DTensorParameter) and param.sharded.requires_grad:
+            # Tensor subclasses need not know the operator below.
+            is_plain = isinstance(param, DTensorParameter) and not param.is_extended
+            if is_plain and param.sharded.requires_grad:
                 # Through an alias: `get_gradient_edge` takes a view, which DTensors without elements lack.
                 alias: Any = torch.ops.aten.alias.default(param.sharded)
                 node = alias.grad_fn.next_functions[0][0]
