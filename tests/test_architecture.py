@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"tools", "versions"},
     "public": BASE
     | {"faces", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
-    | {"batches", "checkpoint", "deferred", "huggingface", "live", "offline", "watch"},
+    | {"batches", "checkpoint", "debugging", "deferred", "huggingface", "live", "offline", "watch"},
     "errors": set(),
     "policies": {"errors"},
     "versions": set(),
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BASE | {"comm", "engine", "plan", "state", "versions"},
     "huggingface": BASE | {"checkpoint", "plan", "state"},
     "deferred": NEAR_TORCH | {"engine", "plan", "state"},
+    "debugging": BASE | {"checkpoint", "engine", "plan", "state", "versions"},
     "batches": NEAR_TORCH | {"comm", "engine", "plan", "state"},
     "live": NEAR_TORCH | {"comm", "engine", "plan", "state"},
     "state": NEAR_TORCH | {"faces", "comm", "engine", "plan"},
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 IN_ENGINE = {
     "params": {"nodes", "references", "runtime", "unit_mesh"},
     "gradients": {"observer", "params", "references", "runtime"},
-    "checks": {"params", "restoring", "runtime", "unit", "unit_setup"},
+    "checks": {"params", "restoring", "runtime", "unit", "unit_setup", "watchers"},
 }
 
 
@@ -159,7 +160,7 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 
 # PyTorch's FSDP1 is told by the environment to evaluate in full precision. Checks are switched on for
 # programs that nobody wants to change.
-@every_module(but=("tools/cli.py", "fsdp1/setup.py", "engine/checks/debugging.py"))
+@every_module(but=("tools/cli.py", "fsdp1/setup.py", "debugging/switches.py"))
 def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
     nodes = _nodes(module)
     # `os.environ[name] = value` hands something to child processes and reads nothing.

@@ -106,6 +106,17 @@ SEEN = {
         ],
         "fullshard verify net:build --batch net:batch --api fsdp1 --json": [r'^{"verdict": "ok"'],
     },
+    "docs/replay.md": {
+        "record.py": [],
+        "fullshard replay replays/a record:build": [
+            r"^Replayed the step of all 2 ranks in replays/a: 20 outputs, 12 gradients\.$",
+            r"^Equal in every bit\.$",
+        ],
+        "fullshard replay replays/a record:build --rank 1 --json": [r'"is_equal": true'],
+        "torchrun --nproc-per-node 2 -m fullshard replay replays/a record:build": [
+            r"12 gradients, 12 reduced gradients\.$"
+        ],
+    },
     "docs/limits.md": {},
     "docs/results.md": {},
 }

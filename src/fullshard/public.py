@@ -23,9 +23,11 @@ from fullshard.comm.collectives import (
     SymmMemReduceScatter,
 )
 from fullshard.comm.select import set_default_comm
+from fullshard.debugging.comparing import ReplayDifference
+from fullshard.debugging.replaying import Replay, replay
+from fullshard.debugging.switches import debug
 from fullshard.deferred.building import deferred_init, materialize
 from fullshard.drop_in.install import install, uninstall
-from fullshard.engine.checks.debugging import debug
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.errors import (
     AllocationError,
@@ -170,6 +172,8 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "ProcessGroupAllocAllGather",
     "ProcessGroupAllocReduceScatter",
     "ReduceScatter",
+    "Replay",
+    "ReplayDifference",
     "ReplicateModule",
     "SavedCheckpoint",
     "ShardPlacementResult",
@@ -217,6 +221,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "migrate_report",
     "prune_checkpoints",
     "register_fsdp_forward_method",
+    "replay",
     "replicate",
     "save_checkpoint",
     "set_default_comm",

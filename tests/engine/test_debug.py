@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
+from fullshard.engine.checks.debugging import StepChecks
 from tests.api import OURS, Api, use_api
 from tests.harness import Fate, on_ranks, rank, run_fresh
 from tests.models import mlp
@@ -70,18 +71,18 @@ def test_debug_raises_where_paths_part(path: str) -> None:
 
 
 def test_a_block_of_debug_ends() -> None:
-    before = fullshard.debug.checks_steps
+    before = StepChecks.are_on
     with fullshard.debug():
-        assert fullshard.debug.checks_steps
+        assert StepChecks.are_on
         with fullshard.debug(steps=False):
-            assert not fullshard.debug.checks_steps
-        assert fullshard.debug.checks_steps
-    assert fullshard.debug.checks_steps is before
+            assert not StepChecks.are_on
+        assert StepChecks.are_on
+    assert StepChecks.are_on is before
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", "True"), ("0", "False"), ("", "False")])
 def test_the_environment_switches_debug_on(value: str, expected: str) -> None:
-    program = "import fullshard; print(fullshard.debug.checks_steps)"
+    program = "import fullshard; fullshard.debug; from fullshard.engine.checks.debugging import StepChecks; print(StepChecks.are_on)"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "FULLSHARD_DEBUG": value},

@@ -136,7 +136,7 @@ def test_a_gradient_of_a_parameter_alone(api: Api) -> None:
 
 
 def test_the_environment_switches_it_on() -> None:
-    program = "import fullshard; print(fullshard.debug.checks_steps, fullshard.debug._hunt.is_on)"
+    program = "import fullshard; hunt = fullshard.debug._hunt; from fullshard.engine.checks.debugging import StepChecks; print(StepChecks.are_on, hunt.is_on)"
     for value, wanted in (("nan", "False True"), ("steps,nan", "True True"), ("1", "True False")):
         out = _run(program, value)
         assert out.stdout.strip() == wanted, out.stderr

@@ -20,11 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fullshard.batches.agreeing import HostCopy, refuse_differing, refuse_mixed
 from fullshard.comm.outside_steps import run_collective
 from fullshard.engine.gradients.marks import GradientMarks
-from fullshard.engine.iteration import Iteration, backward_watchers
+from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of_unit
 from fullshard.engine.params.managed import manager_of
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
+from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.mesh import MeshPlan
 from fullshard.state.structure import units_of
@@ -140,8 +141,8 @@ def _begin_pass(keys: Sequence[Iteration | nn.Module]) -> None:
             "weighted_loss: this backward has begun with another loss that was not weighted. Add all losses "
             "first, and weigh the sum."
         )
-    if _watch not in backward_watchers:
-        backward_watchers.append(_watch)
+    if _watcher not in watchers:
+        watchers.append(_watcher)
         register_optimizer_step_pre_hook(_before_step)
 
 
@@ -179,30 +180,36 @@ def _before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
             _settle_failure()
 
 
-@torch.no_grad()
-def _watch(iteration: Iteration) -> None:
-    """Raise MisuseError for a backward that would mix gradients with and without weight."""
-    current = _current()
-    if current is not None:
-        if weakref.ref(iteration) not in current.models:
+class _Watcher(PassWatcher):
+    """Keeps gradients with and without weight apart."""
+
+    @torch.no_grad()
+    def backward_begins(self, iteration: Iteration) -> None:
+        """Raise MisuseError for a backward that would mix them."""
+        current = _current()
+        if current is not None:
+            if weakref.ref(iteration) not in current.models:
+                raise MisuseError(
+                    f"weighted_loss: the loss reaches a model that it was not told of, with "
+                    f"{iteration.units[0].label}. Pass a module that contains all models of the loss."
+                )
+            return
+        _settle_failure()
+        step = _steps.get(iteration)
+        if step is None or not len(step.marks):
+            return
+        units = iteration.units
+        trained = [param.holder.sharded for unit in units for param in unit.params]
+        trained = list(dict.fromkeys(trained))
+        seen = step.marks.compare(trained, units[0].device)
+        if bool(seen.kept.any()):
             raise MisuseError(
-                f"weighted_loss: the loss reaches a model that it was not told of, with "
-                f"{iteration.units[0].label}. Pass a module that contains all models of the loss."
+                "weighted_loss: this backward has no weight, but gradients of weighted losses are there, which it "
+                "would be added to. Weigh its loss too, add it to the weighted one before, or drop gradients."
             )
-        return
-    _settle_failure()
-    step = _steps.get(iteration)
-    if step is None or not len(step.marks):
-        return
-    units = iteration.units
-    trained = [param.holder.sharded for unit in units for param in unit.params]
-    trained = list(dict.fromkeys(trained))
-    seen = step.marks.compare(trained, units[0].device)
-    if bool(seen.kept.any()):
-        raise MisuseError(
-            "weighted_loss: this backward has no weight, but gradients of weighted losses are there, which it "
-            "would be added to. Weigh its loss too, add it to the weighted one before, or drop gradients."
-        )
+
+
+_watcher = _Watcher()
 
 
 def _roots(model: nn.Module) -> dict[Iteration, nn.Module]:

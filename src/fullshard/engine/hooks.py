@@ -57,6 +57,7 @@ from fullshard.engine.precision import (
 )
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit
+from fullshard.engine.watchers import watchers
 from fullshard.engine.whole import refusing_backward
 from fullshard.errors import StateError
 from fullshard.policies import TrainingState
@@ -81,6 +82,7 @@ class Hooks(ModuleState):
         self.forward_prefetch: list[Hooks] = []
         self.backward_prefetch: list[Hooks] = []
         self._calls_itself = False  # the forward under way has called its own module again
+        self.called = "forward"  # the method whose call has begun, while `before_forward` runs
         # Wrapped methods: the module, the method's name, the function that it was.
         self._methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._handles: list[RemovableHandle] = []
@@ -143,6 +145,8 @@ class Hooks(ModuleState):
         begins = is_first and not iteration.is_in_forward and not is_in_backward()
         if begins:
             iteration.finalization.check_ended("forward")
+            for watcher in watchers:
+                watcher.forward_begins(self, module, args, kwargs)
         if len(self._modules) > 1 and not self.to_run:
             self.to_run = {id(module) for module in self.modules}
         self.training_state = TrainingState.FORWARD
@@ -170,10 +174,23 @@ class Hooks(ModuleState):
 
     @passing_through
     def run_as_forward(
-        self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        module: nn.Module,
+        method: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        name: str = "forward",
     ) -> Any:
-        """Call a method of the module as its forward is called: with 1 before and 3 after it."""
-        args, kwargs = self.before_forward(module, args, kwargs)
+        """Call a method of the module as its forward is called: with 1 before and 3 after it.
+
+        name: under which the program has called it.
+        """
+        self.called = name
+        try:
+            args, kwargs = self.before_forward(module, args, kwargs)
+        finally:
+            self.called = "forward"
         return self.after_forward(module, args, method(module, *args, **kwargs))
 
     def wrap_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
@@ -186,7 +203,7 @@ class Hooks(ModuleState):
         def run(*args: Any, **kwargs: Any) -> Any:
             this = reference()
             assert this is not None
-            return self.run_as_forward(this, method, args, kwargs)
+            return self.run_as_forward(this, method, args, kwargs, name=name)
 
         setattr(module, name, run)
 
@@ -245,7 +262,11 @@ class Hooks(ModuleState):
                     assert isinstance(state, Hooks)
                     output = state._complete_forward(output)
             iteration.end_forward()
-        return cast_outputs(policy, output)
+        output = cast_outputs(policy, output)
+        if is_root:
+            for watcher in watchers:
+                watcher.forward_ends(iteration, output)
+        return output
 
     def _complete_forward(self, output: Any) -> Any:
         """Free the units of a forward that is over; return its output, marked for backward."""

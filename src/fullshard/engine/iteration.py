@@ -21,7 +21,7 @@ may write, as ever with autograd.
 
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from torch.autograd import profiler
 
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.engine.checks.debugging import debug
 from fullshard.engine.checks.path import Path
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.unused import UnusedWatch
@@ -40,14 +39,12 @@ from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Phase, Unit
 from fullshard.engine.unit_setup import comms_of
+from fullshard.engine.watchers import watchers
 from fullshard.plan.paths import Phase as StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
 from fullshard.torch_private import current_graph_task_id, queue_callback
-
-# Are told of each model whose backward begins, before anything of it is computed. They may raise.
-backward_watchers: "list[Callable[[Iteration], object]]" = []
 
 
 class Iteration:
@@ -330,8 +327,8 @@ class Iteration:
         """
         if self._backward_end is not None:
             return
-        for watch in backward_watchers:
-            watch(self)
+        for watcher in watchers:
+            watcher.backward_begins(self)
         self.finalization.check_ended("backward")
         self.finalization.begin_backward()
         self._backward_end = weakref.ref(end)
@@ -403,7 +400,8 @@ class Iteration:
     def _reduce(self, unit: Unit, grads: list[torch.Tensor | None], *, keeps: bool = False) -> None:
         """Reduce a unit's full gradients, or keep them for a later backward or for `finalize`."""
         self._unused.note(unit, grads)
-        debug.looks_at(unit, grads)
+        for watcher in watchers:
+            watcher.gradients_complete(unit, grads)
         if keeps or not unit.config.reduce_grads:
             unit.accumulate(grads)
             return
@@ -468,6 +466,8 @@ class Iteration:
         self.fence("after backward")  # from here on the optimizers of all ranks may write
         self._path.begin(StepPhase.BETWEEN)
         self._unused.check(self.units)
+        for watcher in watchers:
+            watcher.backward_ends(self)
 
     # Backward, if the program ends it
 

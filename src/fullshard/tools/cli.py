@@ -7,6 +7,7 @@ fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
 fullshard doctor                    examine this machine, and what ranks can do together
 fullshard verify M:F                compare a sharded model with one process
+fullshard replay DIR M:F             run a recorded step again, and compare every bit
 fullshard migrate-report M:F        say what an FSDP1 model would be with fully_shard
 fullshard report RUN                write a page on where the time and memory of a run went
 fullshard ckpt ...                  look into checkpoints, check, compare and convert them
@@ -24,6 +25,8 @@ import typer
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
 from fullshard.tools.config import TINY_DEFAULTS, TrainConfig
 from fullshard.tools.exits import Exit
+from fullshard.tools.replay_cli import EXAMPLES as REPLAY_EXAMPLES
+from fullshard.tools.replay_cli import replay
 from fullshard.versions import installed
 
 _EXAMPLES = """
@@ -393,6 +396,9 @@ def verify(
     given = {k: v for k, v in context.params.items() if k not in ("keep", "as_json")}
     code = commands.verify(given, os.environ, sys.argv[2:], keep=keep, as_json=as_json)
     raise typer.Exit(code)
+
+
+app.command(epilog=REPLAY_EXAMPLES)(replay)
 
 
 @app.command(epilog=_MIGRATE_EXAMPLES)

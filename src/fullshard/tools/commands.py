@@ -74,6 +74,27 @@ def migrate_report(target: str, environment: Mapping[str, str], *, as_json: bool
     return Exit.OK
 
 
+def replay(
+    folder: Path, target: str, environment: Mapping[str, str], *, rank: int | None, as_json: bool
+) -> Exit:
+    """Replay a recorded step with the model that MODULE:FUNCTION returns, and print what differs first."""
+    from fullshard.tools.replay import replay_step  # the engine, as above
+
+    place = _place(environment)
+    is_first = place is None or place.rank == 0
+    try:
+        found = replay_step(folder, target, rank=rank, place=place)
+    except OptionError as error:
+        return _refuse(error, quiet=not is_first, command="replay")
+    except (CheckpointError, StateError) as error:
+        if is_first:
+            print(f"fullshard replay: {error}", file=sys.stderr)
+        return Exit.FAILED
+    if is_first:
+        print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+    return Exit.OK if found.is_equal else Exit.FAILED
+
+
 def report(run: Path, out: Path | None, *, as_json: bool) -> Exit:
     """Write the page on a run and say where, or print its numbers."""
     try:

@@ -2,13 +2,12 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
 
-import torch.distributed as dist
 from torch import nn
 
 import fullshard
 from fullshard.tools.config import OptionError
+from fullshard.tools.groups import default_group
 from fullshard.tools.import_path import check_import_path, function_at
 
 
@@ -25,25 +24,9 @@ def report_on(target: str, *, under_torchrun: bool) -> fullshard.MigrationReport
     fullshard.install()
     with contextlib.redirect_stdout(sys.stderr):
         build = function_at(target)
-        with _gloo_group(under_torchrun=under_torchrun):
+        with default_group("gloo", under_torchrun=under_torchrun):
             model = build()
             if not isinstance(model, nn.Module):
                 kind = type(model).__name__
                 raise OptionError(f"{target} returned {kind}, not a model (nn.Module).")
             return fullshard.migrate_report(model)
-
-
-@contextlib.contextmanager
-def _gloo_group(*, under_torchrun: bool) -> Iterator[None]:
-    """Set up the default group, if there is none, for a while."""
-    if dist.is_initialized():
-        yield
-        return
-    if under_torchrun:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
+from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name
 
@@ -34,7 +35,7 @@ class _Role(NamedTuple):
     is_input: bool
 
 
-class FiniteHunt:
+class FiniteHunt(PassWatcher):
     """Hooks that look for values which are not finite, from `begin` to `end`."""
 
     def __init__(self) -> None:
@@ -50,22 +51,24 @@ class FiniteHunt:
                 register_module_forward_pre_hook(_name),
                 register_module_forward_hook(_look, with_kwargs=True),
             ]
+            watchers.append(self)
 
     def end(self) -> None:
+        if self._handles:
+            watchers.remove(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-
-def check_gradients(unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
-    """Raise StateError for a full gradient that is not finite. grads: one per parameter, or None."""
-    for param, grad in zip(unit.params, grads, strict=True):
-        if grad is not None and (found := _unlike(grad)):
-            raise StateError(
-                f"Not finite first: in backward, {_rank()}, the gradient of {param.name} has {found}, while "
-                "gradients of outputs and inputs of modules were finite. It is made in the backward of the "
-                "module that has this parameter."
-            )
+    def gradients_complete(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
+        """Raise StateError for a full gradient that is not finite."""
+        for param, grad in zip(unit.params, grads, strict=True):
+            if grad is not None and (found := _unlike(grad)):
+                raise StateError(
+                    f"Not finite first: in backward, {_rank()}, the gradient of {param.name} has {found}, while "
+                    "gradients of outputs and inputs of modules were finite. It is made in the backward of the "
+                    "module that has this parameter."
+                )
 
 
 @eager

@@ -6,7 +6,7 @@ import torch
 
 from fullshard.comm.interface import Comm
 from fullshard.engine.checks.alike import FreezeWatch, check_alike
-from fullshard.engine.checks.debugging import check_step, debug
+from fullshard.engine.checks.debugging import StepChecks, check_step
 from fullshard.engine.checks.order import ForwardOrder
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_setup import comms_of
@@ -57,20 +57,20 @@ class Path:
         Ranks that differ would match each other's gathers. Raises as `ForwardOrder.check` and
         `check_step`, where these are asked for.
         """
-        if not (self._notes or self._checks_order or debug.checks_steps):
+        if not (self._notes or self._checks_order or StepChecks.are_on):
             return
         for unit in units:
             number = self._number[id(unit)]
             if self._checks_order and is_training:
                 self._order.check(number)
-            if debug.checks_steps:
+            if StepChecks.are_on:
                 check_step(unit, self._moment)
             for note in self._notes:
                 note(number)
 
     def leave(self, unit: Unit) -> None:
         """Tell of a unit whose backward is over. Call it before its reduction."""
-        if debug.checks_steps:
+        if StepChecks.are_on:
             check_step(unit, self._moment)
         for note in self._notes:
             note(self._number[id(unit)])

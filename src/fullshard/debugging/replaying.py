@@ -1,0 +1,287 @@
+"""`fullshard.replay`: a recorded step, run again by the same ranks or by one process.
+
+Forwards are called with what they were called with, after their surroundings are put back; backwards begin
+with the gradients that reached the outputs. So the loss is not needed, nor data or optimizer.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.checkpoint.loading import load_checkpoint
+from fullshard.checkpoint.peers import Peers
+from fullshard.checkpoint.random_states import random_states, set_random_states
+from fullshard.debugging.comparing import Compared, ReplayDifference, compare_events, name_events
+from fullshard.debugging.record import Facts, Record
+from fullshard.debugging.surroundings import autocast_as, device_of, restore, settings_as
+from fullshard.debugging.tape import BACKWARD, FORWARD, GRADIENT, REDUCED, Event, Tape, path_of
+from fullshard.errors import StateError
+from fullshard.state.structure import units_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What a replay found. ``print`` it.
+
+    folder: of the record. ranks: whose parts of the step were replayed. num_ranks: that were recorded.
+    counts: how many values were compared, by what they are: "output", "gradient", "reduced gradient".
+    num_different: how many of them differ. first: the first of these in the order of execution; of several
+    ranks that differ at the same place, the lowest; None if all are equal in every bit. notes: what
+    was not compared, and why.
+    """
+
+    folder: str
+    ranks: tuple[int, ...]
+    num_ranks: int
+    counts: dict[str, int]
+    num_different: int
+    first: ReplayDifference | None
+    notes: tuple[str, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything that was compared is equal in every bit."""
+        return self.first is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as what JSON can say, with ``is_equal``."""
+        return dataclasses.asdict(self) | {"is_equal": self.is_equal}
+
+    def __str__(self) -> str:
+        whose = f"all {self.num_ranks} ranks" if len(self.ranks) > 1 else f"rank {self.ranks[0]}"
+        values = ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in self.counts.items())
+        lines = [f"Replayed the step of {whose} in {self.folder}: {values or 'nothing compared'}."]
+        if self.first is None:
+            lines.append("Equal in every bit.")
+        else:
+            lines += [f"{self.num_different} differ. The first: {self.first}."]
+        return "\n".join([*lines, *self.notes])
+
+
+def replay(folder: str | os.PathLike[str], model: nn.Module, *, rank: int | None = None) -> Replay:
+    """Run a step that ``fullshard.debug(replay=folder)`` has recorded again, and compare every bit.
+
+        print(fullshard.replay("replays/step-812", model))
+
+    model: built and sharded as in the recorded run. On as many ranks as were recorded, each replays its own
+        part; on one process (a process group of one rank, or a model that is not sharded and no process group)
+        the parts of all ranks follow each other. It is left with the parameters from before the step, and
+        without gradients.
+    rank: on one process, the rank whose part is replayed; None for all.
+
+    What is compared is what modules return, each rank's own gradients, and on the same ranks the reduced ones.
+    The step's inputs are unpickled: replay only what you have recorded, or trust. An exception of the model's
+    passes, so a step that failed fails again. Random generators are afterwards as they were before.
+
+    Raises CheckpointError if there is no such record, or it is of another model; StateError for
+    another number of ranks.
+    """
+    record = Record(folder)
+    facts = record.facts()
+    parts = _parts(facts, rank)
+    is_alone = facts.ranks > 1 and _world_size() == 1
+    if facts.precision and not units_of(model):
+        raise StateError(
+            f"The step was computed in {', '.join(facts.precision)} by its mixed precision, which a model that is "
+            "not sharded has not. Shard it as it was, in a process group of one rank."
+        )
+    load_checkpoint(record.model, model, rng=False)
+    before = random_states()
+    try:
+        replayed = [_Part(record, model, each, is_alone=is_alone).run() for each in parts]
+    finally:
+        set_random_states(before)
+        model.zero_grad(set_to_none=True)
+    return _told(
+        record, facts, replayed if _world_size() == 1 else Peers("replays").gathered(replayed[0])
+    )
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _parts(facts: Facts, rank: int | None) -> list[int]:
+    """Return the ranks whose parts this process replays."""
+    size = _world_size()
+    if size == 1:
+        if rank is not None and not 0 <= rank < facts.ranks:
+            raise StateError(f"rank={rank}: {facts.ranks} ranks were recorded. Give one of these.")
+        return [*range(facts.ranks)] if rank is None else [rank]
+    if size != facts.ranks:
+        raise StateError(
+            f"The step was recorded on {facts.ranks} ranks, and these are {size}. Replay it on {facts.ranks}, or on "
+            "one process."
+        )
+    if rank is not None:
+        raise StateError(f"rank={rank} is for one process. Here every rank replays its own part.")
+    return [dist.get_rank()]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replayed:
+    """What came of one rank's part."""
+
+    rank: int
+    compared: tuple[Compared, ...]
+    notes: tuple[str, ...]
+
+
+class _Part:
+    """One rank's part of a step, run again."""
+
+    def __init__(self, record: Record, model: nn.Module, rank: int, *, is_alone: bool) -> None:
+        self._record, self._model, self._rank = record, model, rank
+        self._is_alone = is_alone
+        self._device = device_of(model)
+        self._units = units_of(model)
+        self._compared: list[Compared] = []
+        self._notes: list[str] = []
+
+    def run(self) -> _Replayed:
+        events = self._record.events(self._rank)
+        self._model.zero_grad(set_to_none=True)
+        settings = [unit.config for unit in self._units]
+        tape = Tape(self._model)
+        tape.begin()
+        try:
+            self._run(tape, events)
+        except Exception as error:
+            self._tell_progress(error)
+            raise
+        finally:
+            tape.end()
+            for unit, config in zip(self._units, settings, strict=True):
+                unit.config = config
+        return _Replayed(self._rank, tuple(self._compared), tuple(self._notes))
+
+    def _run(self, tape: Tape, events: Sequence[Event]) -> None:
+        names = name_events(events)
+        first = self._record.inputs(self._rank, 0, self._device)
+        if first is None:
+            raise StateError(f"{self._record.folder}: has nothing of rank {self._rank}.")
+        leaves_out = set() if self._units and not self._is_alone else {REDUCED}
+        if first.has_gradients:
+            self._note("there were gradients of earlier backwards", "gradients")
+            leaves_out = {GRADIENT, REDUCED}
+        for number, event in enumerate(events):
+            if event.has_others and REDUCED not in leaves_out:
+                self._note(
+                    "gradients were changed between backwards", "reduced gradients since then"
+                )
+                leaves_out.add(REDUCED)
+            _reduce_as_in(event, tape)
+            if event.kind == FORWARD:
+                self._forward(tape)
+            else:
+                self._backward(tape, event, later=events[number + 1 :])
+            now = tape.events[number] if number < len(tape.events) else Event(event.kind)
+            self._compared.append(
+                compare_events(
+                    event,
+                    now,
+                    rank=self._rank,
+                    number=number,
+                    name=names[number],
+                    leaves_out=leaves_out,
+                )
+            )
+            if event.error:
+                self._notes.append(
+                    f"Rank {self._rank}: {names[number]} ended with {event.error} when it was recorded, and "
+                    "came to its end now."
+                )
+        if self._record.inputs(self._rank, len(tape.outputs), self._device) is not None:
+            self._forward(tape)  # the process ended in this one
+
+    def _note(self, why: str, what: str) -> None:
+        self._notes.append(f"Rank {self._rank}: {why}, so {what} are not compared.")
+
+    def _tell_progress(self, error: Exception) -> None:
+        """Say beside an exception of the model's how far its values were those that were recorded."""
+        differences = [each for one in self._compared for each in one.differences]
+        if sys.version_info >= (3, 11):
+            error.add_note(
+                f"In the replay of rank {self._rank}'s part, after {len(self._compared)} passes: "
+                + (f"the first that differed is {differences[0]}" if differences else "all equal.")
+            )
+
+    def _forward(self, tape: Tape) -> None:
+        """Run the next forward."""
+        inputs = self._record.inputs(self._rank, len(tape.outputs), self._device)
+        assert inputs is not None
+        restore(self._model, inputs.surroundings)
+        named = self._model.named_modules()
+        module = next((m for name, m in named if path_of(name) == inputs.module), None)
+        if module is None:
+            raise StateError(
+                f"The model has no module {inputs.module}. Build it as it was recorded."
+            )
+        call = module if inputs.method == "forward" else getattr(module, inputs.method)
+        kept = inputs.surroundings
+        with torch.enable_grad(), settings_as(kept), autocast_as(kept):
+            if self._units:
+                call(*inputs.args, **inputs.kwargs)  # the engine tells the tape
+            else:
+                tape.open_event(FORWARD, inputs.module)
+                tape.end_forward(call(*inputs.args, **inputs.kwargs))
+
+    def _backward(self, tape: Tape, event: Event, later: Sequence[Event]) -> None:
+        """Run a backward from the gradients of outputs. later: the events after it."""
+        if not event.grads:
+            self._note("no gradient reached an output in a backward", "its gradients")
+            return
+        forwards = {forward for forward, _ in event.grads}
+        again = {forward for each in later for forward, _ in each.grads}
+        outputs = [tape.outputs[forward][place] for forward, place in event.grads]
+        grads = [
+            grad.to(out.device) for out, grad in zip(outputs, event.grads.values(), strict=True)
+        ]
+        if not self._units:
+            tape.open_event(BACKWARD)
+        torch.autograd.backward(outputs, grads, retain_graph=bool(forwards & again))
+        if not self._units:
+            self._see_gradients(tape, event)
+            tape.close_event()
+
+    def _see_gradients(self, tape: Tape, event: Event) -> None:
+        """Take down the gradients of a model that is not sharded, and drop those that were reduced then."""
+        units = {seen.path: seen.unit for seen in event.seen if seen.what == GRADIENT}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            path = path_of(name)
+            if parameter.grad is not None and path in units:
+                tape.see(GRADIENT, path, [parameter.grad], unit=units[path])
+        for name, parameter in self._model.named_parameters():
+            if event.sync.get(units.get(path_of(name), ""), (True,))[0]:
+                parameter.grad = None
+
+
+def _reduce_as_in(event: Event, tape: Tape) -> None:
+    """Reduce gradients in the backwards in which they were, by the paths of units."""
+    for unit, path in tape.units.items():
+        if (sync := event.sync.get(path)) is not None:
+            unit.configure(reduce_grads=sync[0], all_reduce_grads=sync[1])
+
+
+def _told(folder: Record, facts: Facts, parts: Sequence[_Replayed]) -> Replay:
+    compared = [each for part in parts for each in part.compared]
+    differences = [each for one in compared for each in one.differences]
+    counts: dict[str, int] = {}
+    for one in compared:
+        for what, count in one.counts.items():
+            counts[what] = counts.get(what, 0) + count
+    return Replay(
+        folder=str(folder.folder),
+        ranks=tuple(part.rank for part in parts),
+        num_ranks=facts.ranks,
+        counts=counts,
+        num_different=len(differences),
+        first=min(differences, key=lambda each: each.order, default=None),
+        notes=tuple(note for part in parts for note in part.notes),
+    )

@@ -1,0 +1,137 @@
+"""What a forward depends on beside its inputs and the sharded parameters, and putting it back.
+
+    random generators    Python's, NumPy's, torch's, and those that modules keep as attributes
+    what a rank has      buffers, and parameters that are not sharded
+    modes                which modules train, autocast, and what torch is told of kernels and precision
+
+What a module keeps otherwise (a Python counter, say) is not among it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.random_states import random_states, set_random_states
+from fullshard.debugging.tape import modules_by_path, path_of
+from fullshard.engine.params.managed import manager_of
+from fullshard.errors import StateError
+
+
+def surroundings(model: nn.Module) -> dict[str, Any]:
+    """Return what a forward of this model would depend on now. Tensors are the model's own."""
+    device = device_of(model)
+    return {
+        "random": random_states(),
+        "generators": {key: each.get_state() for key, each in _generators(model).items()},
+        "tensors": own_tensors(model),
+        "training": {path: module.training for path, module in modules_by_path(model).items()},
+        "autocast": {kind: _autocast(kind) for kind in dict.fromkeys(("cpu", device.type))},
+        "settings": {name: read() for name, (read, _) in _SETTINGS.items()},
+    }
+
+
+def restore(model: nn.Module, kept: dict[str, Any]) -> None:
+    """Put back generators, tensors and which modules train. Raises StateError for another model."""
+    tensors = own_tensors(model)
+    with torch.no_grad():
+        for name, value in kept["tensors"].items():
+            if name in tensors:  # else it is sharded here, and its value comes with the checkpoint
+                if tensors[name].shape != value.shape:
+                    raise StateError(
+                        f"{name} is of shape {tuple(tensors[name].shape)}, and was {tuple(value.shape)} when the step "
+                        "was recorded. Build the model as it was then."
+                    )
+                if not torch.equal(tensors[name], value):  # else autograd may still need it
+                    tensors[name].copy_(value)
+    modules = modules_by_path(model)
+    for path, trains in kept["training"].items():
+        if path in modules:
+            modules[path].training = trains
+    generators = _generators(model)
+    for key, state in kept["generators"].items():
+        if key in generators:
+            generators[key].set_state(state)
+    set_random_states(kept["random"])
+
+
+@contextlib.contextmanager
+def autocast_as(kept: dict[str, Any]) -> Iterator[None]:
+    """Run the body under the autocast of then."""
+    with contextlib.ExitStack() as stack:
+        for kind, (is_on, dtype) in kept["autocast"].items():
+            stack.enter_context(torch.autocast(kind, dtype, enabled=is_on))
+        yield
+
+
+@contextlib.contextmanager
+def settings_as(kept: dict[str, Any]) -> Iterator[None]:
+    """Run the body with what torch was told of threads, kernels and precision."""
+    before = {name: read() for name, (read, _) in _SETTINGS.items()}
+    _set(kept["settings"])
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return buffers, and parameters that no unit shards, by their names as before sharding."""
+    parameters = {
+        name: p for name, p in model.named_parameters() if manager_of(p) is None and not p.is_meta
+    }
+    named = {**dict(model.named_buffers()), **parameters}
+    return {path_of(name): each.detach() for name, each in named.items()}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter; the CPU if it has none."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _generators(model: nn.Module) -> dict[str, torch.Generator]:
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in modules_by_path(model).items()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Generator)
+    }
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _set(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if name in _SETTINGS:
+            _SETTINGS[name][1](value)
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+_cudnn = torch.backends.cudnn
+
+# By name, how a setting is read and set. All of them can change bits.
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic": (_deterministic, _set_deterministic),
+    "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "cudnn_benchmark": (lambda: _cudnn.benchmark, lambda on: setattr(_cudnn, "benchmark", on)),
+    "cudnn_deterministic": (
+        lambda: _cudnn.deterministic,
+        lambda on: setattr(_cudnn, "deterministic", on),
+    ),
+}

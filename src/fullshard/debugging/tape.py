@@ -1,0 +1,279 @@
+"""What one model computes in its forwards and backwards, as it happens: `Tape`.
+
+A forward or a backward is an `Event`. It has what every module returned, in the order in which modules end, so
+innermost first; and in backward the full gradients, before and after they are reduced. Of each value a
+digest of all its bits is kept, and a sample that tells how far two of them are apart.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from fullshard.engine.iteration import Iteration
+from fullshard.engine.module_state import named_states, names_of_units
+from fullshard.engine.precision import differentiable_tensors, map_tensors
+from fullshard.engine.runtime import eager
+from fullshard.engine.unit import Unit
+from fullshard.engine.watchers import PassWatcher, watchers
+from fullshard.plan.units import clean_name, lowest_common_unit, without_compile
+from fullshard.state.host_memory import host_bytes
+
+OUTPUT, GRADIENT, REDUCED = "output", "gradient", "reduced gradient"
+FORWARD, BACKWARD = "forward", "backward"
+
+_SAMPLE_NUMEL = 512
+
+
+class Seen(NamedTuple):
+    """A value that was computed.
+
+    what: OUTPUT of a module; GRADIENT of a parameter on this rank, whole; or the part that this rank has of
+        the REDUCED one. path: of the module or parameter, as before sharding. call: the how manieth of this
+        path in the event. kind: the module's class, "" for gradients. unit: the path of the unit that it is in.
+    digest: of all bits. sample: 1-D, float64, at most 512 evenly spread elements of each tensor.
+    """
+
+    what: str
+    path: str
+    call: int
+    kind: str
+    unit: str
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+    sample: torch.Tensor
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.what, self.path, self.call
+
+
+@dataclasses.dataclass
+class Event:
+    """A forward or a backward.
+
+    path: of the module that ran, for a forward: "" is the root, another one was called by itself.
+    sync: per unit, whether gradients were reduced over its axes. grads: the gradients of outputs, by number of
+        the forward and place among its differentiable outputs. has_others: in backward, whether ``.grad`` was
+        changed since the backward before. error: the exception that ended it, or "".
+    """
+
+    kind: str
+    path: str = ""
+    sync: dict[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
+    seen: list[Seen] = dataclasses.field(default_factory=list)
+    grads: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    has_others: bool = False
+    error: str = ""
+
+
+class Tape(PassWatcher):
+    """Takes down the passes of one model, from `begin` to `end`.
+
+    model: the root of a sharded model, or one that is not sharded: then nobody tells when passes begin and
+        end, and whoever runs them calls `open_event`, `end_forward` and `close_event`.
+    units: its units, with their paths as before sharding. outputs: of each forward, the tensors that require
+        a gradient.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.events: list[Event] = []
+        self.outputs: list[list[torch.Tensor]] = []
+        named = named_states(model)
+        self.units = {unit: without_compile(name) for unit, name in names_of_units(named).items()}
+        self._places = {name for names in self.units.values() for name in names.split(", ")}
+        self._modules = modules_by_path(model)
+        self._paths = {id(module): path_of(name) for name, module in model.named_modules()}
+        self._open: Event | None = None
+        self._calls: dict[tuple[str, str], int] = {}
+        self._grads: dict[tuple[int, int], torch.Tensor] = {}  # of outputs, since the last backward
+        self._left: dict[str, str] = {}  # digests of the gradients that the last backward has left
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self) -> None:
+        # Behind the hooks of others, which may change outputs.
+        modules = self._modules.values()
+        self._handles = [m.register_forward_hook(self._module_ended) for m in modules]
+        watchers.append(self)
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        watchers.remove(self)
+
+    # What the engine tells
+
+    def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and (path := self._paths.get(id(module))) is not None:
+            self.open_event(FORWARD, path)
+
+    def forward_ends(self, iteration: Iteration, output: Any) -> None:
+        if self._is_own(iteration) and self._is_in(FORWARD):
+            for place, tensor in enumerate(self.end_forward(output)):
+                tensor.register_hook(self._keeper((len(self.outputs) - 1, place)))
+
+    def backward_begins(self, iteration: Iteration) -> None:
+        if self._is_own(iteration):
+            self.open_event(BACKWARD).has_others = self._left != self._reduced_digests()
+
+    def gradients_complete(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
+        if unit in self.units and self._is_in(BACKWARD):
+            for param, grad in zip(unit.params, grads, strict=True):
+                if grad is not None:
+                    self.see(GRADIENT, without_compile(param.name), [grad], unit=self.units[unit])
+
+    def backward_ends(self, iteration: Iteration) -> None:
+        if self._is_own(iteration) and self._is_in(BACKWARD):
+            for unit, name, grad in self._reduced():
+                self.see(REDUCED, name, [grad], unit=self.units[unit])
+            self._left = self._reduced_digests()
+            self.close_event()
+
+    def _reduced(self) -> Iterator[tuple[Unit, str, torch.Tensor]]:
+        """Yield this rank's parts of reduced gradients, one per parameter or flat parameter."""
+        for unit in self.units:
+            by_holder = {param.holder: param for param in reversed([*unit.params])}
+            for holder, param in by_holder.items():
+                if unit.gradients.unreduced.shows(holder):
+                    continue  # a sum of this rank's own, which waits
+                if (grad := holder.local_grad) is not None:
+                    # Plus 0, as gradients may have been zeros that these were added to: -0 is then 0.
+                    yield unit, without_compile(param.name), grad + 0
+
+    def _reduced_digests(self) -> dict[str, str]:
+        return {name: _digest([grad]) for _, name, grad in self._reduced()}
+
+    def _is_own(self, iteration: Iteration) -> bool:
+        return any(unit in self.units for unit in iteration.units)
+
+    def _is_in(self, kind: str) -> bool:
+        return self._open is not None and self._open.kind == kind
+
+    def _keeper(self, key: tuple[int, int]) -> Callable[[torch.Tensor], None]:
+        def keep(grad: torch.Tensor) -> None:
+            self._grads[key] = grad.detach()
+
+        return keep
+
+    # Events
+
+    def open_event(self, kind: str, path: str = "") -> Event:
+        """Begin an event. One that is open was ended by an exception, and counts only if it is the last."""
+        sync = {
+            path: (unit.config.reduce_grads, unit.config.all_reduce_grads)
+            for unit, path in self.units.items()
+        }
+        self._open = Event(kind, path, sync)
+        self._calls.clear()
+        return self._open
+
+    def end_forward(self, output: Any) -> list[torch.Tensor]:
+        """End a forward with what it has returned; return what of that requires a gradient."""
+        assert self._open is not None
+        self._see_output(self._open.path, output)
+        tensors = differentiable_tensors(output)
+        self.outputs.append(tensors)
+        self.close_event()
+        return tensors
+
+    def close_event(self, error: str = "") -> None:
+        """End the event that is open, if one is. error: the exception that has ended it."""
+        if (event := self._open) is None:
+            return
+        event.error = error
+        if event.kind == BACKWARD:
+            event.grads, self._grads = self._grads, {}
+        self._open = None
+        self.events.append(event)
+        self.event_ended(event)
+
+    def event_ended(self, event: Event) -> None:
+        """Take an event that is over."""
+
+    # Values
+
+    @eager
+    def _module_ended(self, module: nn.Module, _: Any, output: Any) -> None:
+        path = self._paths[id(module)]
+        # The module that a forward is of has its place at the end, with what engine makes of its output.
+        if self._open is not None and (self._open.kind == BACKWARD or path != self._open.path):
+            self._see_output(path, output)
+
+    @torch.no_grad()
+    def _see_output(self, path: str, output: Any) -> None:
+        tensors: list[torch.Tensor] = []
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        map_tensors(take, output)
+        unit = lowest_common_unit([path], self._places) or ""
+        self.see(OUTPUT, path, tensors, unit=unit, kind=type(self._modules[path]).__name__)
+
+    def see(
+        self, what: str, path: str, tensors: Iterable[torch.Tensor], *, unit: str, kind: str = ""
+    ) -> None:
+        """Take down a value: one or several tensors, of which those without memory are left out."""
+        assert self._open is not None
+        parts = [part for each in tensors if (part := _with_memory(each)) is not None]
+        if not parts:
+            return
+        call = self._calls.get((what, path), 0)
+        self._calls[what, path] = call + 1
+        self._open.seen.append(
+            Seen(
+                what=what,
+                path=path,
+                call=call,
+                kind=kind,
+                unit=unit,
+                shape=tuple(parts[0].shape),
+                dtype=str(parts[0].dtype),
+                digest=_digest(parts),
+                sample=torch.cat([_sample(part) for part in parts]),
+            )
+        )
+
+
+def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's modules by their paths as before sharding. Of a wrapper, it is what it wraps."""
+    return {path_of(name): module for name, module in model.named_modules()}
+
+
+def path_of(name: str) -> str:
+    """Return the path of a module, parameter or buffer as before sharding."""
+    return without_compile(clean_name(name))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, without its graph."""
+    tensor = tensor.detach()
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's part of a tensor; None if it has no memory that can be read in order."""
+    local = local_of(tensor)
+    is_plain = type(local) in (torch.Tensor, nn.Parameter)
+    return local if is_plain and local.layout is torch.strided and not local.is_meta else None
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(host_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    every = max(1, -(-flat.numel() // _SAMPLE_NUMEL))
+    return flat[::every].to("cpu", torch.float64)

@@ -1,0 +1,340 @@
+"""`fullshard.debug(replay=)` and `fullshard.replay`: a step again, bit for bit, and what differs first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from fullshard.engine.watchers import watchers
+from fullshard.errors import CheckpointError, StateError
+from tests.api import Api
+from tests.fsdp1.models import quiet
+from tests.harness import on_ranks, rank
+from tests.tools.processes import environment
+
+pytestmark = pytest.mark.ours("records no steps")
+
+
+class Block(nn.Module):
+    """Dropout between two layers, and running statistics. (batch, 8) -> same."""
+
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop, self.norm = nn.Dropout(0.3), nn.BatchNorm1d(8)
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply all, the layers perhaps recomputed in backward."""
+        layers = (
+            checkpoint(self._layers, x, use_reentrant=False) if self.recomputes else self._layers(x)
+        )
+        return self.norm(x + layers)
+
+    def _layers(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(F.gelu(self.up(x))))
+
+
+class Net(nn.Module):
+    """Blocks and a head. (batch, 8) -> (batch, 5)."""
+
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(recomputes=recomputes) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def body(self, x: Tensor) -> Tensor:
+        """Run the blocks, after noise from a generator that the module has."""
+        x = x + torch.randn(x.shape, generator=self.generator)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run everything in turn."""
+        return self.head(self.body(x))
+
+
+def build(api: Api, face: str = "fully_shard", *, recomputes: bool = False, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Net(recomputes=recomputes)
+    if face == "fully_shard":
+        for part in (*model.blocks, model.head, model):
+            api.fully_shard(part, **options)
+        return model
+    with quiet():
+        return api.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=api.ModuleWrapPolicy({Block}),
+            use_orig_params=face == "orig",
+            **options,
+        )
+
+
+def plain(model: nn.Module) -> Any:
+    """Return the model inside a wrapper, or the model."""
+    return getattr(model, "module", model)
+
+
+def micro_batch(model: nn.Module) -> None:
+    x, labels = torch.randn(6, 8), torch.randint(5, (6,))
+    F.cross_entropy(model(x), labels).backward()
+
+
+Step = Callable[[Any], None]
+
+
+def record(folder: Path, model: Any, step: Step = micro_batch) -> None:
+    """Train some steps with other numbers on each rank, and record the last one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(10 + rank())
+    for number in range(3):
+        if number == 2:
+            fullshard.debug(replay=folder)
+        step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(type(each).__name__ == "Recording" for each in watchers)  # a step, and no more
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "orig", "flat"])
+@on_ranks(2)
+def test_a_step_of_micro_batches_is_equal_and_a_change_is_named(
+    api: Api, face: str, tmp_path: Path
+) -> None:
+    def two_micro_batches(model: Any) -> None:
+        if face == "fully_shard":
+            model.set_requires_gradient_sync(False)
+        with model.no_sync() if face != "fully_shard" else contextlib.nullcontext():
+            micro_batch(model)
+        if face == "fully_shard":
+            model.set_requires_gradient_sync(True)
+        micro_batch(model)
+
+    record(tmp_path, build(api, face), two_micro_batches)
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    same = build(api, face)
+    torch.set_rng_state(before)
+    found = fullshard.replay(tmp_path, same)
+    assert found.is_equal, found
+    assert found.ranks == (0, 1)
+    # 2 ranks, 2 forwards: 10 modules in blocks, the head, the model; 14 parameters.
+    reduced = {"fully_shard": 14, "orig": 14, "flat": 3}[face]
+    assert found.counts["output"] == 2 * 2 * 12
+    assert found.counts["gradient"] == 2 * 2 * 14
+    assert found.counts["reduced gradient"] >= reduced
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in same.parameters())
+
+    other = build(api, face)
+    block = plain(plain(other).blocks[1])
+    if rank() == 1:
+        block.up.register_forward_hook(lambda _, __, output: output * 1.001)
+    found = fullshard.replay(tmp_path, other)
+    first = found.first
+    assert first is not None
+    assert (first.rank, first.event, first.what, first.path) == (
+        1,
+        "forward 0",
+        "output",
+        "blocks.1.up",
+    )
+    assert (first.unit, first.kind) == ("blocks.1", "Linear")
+    assert "by 1.0e-03 of its largest value" in str(found)
+
+
+@on_ranks(2)
+def test_what_is_recomputed_is_compared_too(api: Api, tmp_path: Path) -> None:
+    record(tmp_path, build(api, recomputes=True))
+    found = fullshard.replay(tmp_path, build(api, recomputes=True))
+    assert found.is_equal, found
+    # `up` and `drop` of each block once more, in backward; what `down` returns is not needed there
+    assert found.counts["output"] == 2 * (12 + 4)
+
+
+@on_ranks(2)
+def test_methods_modules_by_themselves_and_several_backwards(api: Api, tmp_path: Path) -> None:
+    def chunks(model: Any) -> None:
+        hidden = model.body(torch.randn(6, 8))
+        losses = [model.head(part).square().mean() for part in hidden.chunk(2)]
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+
+    def built() -> Any:
+        model = build(api)
+        api.register_fsdp_forward_method(model, "body")
+        return model
+
+    record(tmp_path, built(), chunks)
+    found = fullshard.replay(tmp_path, built())
+    assert found.is_equal, found
+    assert found.counts["output"] == 2 * (11 + 2)
+
+
+@on_ranks(2)
+def test_a_gradient_that_differs_is_named_where_outputs_are_equal(api: Api, tmp_path: Path) -> None:
+    record(tmp_path, build(api))
+    other = build(api)
+    if rank() == 0:
+        twice = lambda _, __, output: output.register_hook(lambda grad: grad * 2) and None  # noqa: E731
+        other.blocks[0].down.register_forward_hook(twice)
+    first = fullshard.replay(tmp_path, other).first
+    assert first is not None
+    assert (first.rank, first.event, first.what) == (0, "backward 0", "gradient")
+    assert first.unit == "blocks.0"
+
+
+@on_ranks(2)
+def test_a_step_that_fails_fails_again_and_says_how_far_it_was_equal(
+    api: Api, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no luck")
+
+    model = build(api)
+    with contextlib.suppress(ValueError), fullshard.debug(replay=tmp_path):
+        micro_batch(model)
+        model.head.register_forward_pre_hook(fail)
+        micro_batch(model)
+
+    again = build(api)
+    calls: list[None] = []
+    again.head.register_forward_pre_hook(
+        lambda *_: fail() if calls.append(None) or len(calls) == 2 else None
+    )
+    with pytest.raises(ValueError, match="no luck") as caught:
+        fullshard.replay(tmp_path, again)
+    if sys.version_info >= (3, 11):
+        assert "after 2 passes: all equal" in caught.value.__notes__[0]
+    found = fullshard.replay(tmp_path, build(api))
+    assert found.is_equal
+    assert "forward 1 ended with ValueError: no luck when it was recorded" in str(found)
+
+
+@on_ranks(2)
+def test_gradients_are_not_compared_where_others_were_there(api: Api, tmp_path: Path) -> None:
+    model = build(api)
+    micro_batch(model)
+    with fullshard.debug(replay=tmp_path / "begun"):
+        micro_batch(model)
+    found = fullshard.replay(tmp_path / "begun", build(api))
+    assert found.is_equal, found
+    assert [*found.counts] == ["output"]
+    assert "there were gradients of earlier backwards, so gradients are not compared" in str(found)
+
+    def weighted(model: Any) -> None:
+        for weight in (3.0, 5.0 + rank()):
+            loss = model(torch.randn(6, 8)).square().mean()
+            fullshard.weighted_loss(loss, weight, model).backward()
+
+    record(tmp_path / "weighted", build(api), weighted)
+    found = fullshard.replay(tmp_path / "weighted", build(api))
+    assert found.is_equal, found
+    assert found.counts["gradient"] == 2 * found.counts["reduced gradient"]
+    assert "gradients were changed between backwards" in str(found)
+
+
+@on_ranks(2)
+def test_what_cannot_be_replayed_is_refused(api: Api, tmp_path: Path) -> None:
+    model = build(api)
+    with pytest.raises(CheckpointError, match=r"no recorded step\. Record one with"):
+        fullshard.replay(tmp_path, model)
+    with pytest.warns(UserWarning, match="nothing was recorded"), fullshard.debug(replay=tmp_path):
+        pass
+    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    rounded = nn.Sequential(nn.Linear(8, 8))
+    api.fully_shard(rounded, mp_policy=policy)
+    with fullshard.debug(replay=tmp_path / "rounded"):
+        rounded(torch.randn(4, 8)).sum().backward()
+    with pytest.raises(StateError, match="computed in bfloat16 by its mixed precision"):
+        fullshard.replay(tmp_path / "rounded", nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(StateError, match="rank=1 is for one process"):
+        fullshard.replay(tmp_path / "rounded", rounded, rank=1)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        fullshard.replay(tmp_path / "rounded", model)
+    torch.distributed.barrier()
+    if rank() == 0:
+        (tmp_path / "others").mkdir()
+        (tmp_path / "others" / "thesis.tex").touch()
+    torch.distributed.barrier()
+
+
+PROGRAM = """
+    import sys, torch, torch.distributed as dist, fullshard
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    def plain():
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(2)])
+
+    def build():
+        model = plain()
+        for part in (*model, model):
+            fully_shard(part)
+        return model
+
+    def broken():
+        model = build()
+        model[1][0].register_forward_hook(lambda _, __, output: output + 1e-3)
+        return model
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        model = build()
+        torch.manual_seed(dist.get_rank())
+        with fullshard.debug(replay="replays/a"):
+            model(torch.randn(4, 8)).square().sum().backward()
+        dist.destroy_process_group()
+"""
+
+
+def test_one_process_replays_all_ranks_sharded_or_not(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(PROGRAM))
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", *words],
+            cwd=tmp_path,
+            env=environment() | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    recorded = call(*launcher, "-m", "fullshard.run", "mine.py")
+    assert recorded.returncode == 0, recorded.stderr
+
+    for function in ("build", "plain"):
+        done = call("fullshard", "replay", "replays/a", f"mine:{function}")
+        assert done.returncode == 0, done.stderr
+        assert (
+            "all 2 ranks in replays/a: 14 outputs, 8 gradients.\nEqual in every bit." in done.stdout
+        )
+    done = call("fullshard", "replay", "replays/a", "mine:broken", "--rank", "1", "--json")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ranks"], found["is_equal"], found["first"]["path"]) == ([1], False, "1.0")
+    done = call("fullshard", "replay", "replays/a", "mine:build", "--rank", "2")
+    assert done.returncode == 1
+    assert done.stderr == "fullshard replay: rank=2: 2 ranks were recorded. Give one of these.\n"
+    assert call("fullshard", "replay", "replays/a", "mine:nothing").returncode == 2
