@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -491,6 +492,11 @@ def test_one_ranks_shards_are_told_from_whole_tensors(api: Api, face: str, tmp_p
         assert "model/head.weight: (" in as_one(caught)
         assert "save state_dict() of the outermost module" in as_one(caught)
     if face != "fully_shard":  # pieces of one flat buffer
+        with pytest.warns(UserWarning, match="the pieces of Linear's parameters"):
+            inside(model).head.state_dict()
+        with warnings.catch_warnings(), api.FullyShardedDataParallel.summon_full_params(model):
+            warnings.simplefilter("error")
+            inside(model).head.state_dict()
         for save in (
             lambda: api.save_checkpoint(tmp_path / "part", inside(model).head),
             lambda: api.export_hf(inside(model).head, tmp_path / "hf"),

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.engine.unit import Phase, Unit
 from fullshard.errors import MisuseError, StateError
 from fullshard.fsdp1.wrapper import Wrapper
+from fullshard.plan.units import WRAPPED_MODULE
 from fullshard.state.model import after_loading, after_saving, before_loading, before_saving
 from fullshard.state.optim import SaveOptions, Values, load, save
 from fullshard.state.optim_keys import OptimInput, rekey
@@ -24,6 +27,9 @@ from fullshard.state.options import (
     StateDictType,
     default_settings,
 )
+
+# The units that have the parameters of modules inside of wrappers.
+_units: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]]" = weakref.WeakKeyDictionary()
 
 
 def _replaced_by(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -293,6 +299,14 @@ class WithStateDicts(Wrapper):
         module._register_state_dict_hook(_after_saving)
         module._register_load_state_dict_pre_hook(_before_loading, with_module=True)
         module.register_load_state_dict_post_hook(after_loading)
+        self._warn_of_pieces()
+
+    def _warn_of_pieces(self) -> None:
+        """Let the modules whose parameters this wrapper has warn of state dicts that are not of the wrapper."""
+        for module in {slot.module() for param in self._unit.params for slot in param.slots}:
+            if module is not None:
+                _units[module] = weakref.ref(self._unit)
+                module.register_state_dict_pre_hook(_warn_of_pieces)
 
 
 def _instances(module: nn.Module) -> list[WithStateDicts]:
@@ -323,6 +337,19 @@ def saving_sharded(model: nn.Module) -> Iterator[None]:
 
 def _before_saving(instance: Any, *_: Any) -> None:
     before_saving(instance)
+
+
+def _warn_of_pieces(module: nn.Module, prefix: str, _: bool) -> None:
+    unit = _units[module]() if module in _units else None
+    if WRAPPED_MODULE in prefix or unit is None:
+        return  # of the wrapper, which puts whole values in their place; or of a copy without one
+    if unit.mesh.shard_group is not None and not (unit.is_whole or unit.phase is Phase.UNSHARDED):
+        warnings.warn(
+            f"state_dict() of a module inside of a FullyShardedDataParallel, {unit.label}, and not of the wrapper: "
+            f"it has the pieces of {type(module).__name__}'s parameters that this rank holds, or none. Call "
+            "state_dict() of the outermost wrapper, or this one inside summon_full_params().",
+            stacklevel=4,
+        )
 
 
 def _after_saving(instance: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
