@@ -25,12 +25,12 @@ def replay_step(
     """
     check_import_path(target)
     fullshard.install()
-    has_cuda = torch.cuda.is_available()
-    if has_cuda and place is not None:
+    is_on_cpu = torch.accelerator.current_accelerator(check_available=True) is None
+    if not is_on_cpu and place is not None:
         torch.accelerator.set_device_index(place.local_rank)
     with contextlib.redirect_stdout(sys.stderr):
         build = function_at(target)
-        with default_group(None if has_cuda else "gloo", under_torchrun=place is not None):
+        with default_group("gloo" if is_on_cpu else None, under_torchrun=place is not None):
             model = build()
             if not isinstance(model, nn.Module):
                 kind = type(model).__name__
