@@ -187,6 +187,32 @@ def test_methods_modules_by_themselves_and_several_backwards(api: Api, tmp_path:
     assert found.counts["output"] == 2 * (11 + 2)
 
 
+class WithLoss(Net):
+    """Returns the loss, and the logits that it is made of."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Run everything in turn."""
+        logits = super().forward(x)
+        return logits.square().mean(), logits
+
+
+@on_ranks(2)
+def test_an_output_may_be_made_of_another_one(api: Api, tmp_path: Path) -> None:
+    def both(model: Any) -> None:
+        loss, logits = model(torch.randn(6, 8))
+        (loss + logits.abs().mean()).backward()
+
+    def built() -> Any:
+        torch.manual_seed(0)
+        return api.fully_shard(WithLoss())
+
+    for number, step in enumerate((both, lambda model: model(torch.randn(6, 8))[0].backward())):
+        record(tmp_path / str(number), built(), step)
+        found = fullshard.replay(tmp_path / str(number), built())
+        assert found.is_equal, found
+        assert found.counts["gradient"] == 2 * 14
+
+
 @on_ranks(2)
 def test_a_gradient_that_differs_is_named_where_outputs_are_equal(api: Api, tmp_path: Path) -> None:
     record(tmp_path, build(api))

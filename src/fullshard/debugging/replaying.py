@@ -143,6 +143,9 @@ class _Part:
         self._units = units_of(model)
         self._compared: list[Compared] = []
         self._notes: list[str] = []
+        self._grads: dict[
+            tuple[int, int], torch.Tensor
+        ] = {}  # of outputs, in the backward that runs
 
     def run(self) -> _Replayed:
         events = self._record.events(self._rank)
@@ -214,7 +217,8 @@ class _Part:
 
     def _forward(self, tape: Tape) -> None:
         """Run the next forward."""
-        inputs = self._record.inputs(self._rank, len(tape.outputs), self._device)
+        number = len(tape.outputs)
+        inputs = self._record.inputs(self._rank, number, self._device)
         assert inputs is not None
         restore(self._model, inputs.surroundings)
         named = self._model.named_modules()
@@ -231,6 +235,16 @@ class _Part:
             else:
                 tape.open_event(FORWARD, inputs.module)
                 tape.end_forward(call(*inputs.args, **inputs.kwargs))
+        # An output may be made of another one, as a loss is of logits. What was recorded of the latter is all
+        # of its gradient, so it takes the place of what comes through the loss, and is not added to it.
+        if len(tape.outputs) != number + 1:
+            raise StateError(
+                f"{inputs.module or 'the model'} ran as a unit of its own when it was recorded, and does not now. "
+                "Shard the model as it was."
+            )
+        for place, tensor in enumerate(tape.outputs[number]):
+            key = (number, place)
+            tensor.register_hook(lambda _, key=key: self._grads.get(key))
 
     def _backward(self, tape: Tape, event: Event, later: Sequence[Event]) -> None:
         """Run a backward from the gradients of outputs. later: the events after it."""
@@ -240,12 +254,12 @@ class _Part:
         forwards = {forward for forward, _ in event.grads}
         again = {forward for each in later for forward, _ in each.grads}
         outputs = [tape.outputs[forward][place] for forward, place in event.grads]
-        grads = [
-            grad.to(out.device) for out, grad in zip(outputs, event.grads.values(), strict=True)
-        ]
+        self._grads = {key: grad.to(self._device) for key, grad in event.grads.items()}
         if not self._units:
             tape.open_event(BACKWARD)
-        torch.autograd.backward(outputs, grads, retain_graph=bool(forwards & again))
+        torch.autograd.backward(
+            outputs, [*self._grads.values()], retain_graph=bool(forwards & again)
+        )
         if not self._units:
             self._see_gradients(tape, event)
             tape.close_event()
