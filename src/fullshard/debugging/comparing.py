@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from fullshard.debugging.tape import OUTPUT, Event, Seen
+from fullshard.debugging.tape import OUTPUT, REDUCED, Event, Seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +109,7 @@ def _in_order(recorded: Sequence[Seen], now: Sequence[Seen]) -> Iterator[tuple[S
     """Yield what ran beside what was recorded, or in another place among the outputs. At most one."""
     known = {seen.key for seen in recorded}
     for extra in now:
-        # Gradients of tied parameters have each of their names where nothing is sharded.
-        if extra.key not in known and extra.what == OUTPUT:
+        if extra.key not in known and extra.what != REDUCED:  # optimizers in backward drop these
             yield extra, "is computed now, and was not recorded"
             return
     before = [seen for seen in recorded if seen.what == OUTPUT]
