@@ -645,6 +645,16 @@ def test_clipping_stops_every_rank_where_one_has_a_nan(api: Api, face: str) -> N
         api.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
+@paths
+def test_the_module_and_rank_that_made_a_nan_are_named_on_every_rank(path: str) -> None:
+    other, maker = endings_of(Plan("nan", path))
+    assert "StateError" in maker.kinds, maker.words
+    made = "Not finite first: in forward, rank 1, the output of blocks.1.up (Linear) has"
+    assert made in maker.text
+    assert "parameters and buffers are finite, so it is computed there" in maker.text
+    assert made in other.words
+
+
 # 24  loss jumps after resume
 
 

@@ -325,6 +325,11 @@ def _freeze(job: Job) -> None:
     next(job._block().parameters()).requires_grad_(False)
 
 
+def _nan(job: Job) -> None:
+    fullshard.debug(nan=True)
+    job._block().up.forward = lambda x: (x - 100).log()
+
+
 def _kill(job: Job) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -347,6 +352,7 @@ BETWEEN_STEPS: dict[str, Callable[[Job], Any]] = {
     "metric": lambda _: dist.all_reduce(torch.ones(1)),
     "objects": lambda job: dist.all_gather_object([None] * job.plan.size, "metric"),
     "freeze": _freeze,
+    "nan": _nan,
     "other_call": lambda _: dist.all_reduce(torch.ones(1)),
     "kill": _kill,
     "stop": _stop,
