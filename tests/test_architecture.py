@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"faces", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
     | {"batches", "checkpoint", "debugging", "deferred", "huggingface", "live", "offline", "watch"},
     "errors": set(),
+    "host": set(),
     "policies": {"errors"},
     "versions": set(),
     "torch_private": {"versions"},
@@ -41,14 +42,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "live": NEAR_TORCH | {"comm", "engine", "plan", "state"},
     "state": NEAR_TORCH | {"faces", "comm", "engine", "plan"},
     "optim": NEAR_TORCH | {"comm", "engine", "plan"},
-    "watch": BASE | {"comm", "engine", "plan"},
+    "watch": NEAR_TORCH | {"host", "comm", "engine", "plan"},
     "fsdp2": BASE | {"faces", "comm", "engine", "plan"},
     "fsdp1": NEAR_TORCH | {"faces", "comm", "engine", "fsdp2", "optim", "plan", "state"},
     "migrate": NEAR_TORCH | {"comm", "engine", "fsdp1", "plan", "state"},
     "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state"},
     "run": BASE | {"__init__"},
     "models": {"errors"},
-    "tools": BASE | {"__init__", "models", "plan", "versions"},
+    "tools": BASE | {"__init__", "host", "models", "plan", "versions"},
 }
 
 # The same among the rooms inside the engine; its own files tell a step's story and use them all.

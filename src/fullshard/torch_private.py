@@ -105,6 +105,10 @@ with _to("tell whether anybody else refers to a tensor's memory"):
 # graph. None where torch lacks it: gradients' memory then counts as used.
 tensor_uses: Any = getattr(torch.Tensor, "_use_count", None)
 
+# Let the allocator of CUDA call a function with (device, bytes asked for, total, free) before it raises
+# for lack of memory. None where torch lacks it: the table of what takes memory is not written then.
+attach_out_of_memory_observer: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+
 with _to("map memory on all ranks of a group, for `set_symm_mem_for_comm`"):
     from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -351,6 +355,7 @@ __all__ = [
     "WithoutSubclasses",
     "WithoutTransforms",
     "are_transforms_active",
+    "attach_out_of_memory_observer",
     "check_attributes",
     "coalescing_manager",
     "compile_callback",

@@ -510,7 +510,7 @@ def test_one_ranks_shards_are_told_from_whole_tensors(api: Api, face: str, tmp_p
     }
 
 
-# 17  CUDA out of memory: needs a device. memory_report has the table; see docs/memory.md.
+# 17  CUDA out of memory: tests/engine/test_out_of_memory.py, without a device.
 # 18  Killed at load: needs more memory than there is.
 # 19  FSDP parameters/modules on cpu/meta
 

@@ -18,6 +18,7 @@ from fullshard.engine.checks.root_share import warn_of_large_root
 from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
 from fullshard.engine.checks.unwritten import refuse_unwritten
 from fullshard.engine.iteration import Iteration, is_in_backward
+from fullshard.engine.observer import on_root
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import passing_through
@@ -288,6 +289,8 @@ class ModuleState:
             state._pending.pop("manual_finalization", None)
             state.say(**state._pending)
             state._pending.clear()
+        for tell in on_root:
+            tell(self)
         return self._own_iteration
 
     def _cast_buffers(self) -> None:

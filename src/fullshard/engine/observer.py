@@ -7,14 +7,19 @@ running profiler). They call it at a handful of places:
     enter, leave    around forward or backward of a module's units; these may interleave
     changed         a unit's memory has changed
     forget          an exception ended the iteration: what has begun or entered will not end
+
+Who watches all models of the process puts a function into `on_root`, which is called with the state of
+each module that becomes a root.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch.autograd import profiler
 
 from fullshard.plan.trace import Kind
+
+on_root: list[Callable[[Any], None]] = []
 
 
 class Observer(Protocol):

@@ -115,7 +115,7 @@ def naming_lack(what: str, then: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        if isinstance(error, AllocationError) or not _is_lack(error):
+        if isinstance(error, AllocationError) or not is_lack(error):
             raise
         reason = str(error).splitlines()
         raise AllocationError(
@@ -126,7 +126,7 @@ def naming_lack(what: str, then: str) -> Iterator[None]:
         ) from error
 
 
-def _is_lack(error: BaseException) -> bool:
+def is_lack(error: BaseException) -> bool:
     """Whether an exception says that memory or open files are lacking."""
     if isinstance(error, OSError):
         return error.errno in _LACKS

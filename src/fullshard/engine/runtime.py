@@ -82,6 +82,13 @@ class Runtime:
             return None
         return torch.accelerator.memory_allocated(self.device)
 
+    @property
+    def reserved_nbytes(self) -> int | None:
+        """Bytes that the device's allocator has: those of tensors, and its cache; None as above."""
+        if self.device.type == "cpu":
+            return None
+        return torch.accelerator.memory_reserved(self.device)
+
     def on(self, lane: Lane) -> contextlib.AbstractContextManager[Any]:
         """Make a lane the current stream, without waiting for anything."""
         if not self.has_streams or lane is Lane.COMPUTE:

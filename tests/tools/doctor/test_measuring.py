@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.tools.doctor.cgroups import Quotas, read_quotas
+from fullshard.host import Quotas, read_quotas
 from fullshard.tools.doctor.devices import look_at_devices
 from fullshard.tools.doctor.environment import relevant
 from fullshard.tools.doctor.pairs import MOST_RANKS, plan_turns

@@ -93,6 +93,11 @@ def _check_optimizer(optimizer: Optimizer, _: Any, __: Any) -> None:
         _seen[optimizer] = now  # after it, so that an optimizer that was refused is looked at again
 
 
+def stepped_optimizers() -> list[Optimizer]:
+    """Return the optimizers that have begun a step since a model was first sharded."""
+    return list(_seen)
+
+
 @eager
 def _look_through(optimizer: Optimizer) -> None:
     """Raise StateError if an optimizer has parameters that modules no longer use."""

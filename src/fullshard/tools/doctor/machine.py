@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fullshard.tools.doctor.cgroups import read_quotas
+from fullshard.host import read_memory, read_quotas
 from fullshard.tools.doctor.devices import look_at_devices, versions_of_cuda
 from fullshard.tools.doctor.environment import relevant
 from fullshard.tools.doctor.facts import Limits, Machine, RankFacts
@@ -49,7 +49,7 @@ def look_at_rank(place: Place, environment: Mapping[str, str]) -> RankFacts:
 def look_at_machine() -> Machine:
     """Gather the facts about this host, as this process's container shows it."""
     quotas = read_quotas()
-    memory = _memory()
+    memory = read_memory()
     shm_nbytes, shm_free_nbytes = _shared_memory()
     name = socket.gethostname()
     return Machine(
@@ -118,18 +118,6 @@ def _cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
         return os.cpu_count() or 1
-
-
-def _memory() -> dict[str, int]:
-    """Return the fields of /proc/meminfo, in bytes."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            number, _, unit = rest.strip().partition(" ")
-            if unit == "kB" and number.isdigit():
-                found[name] = int(number) * 1024
-    return found
 
 
 def _shared_memory() -> tuple[int | None, int | None]:

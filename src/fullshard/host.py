@@ -1,5 +1,7 @@
-"""Limits that a container puts on a process: control groups, of version 2 and of version 1."""
+"""Memory of this host, and limits that a container puts on a process: control groups of version 2 and 1."""
 
+import contextlib
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +29,24 @@ def read_quotas(proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgro
     if memory is not None and memory >= 1 << 60:  # how version 1 says that there is no limit
         memory = used = None
     return Quotas(_cores(folders), memory, used, max_tasks, tasks)
+
+
+def read_memory() -> dict[str, int]:
+    """Return the fields of /proc/meminfo, in bytes."""
+    found = {}
+    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+        name, _, rest = line.partition(":")
+        number, _, unit = rest.strip().partition(" ")
+        if unit == "kB" and number.isdigit():
+            found[name] = int(number) * 1024
+    return found
+
+
+def resident_nbytes() -> int | None:
+    """Return how much memory this process occupies, shared memory that it uses included."""
+    with contextlib.suppress(AttributeError, IndexError, ValueError):
+        return int((_read(Path("/proc/self/statm")) or "").split()[1]) * mmap.PAGESIZE
+    return None
 
 
 def _folders(proc: Path, root: Path) -> Iterator[Path]:

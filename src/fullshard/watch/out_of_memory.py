@@ -1,0 +1,136 @@
+"""A table of what takes memory, at the moment when memory is lacking.
+
+When an allocation on a GPU fails in forward, backward or an optimizer's step, torch's allocator tells
+its observers before it raises. Ours writes `memory_report` of this rank's models on the log, and what
+to do. Elsewhere nobody is told of a failed allocation, so the table comes when the exception ends the
+program: its traceback still holds what was in use. Neither costs anything in a step, and neither may
+raise, or allocate on the device.
+"""
+
+import contextlib
+import functools
+import logging
+import sys
+import time
+import types
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+from fullshard.engine.checks.strays import stepped_optimizers
+from fullshard.engine.module_state import ModuleState
+from fullshard.engine.observer import on_root
+from fullshard.engine.restoring import is_lack
+from fullshard.engine.runtime import Runtime
+from fullshard.host import resident_nbytes
+from fullshard.torch_private import attach_out_of_memory_observer
+from fullshard.watch.describe import format_nbytes
+from fullshard.watch.memory import MemoryCategory, MemoryReport, memory_report
+
+logger = logging.getLogger("fullshard")
+
+_PAUSE_S = 10.0  # between tables: libraries try again, with less memory
+
+_roots: "weakref.WeakSet[ModuleState]" = weakref.WeakSet()
+_observed: set[str] = set()  # types of devices whose allocator tells us
+_last_s = [-_PAUSE_S]  # when the last table was written
+
+_SPLIT = "shard smaller modules (each unit is whole while it computes)"
+_SHARE = (
+    "use more ranks, or, of a GPU, let the host hold parameters and optimizer (CPUOffloadPolicy)"
+)
+_ADVICE = {
+    MemoryCategory.SHARDS: _SHARE,
+    MemoryCategory.UNSHARDED: f"{_SPLIT}, and reshard after forward",
+    MemoryCategory.FULL_GRADIENTS: f"let each backward reduce its gradients (no_sync keeps them whole), or {_SPLIT}",
+    MemoryCategory.GRADIENT_SHARDS: _SHARE,
+    MemoryCategory.KEPT: _SHARE,
+    MemoryCategory.COMMUNICATION: _SPLIT,
+    MemoryCategory.OPTIMIZER: f"{_SHARE}, or take an optimizer with less state",
+    MemoryCategory.UNMANAGED: "shard what is ignored now, and look at large buffers",
+    MemoryCategory.OTHER: "take smaller micro-batches and accumulate gradients, or checkpoint activations of each block",
+}
+
+
+def watch_roots() -> None:
+    """Let every model that becomes a root be in these tables."""
+    on_root.append(_know)
+
+
+def _know(root: ModuleState) -> None:
+    _follow_exceptions()
+    _roots.add(root)
+    kind = root.all_units[0].device.type
+    if kind == "cuda" and kind not in _observed and attach_out_of_memory_observer is not None:
+        with contextlib.suppress(RuntimeError):  # cudaMallocAsync has no observers
+            attach_out_of_memory_observer(_observe)
+            _observed.add(kind)
+
+
+def _observe(device: int, asked: int, total: int, free: int) -> None:
+    """Be told by the allocator of CUDA that it is about to raise. Sizes are in bytes."""
+    with contextlib.suppress(Exception):
+        where = torch.device("cuda", device)
+        have = f"{format_nbytes(asked)} were asked for, and {format_nbytes(free)} of {format_nbytes(total)} are free"
+        _write(where, have, used=total - free, asked=asked)
+
+
+@functools.cache
+def _follow_exceptions() -> None:
+    """Write the table when an exception for lack of memory ends the program. Once in a process."""
+    before = sys.excepthook
+
+    def end(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        with contextlib.suppress(Exception):
+            if is_lack(error) and not (_observed and isinstance(error, torch.OutOfMemoryError)):
+                device = next(iter(_roots)).all_units[0].device
+                _write(device, str(error).splitlines()[0] if str(error) else kind.__name__)
+        before(kind, error, trace)
+
+    sys.excepthook = end
+
+
+def _write(device: torch.device, what: str, *, used: int = 0, asked: int = 0) -> None:
+    """Write a table per model. used: bytes of the device, by whatever process."""
+    now = time.monotonic()
+    if now - _last_s[0] < _PAUSE_S:
+        return
+    _last_s[0] = now
+    for report in _reports():
+        sizes = {each: report.total(each, device=str(device)) for each in MemoryCategory}
+        lines = [f"Out of memory on {device}, rank {report.rank}: {what}.", str(report), ""]
+        if device.type == "cpu":
+            resident = resident_nbytes() or 0
+            lines.append(f"This process occupies {format_nbytes(resident)} of host memory.")
+            sizes[MemoryCategory.OTHER] = resident - report.total()
+        else:
+            lines += _cache(Runtime.of(device), used, asked)
+        largest = max(sizes, key=lambda each: sizes[each])
+        lines.append(f"Most of it is {largest.value}: {_ADVICE[largest]}.")
+        logger.error("\n".join(lines))
+
+
+def _cache(runtime: Runtime, used: int, asked: int) -> list[str]:
+    """Say what the device's allocator keeps, and what is in use outside of it."""
+    reserved, allocated = runtime.reserved_nbytes, runtime.allocated_nbytes
+    if reserved is None or allocated is None:
+        return []
+    lines = [f"The allocator keeps {format_nbytes(reserved - allocated)} more, as cache."]
+    if used > reserved:
+        lines.append(
+            f"Outside of it {format_nbytes(used - reserved)} are in use: by other processes, CUDA and NCCL."
+        )
+    if reserved - allocated >= asked > 0:
+        lines.append(
+            "Its cache would do, but is in pieces: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+        )
+    return lines
+
+
+def _reports() -> Iterator[MemoryReport]:
+    for root in list(_roots):
+        for module in root.modules:
+            yield memory_report(module, stepped_optimizers())

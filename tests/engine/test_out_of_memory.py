@@ -1,0 +1,154 @@
+"""The table of what takes memory, when an allocation fails: `watch.out_of_memory`.
+
+No test here has a GPU: what CUDA's allocator calls is called with numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.engine.module_state import state_of
+from fullshard.engine.runtime import Runtime
+from fullshard.watch import out_of_memory
+from tests.api import Api
+from tests.harness import mesh_of, on_ranks, rank
+
+pytestmark = pytest.mark.ours("has no such table")
+
+MIB = 2**20
+_SIZES = (2, 700 * MIB, 8192 * MIB, 300 * MIB)  # device, bytes asked for, total, free
+
+
+def _trained(api: Api) -> Any:
+    """Return a model, one step of AdamW after it was sharded, with gradients."""
+    blocks = [nn.Sequential(nn.Linear(64, 64)) for _ in range(2)]
+    for block in blocks:
+        api.fully_shard(block, mesh=mesh_of(2))
+    model = api.fully_shard(nn.Sequential(*blocks, nn.Linear(64, 1)), mesh=mesh_of(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@contextlib.contextmanager
+def _logged(model: Any, **planted: Any) -> Iterator[list[str]]:
+    """Yield what is logged, with this model alone; planted: what the device's allocator tells."""
+    said: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fullshard")
+    logger.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(out_of_memory, "_last_s", [-out_of_memory._PAUSE_S])
+        patch.setattr(out_of_memory, "_roots", [state_of(model)])
+        for name, nbytes in planted.items():
+            patch.setattr(Runtime, name, nbytes)
+        yield said
+    logger.removeHandler(handler)
+
+
+@on_ranks(2)
+def test_what_the_allocator_calls_writes_a_table(api: Api) -> None:
+    model, _optimizer = _trained(api)
+    with _logged(model, allocated_nbytes=6000 * MIB, reserved_nbytes=7000 * MIB) as said:
+        out_of_memory._observe(*_SIZES)
+        out_of_memory._observe(*_SIZES)  # a library tries again: one table is enough
+    (text,) = said
+    assert text.startswith(
+        f"Out of memory on cuda:2, rank {rank()}: 700.0 MiB were asked for, and 300.0 MiB of "
+        "8,192.0 MiB are free.\n"
+    )
+    for category in ("sharded parameters", "gradient shards", "optimizer state"):
+        assert f"\n{category} " in text
+    assert "keeps 1,000.0 MiB more, as cache.\nOutside of it 892.0 MiB are in use" in text
+    assert "expandable_segments:True" in text
+
+
+@on_ranks(2)
+def test_it_says_what_to_do_about_what_is_most(api: Api) -> None:
+    model, _optimizer = _trained(api)
+    with _logged(model) as said:
+        out_of_memory._write(torch.device("cpu"), "planted")
+    assert "of host memory.\nMost of it is activations and other: take smaller micro-" in said[0]
+
+
+@on_ranks(1)
+def test_it_never_raises(api: Api) -> None:
+    with _logged(nn.Linear(1, 1)) as said:  # which has no state to ask
+        out_of_memory._observe(*_SIZES)
+    assert not said
+
+
+def test_it_is_attached_once_and_only_for_cuda(monkeypatch: Any) -> None:
+    class Unit:
+        device = torch.device("cuda", 0)
+
+    class Root:
+        all_units = (Unit(),)
+
+    attached: list[Any] = []
+    monkeypatch.setattr(out_of_memory, "_follow_exceptions", lambda: None)
+    monkeypatch.setattr(out_of_memory, "_observed", set())
+    monkeypatch.setattr(out_of_memory, "attach_out_of_memory_observer", attached.append)
+    for _ in range(2):
+        out_of_memory._know(Root())  # type: ignore[arg-type]
+    assert attached == [out_of_memory._observe]
+    Unit.device = torch.device("cpu")
+    monkeypatch.setattr(out_of_memory, "_observed", set())
+    out_of_memory._know(Root())  # type: ignore[arg-type]
+    assert len(attached) == 1
+
+
+_PROGRAM = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from fullshard import fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)))
+out = model(torch.ones(4, 512))
+out.register_hook(lambda grad: {plant})
+out.sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    "plant",
+    ["torch.empty(1 << 60, dtype=torch.uint8, device='cpu')", "exec('raise MemoryError')"],
+)
+def test_a_program_that_host_memory_ends_says_what_took_it(plant: str) -> None:
+    out = subprocess.run(
+        [sys.executable, "-c", _PROGRAM.format(plant=plant)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert out.returncode == 1
+    assert "Out of memory on cpu, rank 0: " in out.stderr
+    assert "\nsharded parameters  2.0 MiB" in out.stderr
+    assert "Traceback" in out.stderr  # Python's own words come after it
+
+
+def test_other_exceptions_have_no_table() -> None:
+    out = subprocess.run(
+        [sys.executable, "-c", _PROGRAM.format(plant="1 / 0")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert out.returncode == 1
+    assert "ZeroDivisionError" in out.stderr
+    assert "Out of memory" not in out.stderr
