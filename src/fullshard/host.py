@@ -6,6 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+# Files of a limit, and of what is used of it: version 2, and 1, which has a number where there is none.
+_OF_MEMORY = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+_NO_LIMIT = 1 << 60
+
 
 class Quotas(NamedTuple):
     """Limits of a process's control groups, and what is used of them; None where there is none."""
@@ -20,26 +27,71 @@ class Quotas(NamedTuple):
 def read_quotas(proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgroup")) -> Quotas:
     """Read the tightest limit of each kind, over the process's groups and those around them."""
     folders = list(_folders(proc, root))
-    memory, used = _tightest(
-        folders,
-        ("memory.max", "memory.current"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    )
+    memory, used = _tightest(folders, *_OF_MEMORY)
     max_tasks, tasks = _tightest(folders, ("pids.max", "pids.current"))
-    if memory is not None and memory >= 1 << 60:  # how version 1 says that there is no limit
+    if memory is not None and memory >= _NO_LIMIT:
         memory = used = None
     return Quotas(_cores(folders), memory, used, max_tasks, tasks)
 
 
-def read_memory() -> dict[str, int]:
+def read_memory(proc: Path = Path("/proc")) -> dict[str, int]:
     """Return the fields of /proc/meminfo, in bytes."""
     found = {}
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+    for line in (_read(proc / "meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
         number, _, unit = rest.strip().partition(" ")
         if unit == "kB" and number.isdigit():
             found[name] = int(number) * 1024
     return found
+
+
+class Pool(NamedTuple):
+    """Memory that processes share: that of a host, or what a container may have of it.
+
+    name: for messages. free_nbytes: what they can still get, with what the system would give up of its
+    caches. swap_nbytes: what could be moved out for them.
+    """
+
+    name: str
+    free_nbytes: int
+    swap_nbytes: int
+
+
+def memory_pools(
+    proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")
+) -> dict[str, Pool]:
+    """Return what this process can still get, by keys that all processes of a pool have alike.
+
+    Empty where the system does not tell.
+    """
+    memory = read_memory(proc)
+    if "MemAvailable" not in memory:
+        return {}
+    swap = memory.get("SwapFree", 0)
+    boot = _read(proc / "sys/kernel/random/boot_id") or ""
+    pools = {boot: Pool("this host", memory["MemAvailable"], swap)}
+    # Containers may have paths of the same names.
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = str((proc / "self/ns/cgroup").readlink())
+    container = f"{boot} {namespace} {_read(proc / 'self/cgroup')}"
+    for folder in _folders(proc / "self", root):
+        for names in _OF_MEMORY:
+            limit, used = (_number(folder / name) for name in names)
+            if limit is not None and used is not None and limit < _NO_LIMIT:
+                free = limit - used + _reclaimable(folder)
+                name = f"this container, which may have {limit / 2**30:,.1f} GiB"
+                pools[f"{container} {folder}"] = Pool(name, max(free, 0), swap)
+    return pools
+
+
+def _reclaimable(folder: Path) -> int:
+    """Return how much of a group's memory is cached files, which count as used."""
+    found = {}
+    for line in (_read(folder / "memory.stat") or "").splitlines():
+        name, _, number = line.partition(" ")
+        found[name.removeprefix("total_")] = int(number)  # version 1: with groups inside
+    return sum(found.get(name, 0) for name in ("active_file", "inactive_file", "slab_reclaimable"))
 
 
 def resident_nbytes() -> int | None:

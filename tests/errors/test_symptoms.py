@@ -511,7 +511,7 @@ def test_one_ranks_shards_are_told_from_whole_tensors(api: Api, face: str, tmp_p
 
 
 # 17  CUDA out of memory: tests/engine/test_out_of_memory.py, without a device.
-# 18  Killed at load: needs more memory than there is.
+# 18  Killed at load: tests/checkpoint/test_room.py.
 # 19  FSDP parameters/modules on cpu/meta
 
 

@@ -12,6 +12,7 @@ import torch
 
 from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.peers import Peers, said
+from fullshard.checkpoint.room import check_copies
 from fullshard.checkpoint.stages import SavedCheckpoint, SaveJob, SaveRequest, execute
 from fullshard.errors import CheckpointError, FullshardError
 
@@ -132,6 +133,7 @@ class Staging:
         self._copies, self._kinds = [], []
         if self._memory.numel() < total:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes first
+            check_copies(total)
             on_device = any(view.device.type != "cpu" for view in views)
             self._memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=on_device)
         position = 0

@@ -19,12 +19,13 @@ from fullshard.checkpoint.local_content import Models, Optimizers, named, sectio
 from fullshard.checkpoint.locations import Location
 from fullshard.checkpoint.opening import check_same_files, opened
 from fullshard.checkpoint.peers import Peers
+from fullshard.checkpoint.room import Load, check_room, state_nbytes
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.saved_values import OptimizerValues, SavedValues
 from fullshard.checkpoint.spans import Wanted
 from fullshard.state.holdings import Holding, tell_loaded
 
-ALLOWED = ("missing", "unexpected", "dtype")
+ALLOWED = ("missing", "unexpected", "dtype", "memory")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ def load_checkpoint(
         "missing"     the model has tensors that the checkpoint lacks; they stay as they are
         "unexpected"  the checkpoint has tensors of the model's or optimizer's that nothing takes
         "dtype"       tensors of another dtype are converted
+        "memory"      the hosts seem to have too little memory
 
     Raises CheckpointError, on all ranks, for a checkpoint that is not complete, is damaged or does not
     fit. What does not fit is found before anything is changed. If reading fails later, the values of the
@@ -109,6 +111,10 @@ def _load(
     def values_of(state: SavedState) -> SavedValues:
         return SavedValues(state, peers.rank, peers.size)
 
+    def loads() -> Load:
+        own = named(optimizers, "optimizer")
+        return Load(named(models, "model").values(), own.values(), state_nbytes(state.tensors, own))
+
     of_optimizers: dict[str, OptimizerValues] = {}
 
     def known() -> tuple[LoadPlan, list[str]]:
@@ -121,6 +127,8 @@ def _load(
         values_of(state).check(extra)
         return plan, plan.problems
 
+    if not allowed & {"missing", "memory"}:  # what is missing is not written to
+        check_room(peers, state.location, loads)
     plan, problems = peers.together_telling(known)
     differing = check_fits(_source(state.location), problems, allowed)
     nbytes = peers.together(lambda: _read(state, plan.holdings))

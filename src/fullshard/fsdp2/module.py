@@ -9,6 +9,7 @@ from torch import nn
 from typing_extensions import deprecated
 
 from fullshard.comm.collectives import AllGather, ReduceScatter
+from fullshard.engine.checks.room import refuse_lack_of_memory
 from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.iteration import Iteration
@@ -337,7 +338,12 @@ class FSDPModule:
         return view_of(_state(self))
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
-        """Give memory to what is on the meta device. The first forward refuses what nobody writes to."""
+        """Give memory to what is on the meta device. The first forward refuses what nobody writes to.
+
+        Raises AllocationError, before anything is changed, if the host has too little memory.
+        """
+        if device is not None and torch.device(device).type == "cpu":
+            refuse_lack_of_memory(self._units(recurse=recurse))
         places = places_on_meta(cast(nn.Module, self), recurse=recurse)
         modules = cast(nn.Module, self).modules() if recurse else ()
         with keeping_ties(modules):

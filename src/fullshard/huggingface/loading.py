@@ -13,6 +13,7 @@ from fullshard.checkpoint.fitting import Source, check_allowed, check_fits, list
 from fullshard.checkpoint.locations import disk_path
 from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.peers import Peers
+from fullshard.checkpoint.room import Load, check_room
 from fullshard.checkpoint.spans import Wanted
 from fullshard.huggingface.files import Weights, WeightsReader, weights_of
 from fullshard.huggingface.names import (
@@ -27,7 +28,7 @@ from fullshard.plan.renaming import Rename
 from fullshard.state.holdings import Holding, holdings_of, tell_loaded
 from fullshard.state.host_memory import bytes_of
 
-ALLOWED = ("missing", "unexpected")
+ALLOWED = ("missing", "unexpected", "memory")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ def load_hf(
     rename: from names in the files to names in the model: a function, or a mapping of names, and of
         beginnings of names that end with a dot ("" is the beginning of all); None leaves out.
     allow: what is not to be an error: "missing" (the model has tensors that the files lack; they stay as
-        they are), "unexpected" (the files have tensors that nothing takes).
+        they are), "unexpected" (the files have tensors that nothing takes), "memory" (the hosts seem to have
+        too little memory).
 
     Of a tied parameter the files need one of the names. Non-persistent buffers are not loaded, nor
     computed: after ``to_empty`` they hold no values (docs/huggingface.md).
@@ -82,6 +84,8 @@ def load_hf(
     source_path = peers.together(lambda: disk_path(path, "load_hf"))
     weights = peers.of_first(lambda: weights_of(source_path))
     with WeightsReader(weights) as reader, torch.inference_mode(False), torch.no_grad():
+        if not allowed & {"missing", "memory"}:  # what is missing is not written to
+            check_room(peers, weights.source, lambda: Load([model]))
 
         def planned() -> tuple[_Plan, list[str]]:
             plan = _plan(model, weights, reader, rename)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.host import Quotas, read_quotas
+from fullshard.host import Pool, Quotas, memory_pools, read_quotas
 from fullshard.tools.doctor.devices import look_at_devices
 from fullshard.tools.doctor.environment import relevant
 from fullshard.tools.doctor.pairs import MOST_RANKS, plan_turns
@@ -71,6 +71,26 @@ def test_no_limit_is_none(tmp_path: Path) -> None:
     nothing = Quotas(None, None, None, None, None)
     assert read_quotas(tmp_path / "proc", tmp_path / "sys") == nothing
     assert read_quotas(tmp_path / "absent", tmp_path / "absent") == nothing
+
+
+def test_memory_that_can_be_had_is_of_the_host_and_of_the_container(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 40 kB\nSwapFree: 3 kB",
+            "proc/sys/kernel/random/boot_id": "boot",
+            "proc/self/cgroup": "0::/jobs/mine",
+            "sys/jobs/mine/memory.max": "9000",
+            "sys/jobs/mine/memory.current": "8000",
+            "sys/jobs/mine/memory.stat": "anon 10\ninactive_file 500\nactive_file 20\nshmem 70",
+            "sys/jobs/memory.max": "max",
+            "sys/jobs/memory.current": "8000",
+        },
+    )
+    host, container = memory_pools(tmp_path / "proc", tmp_path / "sys").values()
+    assert host == Pool("this host", 40 * 1024, 3 * 1024)
+    assert container == Pool("this container, which may have 0.0 GiB", 1520, 3 * 1024)
+    assert memory_pools(tmp_path / "absent", tmp_path) == {}
 
 
 @pytest.mark.parametrize("hosts", [[0], [0, 0], [0, 0, 1], [0, 1, 2, 3, 3], [0] * MOST_RANKS])
