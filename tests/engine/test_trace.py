@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.engine.runtime import Runtime
 from fullshard.plan.trace import Kind, RankTrace, read_traces
 from tests.api import Api
 from tests.harness import on_ranks
@@ -191,6 +192,34 @@ def test_steps_end_where_the_script_says_so(api: Api, tmp_path: Path) -> None:
         tracing.step()
     first, second = read(tmp_path).steps
     assert first.end < second.start
+
+
+@on_ranks(2)
+def test_runs_of_the_garbage_collector_are_recorded(api: Api, tmp_path: Path) -> None:
+    training = Training(api, "fully_shard")
+    before = list(gc.callbacks)
+    with api.trace(training.model, tmp_path, optimizer=training.optimizer):
+        training.step()
+        if dist.get_rank() == 0:
+            gc.collect()
+        training.step()
+    assert gc.callbacks == before
+    trace = read(tmp_path)
+    step = trace.steps[1]
+    collected = [p for p in trace.pauses if step.start < p.start < p.end < step.end]
+    assert max((p.end - p.start for p in collected), default=0) > 1e5 or dist.get_rank() == 1
+    assert trace.num_alloc_retries is None  # the CPU has no such allocator
+
+
+@on_ranks(2)
+def test_retries_of_the_allocator_are_those_of_the_recording(api: Api, tmp_path: Path) -> None:
+    training = Training(api, "fully_shard")
+    counted = iter([5, 8])  # before and after
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runtime, "num_alloc_retries", property(lambda _: next(counted)))
+        with api.trace(training.model, tmp_path, optimizer=training.optimizer):
+            training.step()
+    assert read(tmp_path).num_alloc_retries == 3
 
 
 @on_ranks(2)

@@ -700,3 +700,4 @@ def test_a_trace_says_where_the_time_of_each_unit_goes(api: Api, tmp_path: Path)
     shares = {each["kind"]: each["share"] for each in metrics["time"]["kinds"]}
     assert {"wait for all-gather", "fence", "optimizer", "other"} <= shares.keys()
     assert sum(shares.values()) == pytest.approx(1)
+    assert [each["rank"] for each in metrics["stalls"]["ranks"]] == [0, 1]

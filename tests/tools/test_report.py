@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fullshard.plan.trace import Pause
 from fullshard.tools import cli
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
@@ -92,14 +93,14 @@ def test_the_page_has_every_part_and_loads_nothing(tmp_path: Path) -> None:
     page = Page(written.page.read_text())
     wanted = {
         "books", "Tokens per second", "Exposed communication", "Where a step goes", "Timeline",
-        "Exposed communication per unit", "Memory over a step", "Loss",
+        "Exposed communication per unit", "What holds a rank up", "Memory over a step", "Loss",
     }  # fmt: skip
     assert wanted <= set(page.headings)
     assert page.loads == ["data:,"]
     assert not re.findall(r"url\(|@import|fetch\(|XMLHttpRequest|import\(", page.text)
     # The only addresses are names of XML namespaces, which nothing loads.
     assert set(re.findall(r"https?://[^\"' ]+", page.text)) <= {"http://www.w3.org/2000/svg"}
-    assert page.text.count("How this is computed") == len(page.data["figures"]) + 6
+    assert page.text.count("How this is computed") == len(page.data["figures"]) + 7
     assert written.trace is not None
     assert json.loads(written.trace.read_text())["traceEvents"]
 
@@ -116,8 +117,25 @@ def test_numbers_of_a_run_are_those_that_were_put_in(tmp_path: Path) -> None:
 
 def test_every_number_says_how_it_is_computed(tmp_path: Path) -> None:
     metrics = metrics_of(make_traced_run(tmp_path / "run"))
-    parts = [*metrics["figures"].values(), metrics["time"], metrics["units"], metrics["memory"]]
+    parts = [*metrics["figures"].values()]
+    parts += [metrics[name] for name in ("time", "units", "stalls", "memory")]
     assert all(len(part["how"]) > 40 for part in parts)
+
+
+def test_what_holds_ranks_up_is_named_where_it_matters(tmp_path: Path) -> None:
+    quiet = hand_made(0)
+    slow = dataclasses.replace(hand_made(1), pauses=(Pause(100, 155),), num_alloc_retries=4)
+    quiet.write(tmp_path)
+    hand_made(1).write(tmp_path)
+    said = Page(write_report(tmp_path).page.read_text()).text
+    assert "Neither the garbage collector nor a device" in said
+    slow.write(tmp_path)
+    said = Page(write_report(tmp_path).page.read_text()).text
+    assert "The garbage collector takes 5.0 % of a step on rank 1" in said
+    assert "gc.freeze()" in said
+    assert "The allocator of rank 1 ran out of memory 4 times" in said
+    found = metrics_of(tmp_path)["stalls"]["ranks"]
+    assert [each["matters"] for each in found] == [False, True]
 
 
 def test_a_run_without_a_trace_says_how_to_record_one(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fullshard.plan.trace import (
     NO_UNIT,
     Clock,
     Kind,
+    Pause,
     RankTrace,
     Sample,
     Segment,
@@ -192,13 +193,35 @@ def test_the_parts_always_add_up_to_the_step(drawn: list[tuple[Kind, int]]) -> N
     assert all(0 < share.share <= 1 for share in shares)
 
 
+def test_what_holds_a_rank_up_is_counted_within_steps() -> None:
+    # A step of 1100 ns; what ran before it or after it does not count.
+    pauses = (Pause(-50, -10), Pause(100, 130), Pause(500, 525), Pause(1200, 1300))
+    held_up = dataclasses.replace(hand_made(0), pauses=pauses, num_alloc_retries=3)
+    first, second = trace_metrics.stalls([held_up, hand_made(1)])
+    assert (first.collector_ns, first.num_collections, first.longest_ns) == (55, 2, 30)
+    assert first.share == pytest.approx(55 / 1100)
+    assert (first.num_alloc_retries, first.matters) == (3, True)
+    assert (second.collector_ns, second.num_alloc_retries, second.matters) == (0, None, False)
+    moved = trace_metrics.aligned([held_up, hand_made(1, origin=900)])[0]
+    assert moved.pauses[1] == Pause(200, 230)
+
+
 # Files
 
 
+def test_files_that_know_no_pauses_are_read(tmp_path: Path) -> None:
+    path = hand_made().write(tmp_path)
+    fields = json.loads(path.read_text())
+    del fields["pauses"], fields["num_alloc_retries"]
+    path.write_text(json.dumps(fields))
+    assert read_trace(path) == hand_made()
+
+
 def test_a_trace_survives_its_file(tmp_path: Path) -> None:
-    path = hand_made(3).write(tmp_path)
+    trace = dataclasses.replace(hand_made(3), pauses=(Pause(1, 2),), num_alloc_retries=0)
+    path = trace.write(tmp_path)
     assert path.name == "rank00003.json"
-    assert read_trace(path) == hand_made(3)
+    assert read_trace(path) == trace
 
 
 @pytest.mark.parametrize(
@@ -237,7 +260,8 @@ def test_a_trace_that_contradicts_itself_is_refused(change: dict[str, object]) -
 
 
 def test_viewers_get_what_their_format_asks_for() -> None:
-    written = chrome_trace([hand_made(0), hand_made(1, origin=1250)])
+    paused = dataclasses.replace(hand_made(0), pauses=(Pause(40, 90),))
+    written = chrome_trace([paused, hand_made(1, origin=1250)])
     events = json.loads(json.dumps(written))["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C", "i"}
     assert all({"ph", "name", "pid"} <= event.keys() for event in events)
@@ -247,6 +271,8 @@ def test_viewers_get_what_their_format_asks_for() -> None:
     assert {(event["pid"], event["tid"]) for event in spans} <= names
     forward = next(e for e in spans if e["name"] == "forward layer" and e["pid"] == 1)
     assert (forward["ts"], forward["dur"]) == ((250 + 50) / 1e3, 300 / 1e3)
+    (pause,) = [event for event in spans if event["name"] == "garbage collector"]
+    assert (pause["pid"], pause["ts"], pause["dur"]) == (0, 40 / 1e3, 50 / 1e3)
     counters = [event for event in events if event["ph"] == "C"]
     assert counters[1]["args"] == {"shards": 10, "saved": 30}
 

@@ -89,6 +89,14 @@ class Runtime:
             return None
         return torch.accelerator.memory_reserved(self.device)
 
+    @property
+    def num_alloc_retries(self) -> int | None:
+        """How often the allocator has given back its cache and tried again; None as above."""
+        if self.device.type == "cpu":
+            return None
+        retries: int | None = torch.accelerator.memory_stats(self.device).get("num_alloc_retries")
+        return retries
+
     def on(self, lane: Lane) -> contextlib.AbstractContextManager[Any]:
         """Make a lane the current stream, without waiting for anything."""
         if not self.has_streams or lane is Lane.COMPUTE:

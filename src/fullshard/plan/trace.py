@@ -92,6 +92,13 @@ class Sample(NamedTuple):
     nbytes: tuple[int, ...]
 
 
+class Pause(NamedTuple):
+    """A run of Python's garbage collector, while which the process computes nothing."""
+
+    start: int
+    end: int
+
+
 class TracedUnit(NamedTuple):
     """A unit at the time of recording. comm: name of the way its ranks communicate."""
 
@@ -122,6 +129,8 @@ class RankTrace:
 
     recording: text that is the same on all ranks of one recording, and differs between recordings.
     categories: names of the numbers in each sample.
+    pauses: of the garbage collector, on the host's clock. num_alloc_retries: how often the device's
+        allocator had to give back its cache and try again during the recording; None where none counts.
     """
 
     recording: str
@@ -135,6 +144,8 @@ class RankTrace:
     transfers: tuple[Transfer, ...]
     categories: tuple[str, ...]
     samples: tuple[Sample, ...]
+    pauses: tuple[Pause, ...] = ()  # as in files of versions that did not record them
+    num_alloc_retries: int | None = None
 
     def __post_init__(self) -> None:
         bounds = [
@@ -183,7 +194,10 @@ class RankTrace:
         }
 
 
-_PLAIN = ("recording", "rank", "num_ranks", "device", "units", "steps", "categories", "samples")
+_PLAIN = (
+    *("recording", "rank", "num_ranks", "device", "units", "steps", "categories", "samples"),
+    *("pauses", "num_alloc_retries"),
+)
 
 
 def read_trace(path: Path) -> RankTrace:
@@ -205,6 +219,8 @@ def read_trace(path: Path) -> RankTrace:
             transfers=tuple(Transfer(kinds[kind], *rest) for kind, *rest in fields["transfers"]),
             categories=tuple(fields["categories"]),
             samples=tuple(Sample(time, tuple(nbytes)) for time, nbytes in fields["samples"]),
+            pauses=tuple(Pause(*pause) for pause in fields.get("pauses", ())),
+            num_alloc_retries=fields.get("num_alloc_retries"),
         )
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise TraceError(

@@ -10,7 +10,7 @@ from typing import Any
 from fullshard.plan.trace import Kind, RankTrace, Segment, Transfer
 from fullshard.tools.trace_metrics import aligned, rows
 
-_COMPUTE, _EXPOSED = 0, 1
+_COMPUTE, _EXPOSED, _COLLECTOR = 0, 1, 2
 _LANES = {Kind.ALL_GATHER: 10, Kind.REDUCE_SCATTER: 20}  # and the rows that follow
 
 
@@ -35,6 +35,17 @@ def _events(trace: RankTrace) -> Iterator[dict[str, Any]]:
             yield _name("thread_name", rank, first + number, f"{kind.value} in flight")
             for transfer in row:
                 yield _complete(trace, transfer, first + number, nbytes=transfer.nbytes)
+    if trace.pauses:
+        yield _name("thread_name", rank, _COLLECTOR, "garbage collector")
+    for pause in trace.pauses:
+        yield {
+            "ph": "X",
+            "name": "garbage collector",
+            "pid": rank,
+            "tid": _COLLECTOR,
+            "ts": pause.start / 1e3,
+            "dur": (pause.end - pause.start) / 1e3,
+        }
     for step in trace.steps:
         yield {
             "ph": "i",

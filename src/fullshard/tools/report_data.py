@@ -10,6 +10,7 @@ from fullshard.tools.trace_metrics import (
     CLOCK_HOW,
     EXPOSED_HOW,
     MEMORY_HOW,
+    STALLS_HOW,
     STEP_HOW,
     TIME_HOW,
     UNIT_HOW,
@@ -21,6 +22,7 @@ from fullshard.tools.trace_metrics import (
     rows,
     samples_of,
     shares,
+    stalls,
     step_ns,
     unit_costs,
 )
@@ -115,6 +117,10 @@ def summary_data(run: Run) -> dict[str, Any]:
         "kinds": [{**s._asdict(), "kind": s.kind.value} for s in shares(run.traces)],
     }
     data["units"] = {"how": UNIT_HOW, "units": [cost._asdict() for cost in unit_costs(run.traces)]}
+    data["stalls"] = {
+        "how": STALLS_HOW,
+        "ranks": [{**each._asdict(), "matters": each.matters} for each in stalls(run.traces)],
+    }
     data["memory"] = {
         "how": MEMORY_HOW,
         "categories": list(run.traces[0].categories),
@@ -131,7 +137,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "figures": [figure._asdict() for figure in figures(run)],
         "how": {
             "time": TIME_HOW, "units": UNIT_HOW, "memory": MEMORY_HOW, "clock": CLOCK_HOW,
-            "loss": LOSS_HOW, "speed": SPEED_HOW,
+            "loss": LOSS_HOW, "speed": SPEED_HOW, "stalls": STALLS_HOW,
         },
         "series": _series(run),
         "trace": None,
@@ -152,6 +158,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "fence_ns": fence,
         "shares": [{**s._asdict(), "kind": s.kind.value} for s in shares(traces)],
         "units": [{**c._asdict(), "exposed_ns": c.exposed_ns} for c in costs],
+        "stalls": [{**each._asdict(), "matters": each.matters} for each in stalls(traces)],
         "peaks": [{**p._asdict(), "total": p.total_nbytes} for p in peaks(traces)],
         "kinds": [kind.value for kind in Kind],
         "communication": [kind.value for kind in Kind if kind.is_communication],

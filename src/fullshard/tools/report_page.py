@@ -1,6 +1,7 @@
 """The report's data as one HTML file: the template, style and scripts of `page/` put together."""
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -32,7 +33,7 @@ def render(data: dict[str, Any]) -> str:
 
 def _sentences(data: dict[str, Any]) -> dict[str, str]:
     """Say what the figures show, for the lines above and below them."""
-    said = {"speed_note": "", "units_lead": "", "memory_lead": ""}
+    said = {"speed_note": "", "units_lead": "", "memory_lead": "", "stalls_lead": ""}
     cost = (data["series"] or {}).get("cost")
     if cost is not None:
         said["speed_note"] = (
@@ -53,6 +54,7 @@ def _sentences(data: dict[str, Any]) -> dict[str, str]:
         )
     else:
         said["units_lead"] = f"No unit exposes any communication. {fence}"
+    said["stalls_lead"] = _stalls(trace["stalls"])
     most = max(trace["peaks"], key=lambda peak: peak["total"])
     largest = max(range(len(most["nbytes"])), key=lambda index: most["nbytes"][index])
     said["memory_lead"] = (
@@ -61,6 +63,31 @@ def _sentences(data: dict[str, Any]) -> dict[str, str]:
         f"{trace['categories'][largest]} ({nbytes(most['nbytes'][largest])})."
     )
     return said
+
+
+def _stalls(ranks: Sequence[dict[str, Any]]) -> str:
+    """Say what held up ranks beside their work, and what to do about it."""
+    if not any(each["matters"] for each in ranks):
+        return "Neither the garbage collector nor a device's allocator holds up a rank."
+    said = []
+    worst = max(ranks, key=lambda each: each["share"])
+    if worst["matters"] and worst["share"]:
+        said.append(
+            f"The garbage collector takes {100 * worst['share']:.1f} % of a step on rank {worst['rank']}, and the "
+            "others wait for it. Call gc.freeze() after setting up, or gc.disable(), and gc.collect() on all ranks "
+            "at one step in some hundreds."
+        )
+    retries = {
+        each["rank"]: each["num_alloc_retries"] for each in ranks if each["num_alloc_retries"]
+    }
+    if retries:
+        rank = max(retries, key=lambda each: retries[each])
+        said.append(
+            f"The allocator of rank {rank} ran out of memory {retries[rank]} times, gave its cache back and tried "
+            "again: memory is nearly full, or in pieces. Take smaller micro-batches, or set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+        )
+    return " ".join(said)
 
 
 def _read(name: str) -> str:

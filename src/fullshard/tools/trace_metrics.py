@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from fullshard.plan.trace import (
     Kind,
+    Pause,
     RankTrace,
     Sample,
     Segment,
@@ -26,7 +27,7 @@ GATHER_KINDS = (Kind.ALL_GATHER, Kind.WAIT_ALL_GATHER)
 REDUCE_KINDS = (Kind.REDUCE_SCATTER, Kind.WAIT_REDUCE_SCATTER)
 
 
-_Span = TypeVar("_Span", Segment, Transfer)
+_Span = TypeVar("_Span", Segment, Transfer, Pause)
 
 
 class Share(NamedTuple):
@@ -147,6 +148,55 @@ def unit_costs(traces: Sequence[RankTrace]) -> list[UnitCost]:
     return sorted(costs, key=lambda cost: -cost.exposed_ns)
 
 
+class Stalls(NamedTuple):
+    """What holds up one rank beside its own work: runs of the garbage collector, and of its allocator.
+
+    collector_ns, num_collections: a step. share: of the rank's step. longest_ns: of one run.
+    num_alloc_retries: in the whole recording; None on the CPU.
+    """
+
+    rank: int
+    collector_ns: float
+    share: float
+    num_collections: float
+    longest_ns: int
+    num_alloc_retries: int | None
+
+    @property
+    def matters(self) -> bool:
+        """Whether it is worth a line: 2 % of a step, or any retry, for which the device stands still."""
+        return self.share >= 0.02 or bool(self.num_alloc_retries)
+
+
+STALLS_HOW = (
+    "Garbage collector: from Python's own callbacks before and after each run, of any generation; while "
+    "one runs, no thread of the process runs Python. They are within the parts above, wherever they fell, "
+    "and those of one rank make the others wait. Mean over recorded steps of one rank. Retries: how often "
+    "the device's allocator found no block, gave all of its cache back to the device, which waits for it, and "
+    "tried again, from the start of the recording to its end."
+)
+
+
+def stalls(traces: Sequence[RankTrace]) -> list[Stalls]:
+    """Return what held up each rank, by rank."""
+    steps = common_steps(traces)
+    found = []
+    for trace in traces:
+        pauses = _in_steps(trace, trace.pauses, steps)
+        total = _length(pauses) / len(steps)
+        found.append(
+            Stalls(
+                trace.rank,
+                total,
+                total / step_ns([trace]),
+                len(pauses) / len(steps),
+                max((pause.end - pause.start for pause in pauses), default=0),
+                trace.num_alloc_retries,
+            )
+        )
+    return found
+
+
 class Peak(NamedTuple):
     """The moment at which a rank's categories add up to the most."""
 
@@ -225,6 +275,7 @@ def aligned(traces: Sequence[RankTrace]) -> list[RankTrace]:
                 s._replace(start=s.start + by, end=s.end + by) for s in trace.transfers
             ),
             samples=tuple(s._replace(time=s.time + by) for s in trace.samples),
+            pauses=tuple(Pause(p.start + by, p.end + by) for p in trace.pauses),
         )
         for trace, by in zip(traces, aligned_origins(traces), strict=True)
     ]
@@ -266,5 +317,5 @@ def _in_steps(trace: RankTrace, spans: Iterable[_Span], steps: Sequence[int]) ->
     return found
 
 
-def _length(spans: Iterable[Segment | Transfer]) -> float:
+def _length(spans: Iterable[Segment | Transfer | Pause]) -> float:
     return float(sum(span.end - span.start for span in spans))

@@ -6,10 +6,14 @@ timeline shows, at every moment, the innermost activity that has begun and not e
 On the CPU, moments are read from the clock. On other devices they are events on the streams, whose
 times are read when the recording is over, so that recording never makes the host wait. A wait for a
 collective is then the time between two events on the compute stream, one before it and one after.
+
+Runs of the garbage collector are noted beside the timeline, by the host's clock: they are within whatever
+is open, and hold up all of the process.
 """
 
 import collections
 import contextlib
+import gc
 import itertools
 import os
 import platform
@@ -34,6 +38,7 @@ from fullshard.plan.trace import (
     NO_UNIT,
     Clock,
     Kind,
+    Pause,
     RankTrace,
     Sample,
     Segment,
@@ -121,6 +126,10 @@ class Tracer:
             unit.gradients.buckets.layout().unsharded_nbytes for unit in self._units
         ]
         self._moments = _Moments(runtime)
+        self._runtime = runtime
+        self._num_retries = runtime.num_alloc_retries
+        self._collected_since: int | None = None
+        self._pauses: list[Pause] = []
         self._step_start = self._turn()
 
     # Called by the engine (`Observer`)
@@ -181,6 +190,17 @@ class Tracer:
         self._labels.forget()
         self._turn()
 
+    # Called by Python's garbage collector
+
+    def note_collection(self, phase: str, _: dict[str, int]) -> None:
+        """Note when the garbage collector starts and stops."""
+        now = time.perf_counter_ns() - self._moments.origin_ns
+        if phase == "start":
+            self._collected_since = now
+        elif self._collected_since is not None:
+            self._pauses.append(Pause(self._collected_since, now))
+            self._collected_since = None
+
     # Called by the user, or by hooks of the user's optimizer
 
     def begin_optimizer(self, *_: Any) -> None:
@@ -202,6 +222,7 @@ class Tracer:
     def result(self, *, recording: str, first_step: int) -> RankTrace:
         """Return the recording until now. Waits for the device."""
         end = self._turn()
+        retries, before = self._runtime.num_alloc_retries, self._num_retries
         self._moments.finish()
         resolve = self._moments.resolve
         # A user may compute on several streams, so events can be slightly out of order.
@@ -237,6 +258,8 @@ class Tracer:
             transfers=tuple(sorted(transfers, key=lambda each: (each.start, each.end))),
             categories=CATEGORIES,
             samples=tuple(sample for sample in samples if sample.time <= over),
+            pauses=tuple(pause for pause in self._pauses if pause.start <= over),
+            num_alloc_retries=None if retries is None else retries - (before or 0),
         )
 
     # Inside
@@ -324,6 +347,8 @@ def trace(
             stack.callback(before.remove)
             after = optimizer.register_step_post_hook(tracer.end_optimizer)
             stack.callback(after.remove)
+        gc.callbacks.append(tracer.note_collection)
+        stack.callback(gc.callbacks.remove, tracer.note_collection)
         iteration.observe(tracer)
         stack.callback(iteration.observe, None)
         yield Tracing(tracer)
