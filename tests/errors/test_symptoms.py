@@ -75,6 +75,20 @@ def test_ranks_that_run_different_modules_are_named_with_them(path: str) -> None
         assert remedy in ending.text
 
 
+@paths
+@pytest.mark.parametrize("block", [0, 1])
+def test_parameters_without_a_gradient_are_named_with_their_rank(path: str, block: int) -> None:
+    for ending in endings_of(Plan("no_gradient", path, block=block)):
+        assert "DivergenceError" in ending.kinds, ending.words
+        names = ", ".join(
+            f"blocks.{block}.{layer}.{kind}"
+            for layer in ("up", "down")
+            for kind in ("weight", "bias")
+        )
+        assert f"No gradient on rank 1, in backward so far: {names}." in ending.text
+        assert "set_unused(module, 'zero'" in ending.text
+
+
 # 3  Must flatten tensors with uniform dtype
 
 

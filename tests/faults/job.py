@@ -330,6 +330,10 @@ def _nan(job: Job) -> None:
     job._block().up.forward = lambda x: (x - 100).log()
 
 
+def _no_gradient(job: Job) -> None:
+    job._block().register_forward_hook(lambda _, args, out: args[0] + (out - args[0]).detach())
+
+
 def _kill(job: Job) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -353,6 +357,7 @@ BETWEEN_STEPS: dict[str, Callable[[Job], Any]] = {
     "objects": lambda job: dist.all_gather_object([None] * job.plan.size, "metric"),
     "freeze": _freeze,
     "nan": _nan,
+    "no_gradient": _no_gradient,
     "other_call": lambda _: dist.all_reduce(torch.ones(1)),
     "kill": _kill,
     "stop": _stop,

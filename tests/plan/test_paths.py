@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.plan.paths import Event, Moment, Phase, by_text, first_difference, name_ranks
+from fullshard.plan.paths import (
+    Event,
+    Moment,
+    Phase,
+    by_text,
+    first_difference,
+    name_ranks,
+    without_gradients,
+)
 
 
 def _trail(*steps: tuple[int, str], phase: Phase = Phase.FORWARD) -> list[Event]:
@@ -43,6 +51,35 @@ def test_the_phase_tells_units_of_one_name_apart() -> None:
     assert said == (
         "Their paths parted in step 1: rank 0 ran a (backward); rank 1 ran a (evaluation)."
     )
+
+
+def _backward(units: str, *, empty: str = "") -> list[Event]:
+    return [
+        event
+        for unit in units
+        for event in (
+            Event(Moment(1, Phase.BACKWARD), 0, unit),
+            Event(Moment(1, Phase.BACKWARD), 0, unit, has_gradients=False),
+        )
+        if event.has_gradients or unit in empty
+    ]
+
+
+def test_units_without_gradients_are_those_that_other_ranks_have_them_of() -> None:
+    forward = _trail((1, "abc"))
+    whole = forward + _backward("cba")
+    # Gone past b, or ended without gradients of it.
+    for own in (_backward("ca"), _backward("cab", empty="b")):
+        assert without_gradients({0: whole, 1: forward + own}) == {"b": [1]}
+        assert first_difference({0: whole, 1: forward + own}) is not None
+    # The last one: where ranks ran the same, only that tells.
+    last = forward + _backward("cba", empty="a")
+    assert without_gradients({0: whole, 1: last, 2: last}) == {"a": [1, 2]}
+    assert first_difference({0: whole, 1: last}) is None
+    # On its way still, not run in forward, or lacking everywhere.
+    assert without_gradients({0: whole, 1: forward + _backward("c")}) == {}
+    assert without_gradients({0: whole, 1: _trail((1, "ac")) + _backward("ca")}) == {}
+    assert without_gradients({0: last, 1: last}) == {}
 
 
 def test_ranks_of_one_text_are_named_together() -> None:

@@ -31,7 +31,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fullshard.errors import DivergenceError
-from fullshard.plan.paths import Event, Moment, Phase, by_text, first_difference
+from fullshard.plan.paths import (
+    Event,
+    Moment,
+    Phase,
+    by_text,
+    first_difference,
+    name_ranks,
+    without_gradients,
+)
 
 # Entries kept per rank. A rank that is further ahead has overwritten what it would be compared by.
 _KEPT = 64
@@ -43,8 +51,10 @@ _PLACES = (1 << 31) - 1  # places are counted modulo 2**31, so that a signed wor
 # Of a trail, the words after its first, which counts them.
 _TRAIL_KEPT = 511
 _ENTRIES_NBYTES = _KEPT * _ENTRY_NBYTES
-_STEPS, _MODELS, _UNITS = (1 << 23) - 1, (1 << 12) - 1, (1 << 24) - 1
+_STEPS, _MODELS, _UNITS = (1 << 23) - 1, (1 << 12) - 1, (1 << 23) - 1
+_EMPTY = 1 << 23  # a unit whose backward has left no gradient
 _SHOWN = 16  # entries in a tail
+_NAMES_SHOWN = 6  # parameters in a message
 _FACTOR, _ROLLING = 1_000_003, (1 << 62) - 1
 
 _REMEDIES = {
@@ -126,6 +136,7 @@ class Ledger:
         self._trail = self._own + _ENTRIES_NBYTES // _WORD_NBYTES
         self._num_noted = 0
         self._names: dict[tuple[int, int], str] = {}
+        self._parameters: dict[str, list[str]] = {}  # by the unit
         self._num_models = 0
         _ledgers.add(self)
 
@@ -199,14 +210,16 @@ class Ledger:
 
     # What ranks may do differently
 
-    def add_model(self, names: Sequence[str]) -> int:
-        """Return the number of a model whose units have these names, for `begin` and `note`.
+    def add_model(self, units: Sequence[tuple[str, Sequence[str]]]) -> int:
+        """Return the number of a model, for `begin` and `note`. units: their names, and their parameters'.
 
         Ranks must add their models in the same order.
         """
         number = self._num_models & _MODELS
         self._num_models += 1
-        self._names.update({(number, unit): name for unit, name in enumerate(names)})
+        self._names.update({(number, unit): name for unit, (name, _) in enumerate(units)})
+        for name, parameters in units:
+            self._parameters.setdefault(name, []).extend(parameters)
         return number
 
     def begin(self, model: int, step: int, phase: Phase) -> None:
@@ -215,11 +228,16 @@ class Ledger:
             self.thread = threading.get_ident()
         self._moment = ((step & _STEPS) << 4 | phase) << 36 | model << 24
 
-    def note(self, unit: int) -> None:
-        """Note that this rank runs a unit, by its number in the model of the moment."""
+    def note(self, unit: int, *, is_empty: bool = False) -> None:
+        """Note that this rank runs a unit, by its number in the model of the moment.
+
+        is_empty: its backward, noted before, has left no gradient.
+        """
         # The word before the count: whoever sees the count reads a whole word.
         count = self._num_noted
-        self._words[self._trail + 1 + count % _TRAIL_KEPT] = self._moment | unit & _UNITS
+        self._words[self._trail + 1 + count % _TRAIL_KEPT] = (
+            self._moment | unit & _UNITS | is_empty * _EMPTY
+        )
         self._words[self._trail] = self._num_noted = count + 1
 
     @property
@@ -242,7 +260,8 @@ class Ledger:
             for number in range(max(0, count - _TRAIL_KEPT + 1), count)
         )
         return [
-            Event(_moment_of(word), word >> 24 & _MODELS, self._name_of(word)) for word in words
+            Event(_moment_of(word), word >> 24 & _MODELS, self._name_of(word), not word & _EMPTY)
+            for word in words
         ]
 
     # Messages
@@ -284,7 +303,16 @@ class Ledger:
                 return text
         trails = {self.ranks[part]: self.trail_of(part) for part in self._parts}
         texts = {rank: str(entry) for rank, entry in entries.items()}
-        return describe_difference(place, texts, first_difference(trails))
+        parted = [first_difference(trails), *map(self._lacking, without_gradients(trails).items())]
+        return describe_difference(place, texts, " ".join(filter(None, parted)))
+
+    def _lacking(self, found: tuple[str, Sequence[int]]) -> str:
+        """Say on which ranks a unit's parameters have no gradient."""
+        unit, ranks = found
+        names = self._parameters.get(unit, [])
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        shown = f"{', '.join(names[:_NAMES_SHOWN])}{more}" if names else unit
+        return f"No gradient on {name_ranks(ranks)}, in backward so far: {shown}."
 
     def lines_at(self, place: int) -> Sequence[str] | None:
         """Return what this rank has entered by its digest at a place; None if it was nothing such."""
@@ -331,10 +359,10 @@ def describe_lines(lines_of: dict[int, Sequence[str]]) -> str:
     return ""
 
 
-def describe_difference(place: int, entries: Mapping[int, str], parted: str | None = None) -> str:
+def describe_difference(place: int, entries: Mapping[int, str], parted: str = "") -> str:
     """Say which ranks entered what at a place where they differ. The same words on every rank.
 
-    entries: moments and texts by global rank. parted: at which unit their paths parted; None if they
+    entries: moments and texts by global rank. parted: sentences on where their paths parted; "" if they
     did not, or if it is unknown.
     """
     seen = "; ".join(f"{ranks}: {text}" for ranks, text in by_text(entries))

@@ -411,6 +411,8 @@ class Iteration:
             # Finishing is queued on a lane if there are streams. Else the host would wait, so the
             # last one is left to run beside the next unit's backward.
             self.reductions.add(in_flight, keep=0 if unit.runtime.has_streams else 1)
+        else:
+            self._path.lack_gradients(unit)
 
     @outside_transforms
     def end_backward(self, finished: Sequence[Unit]) -> None:

@@ -46,11 +46,15 @@ class Moment(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A unit that a rank ran. model: numbers the models of a group."""
+    """A unit that a rank ran. model: numbers the models of a group.
+
+    has_gradients: False after its backward, if that has left no gradient on any trained parameter of it.
+    """
 
     moment: Moment
     model: int
     unit: str
+    has_gradients: bool = True
 
 
 def first_difference(trails: Mapping[int, Sequence[Event]]) -> str | None:
@@ -62,11 +66,11 @@ def first_difference(trails: Mapping[int, Sequence[Event]]) -> str | None:
         {0: [step 4: a, b, c], 1: [step 4: a, c]}
         -> "Their paths parted in step 4, forward: rank 0 ran b; rank 1 ran c."
     """
-    by_step = {rank: _by_step(events) for rank, events in trails.items()}
-    if len(by_step) < 2:
-        return None
-    steps = sorted(set.intersection(*(set(each) for each in by_step.values())))
-    for step in steps:
+    by_step = {
+        rank: _by_step([event for event in events if event.has_gradients])
+        for rank, events in trails.items()
+    }
+    for step in _common(by_step):
         paths = {rank: each[step] for rank, each in by_step.items()}
         ended = {rank for rank, each in by_step.items() if max(each) > step}
         for events in itertools.zip_longest(*paths.values()):
@@ -76,6 +80,52 @@ def first_difference(trails: Mapping[int, Sequence[Event]]) -> str | None:
             if len(set(known.values())) > 1:
                 return _sentence(step, known)
     return None
+
+
+def without_gradients(trails: Mapping[int, Sequence[Event]]) -> dict[str, list[int]]:
+    """Return, by the unit, the ranks without its gradients in the last step that all are in.
+
+    A rank lacks them if its backward has left none, or has gone past the unit where another rank ran it.
+    Units that no rank has gradients of are left out: on them the ranks agree.
+
+        {0: [forward: a, b, c; backward: c, b], 1: [forward: a, b, c; backward: c, a]} -> {b: [1]}
+    """
+    by_step = {rank: _by_step(events) for rank, events in trails.items()}
+    found: dict[str, set[int]] = {}
+    for step in _common(by_step)[-1:]:
+        backwards = {rank: _Backward.of(each[step]) for rank, each in by_step.items()}
+        for other in backwards.values():
+            for number, unit in enumerate(other.units):
+                lacking = {rank for rank, own in backwards.items() if own.lacks(unit, number)}
+                found.setdefault(unit, set()).update(lacking)
+    return {unit: sorted(ranks) for unit, ranks in found.items() if ranks}
+
+
+class _Backward(NamedTuple):
+    """One rank's backward. units: that left gradients, in order. empty: that left none. ran: in forward."""
+
+    units: list[str]
+    empty: set[str]
+    ran: set[str]
+
+    @staticmethod
+    def of(events: Sequence[Event]) -> "_Backward":
+        empty = {event.unit for event in events if not event.has_gradients}
+        done = [event.unit for event in events if event.moment.phase is Phase.BACKWARD]
+        ran = {event.unit for event in events if event.moment.phase is Phase.FORWARD}
+        return _Backward([unit for unit in done if unit not in empty], empty, ran)
+
+    def lacks(self, unit: str, number: int) -> bool:
+        """Whether it has no gradients of a unit that another rank ran as the ``number``-th."""
+        is_past = unit in self.ran and number < len(self.units) and unit not in self.units
+        return unit in self.empty or is_past
+
+
+def _common(by_step: Mapping[int, Mapping[tuple[int, int], object]]) -> list[tuple[int, int]]:
+    """Return the steps that all of several ranks have, in order."""
+    if len(by_step) < 2:
+        return []
+    return sorted(set.intersection(*(set(each) for each in by_step.values())))
 
 
 def _by_step(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:

@@ -23,10 +23,10 @@ class Path:
         self._number = {id(unit): number for number, unit in enumerate(units)}
         self._step = 0  # forwards with gradients so far
         self._moment = Moment(0, Phase.BETWEEN)
-        paths = [unit.path for unit in units]
+        named = [(unit.path, [param.name for param in unit.params]) for unit in units]
         ledgers = dict.fromkeys(comm.ledger for comm in comms_of(units))
         # The model's number in the ledger of each of its groups.
-        self._ledgers = {each: each.add_model(paths) for each in ledgers if each is not None}
+        self._ledgers = {each: each.add_model(named) for each in ledgers if each is not None}
         # Trails are compared where ranks see each other's: elsewhere nobody would read them.
         self._notes = [each.note for each in self._ledgers if each.is_shared]
         check_alike(units, kinds, self._ledgers)
@@ -74,6 +74,12 @@ class Path:
             check_step(unit, self._moment)
         for note in self._notes:
             note(self._number[id(unit)])
+
+    def lack_gradients(self, unit: Unit) -> None:
+        """Tell of a unit of which no parameter got a gradient, so that this rank reduces nothing."""
+        if self._notes and any(param.sharded.requires_grad for param in unit.params):
+            for note in self._notes:
+                note(self._number[id(unit)], is_empty=True)
 
     def compare(self, comms: Iterable[Comm]) -> None:
         """Compare ranks that do not see each other's entries. Collective; see `Comm.compare_paths`."""
