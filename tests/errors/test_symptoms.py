@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import CheckpointError as RecomputationError
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
@@ -29,6 +30,7 @@ from fullshard.errors import (
     UnsupportedError,
 )
 from fullshard.tools.report import metrics_of
+from fullshard.watch.uncaught import explain_recomputation, explain_sharded_use
 from tests.api import Api
 from tests.errors.models import (
     LATE,
@@ -167,17 +169,17 @@ def test_a_weight_used_outside_its_forward_is_named_with_the_remedy(api: Api) ->
 
 
 @pytest.mark.parametrize("face", ["fully_shard", "orig"])
-@pytest.mark.xfail(
-    strict=True,
-    reason="the shard that modules show is a plain DTensor or nn.Parameter, of which torch says that "
-    "operands are mixed, or have the wrong shape",
-)
 @on_ranks(2)
-def test_a_sharded_weight_used_outside_its_forward_is_named_too(api: Api, face: str) -> None:
+def test_a_module_of_a_sharded_weight_is_named_below_pytorchs_error(api: Api, face: str) -> None:
     model = shard(api, face, Net())
     step(model)
-    with pytest.raises(StateError, match=r"embed\.weight"):
+    with pytest.raises(RuntimeError) as caught:
         inside(model).embed(TOKENS)
+    said = explain_sharded_use(caught.value)
+    assert said is not None
+    assert said.startswith("fullshard: embed.weight: sharded at that moment")
+    assert "Embedding.forward ran, and not the forward of the sharded module" in said
+    assert "fullshard.gathered(weight)" in said
 
 
 @faces
@@ -193,13 +195,24 @@ def test_gathered_gives_the_weight_outside_its_forward(api: Api, face: str) -> N
 
 
 @pytest.mark.parametrize("face", ["fully_shard", "orig"])
-@pytest.mark.xfail(strict=True, reason="as row 5: PyTorch's own error, which names no parameter")
 @on_ranks(2)
-def test_a_module_run_without_its_unit_is_named(api: Api, face: str) -> None:
+def test_a_module_run_without_its_unit_is_named_below_pytorchs_error(api: Api, face: str) -> None:
     model = shard(api, face, Net())
     step(model)
-    with pytest.raises(StateError, match=r"blocks\.0\.layer"):
+    with pytest.raises(RuntimeError) as caught:
         inside(inside(model).blocks[0]).layer(torch.ones(2, 8))
+    said = explain_sharded_use(caught.value)
+    assert said is not None
+    assert said.startswith("fullshard: blocks.0.layer.weight, blocks.0.layer.bias: sharded at")
+    assert "Linear.forward ran" in said
+    assert "register_fsdp_forward_method" in said
+    # Other errors are no matter of sharding: of a whole module, and of a backward.
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.full((2, 3), 99.0))
+    assert explain_sharded_use(caught.value) is None
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(1).backward()
+    assert explain_sharded_use(caught.value) is None
 
 
 @on_ranks(2)
@@ -365,6 +378,34 @@ def test_recomputation_inside_or_outside_a_unit_sees_the_same_parameters(
         model = api.FullyShardedDataParallel(model, use_orig_params=face == "orig")
     for _ in range(2):
         step(model)
+
+
+class Counting(Block):
+    """Computes something else in its second run."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both, to a part only the second time."""
+        self.runs += 1
+        return super().forward(x if self.runs == 1 else x[:1])
+
+
+@faces
+@on_ranks(2)
+def test_a_module_that_recomputes_something_else_is_named_below_pytorchs_error(
+    api: Api, face: str
+) -> None:
+    model = Net()
+    model.blocks[1] = Recomputed(Counting())
+    model = shard(api, face, model)
+    with pytest.raises(RecomputationError, match="different metadata") as caught:
+        step(model)
+    said = explain_recomputation(caught.value)
+    assert said is not None
+    assert said.startswith("fullshard: recomputed was blocks.1.module (F")  # a class of ours
+    assert "its parameters were whole then, as in forward" in said
+    assert "set_checkpoint_debug_enabled(True)" in said
 
 
 # 13  reduce-scatter expects uniform gradient dtype

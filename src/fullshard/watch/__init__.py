@@ -1,8 +1,25 @@
 """Descriptions, memory reports and traces: code that only reads the engine.
 
-It is told of each model that runs, for the table that is written when memory is lacking.
+It is told of each model that runs, for what is said when memory is lacking or an exception ends the program.
 """
 
-from fullshard.watch.out_of_memory import watch_roots
+from fullshard.engine.module_state import ModuleState
+from fullshard.engine.observer import on_root
+from fullshard.watch.out_of_memory import explain_lack, observe_allocator
+from fullshard.watch.uncaught import (
+    explain_recomputation,
+    explain_sharded_use,
+    explainers,
+    follow_exceptions,
+    roots,
+)
 
-watch_roots()
+
+def _watch_root(root: ModuleState) -> None:
+    roots.add(root)
+    observe_allocator(root)
+    follow_exceptions()
+
+
+on_root.append(_watch_root)
+explainers.extend((explain_lack, explain_sharded_use, explain_recomputation))

@@ -8,31 +8,26 @@ raise, or allocate on the device.
 """
 
 import contextlib
-import functools
 import logging
-import sys
 import time
-import types
-import weakref
 from collections.abc import Iterator
 
 import torch
 
 from fullshard.engine.checks.strays import stepped_optimizers
 from fullshard.engine.module_state import ModuleState
-from fullshard.engine.observer import on_root
 from fullshard.engine.restoring import is_lack
 from fullshard.engine.runtime import Runtime
 from fullshard.host import resident_nbytes
 from fullshard.torch_private import attach_out_of_memory_observer
 from fullshard.watch.describe import format_nbytes
 from fullshard.watch.memory import MemoryCategory, MemoryReport, memory_report
+from fullshard.watch.uncaught import roots
 
 logger = logging.getLogger("fullshard")
 
 _PAUSE_S = 10.0  # between tables: libraries try again, with less memory
 
-_roots: "weakref.WeakSet[ModuleState]" = weakref.WeakSet()
 _observed: set[str] = set()  # types of devices whose allocator tells us
 _last_s = [-_PAUSE_S]  # when the last table was written
 
@@ -53,14 +48,8 @@ _ADVICE = {
 }
 
 
-def watch_roots() -> None:
-    """Let every model that becomes a root be in these tables."""
-    on_root.append(_know)
-
-
-def _know(root: ModuleState) -> None:
-    _follow_exceptions()
-    _roots.add(root)
+def observe_allocator(root: ModuleState) -> None:
+    """Have the allocator of a root's device tell us, if it can. Once for each type of device."""
     kind = root.all_units[0].device.type
     if kind == "cuda" and kind not in _observed and attach_out_of_memory_observer is not None:
         with contextlib.suppress(RuntimeError):  # cudaMallocAsync has no observers
@@ -73,35 +62,28 @@ def _observe(device: int, asked: int, total: int, free: int) -> None:
     with contextlib.suppress(Exception):
         where = torch.device("cuda", device)
         have = f"{format_nbytes(asked)} were asked for, and {format_nbytes(free)} of {format_nbytes(total)} are free"
-        _write(where, have, used=total - free, asked=asked)
+        if text := _tables(where, have, used=total - free, asked=asked):
+            logger.error("%s", text)
 
 
-@functools.cache
-def _follow_exceptions() -> None:
-    """Write the table when an exception for lack of memory ends the program. Once in a process."""
-    before = sys.excepthook
-
-    def end(
-        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-    ) -> None:
-        with contextlib.suppress(Exception):
-            if is_lack(error) and not (_observed and isinstance(error, torch.OutOfMemoryError)):
-                device = next(iter(_roots)).all_units[0].device
-                _write(device, str(error).splitlines()[0] if str(error) else kind.__name__)
-        before(kind, error, trace)
-
-    sys.excepthook = end
+def explain_lack(error: BaseException) -> str | None:
+    """Return the table for an exception for lack of memory that ends the program."""
+    if not is_lack(error) or (_observed and isinstance(error, torch.OutOfMemoryError)):
+        return None
+    device = next(iter(roots)).all_units[0].device
+    return _tables(device, str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
-def _write(device: torch.device, what: str, *, used: int = 0, asked: int = 0) -> None:
-    """Write a table per model. used: bytes of the device, by whatever process."""
+def _tables(device: torch.device, what: str, *, used: int = 0, asked: int = 0) -> str:
+    """Return a table per model. used: bytes of the device, by whatever process. "" soon after others."""
     now = time.monotonic()
     if now - _last_s[0] < _PAUSE_S:
-        return
+        return ""
     _last_s[0] = now
+    lines = []
     for report in _reports():
         sizes = {each: report.total(each, device=str(device)) for each in MemoryCategory}
-        lines = [f"Out of memory on {device}, rank {report.rank}: {what}.", str(report), ""]
+        lines += [f"Out of memory on {device}, rank {report.rank}: {what}.", str(report), ""]
         if device.type == "cpu":
             resident = resident_nbytes() or 0
             lines.append(f"This process occupies {format_nbytes(resident)} of host memory.")
@@ -110,7 +92,7 @@ def _write(device: torch.device, what: str, *, used: int = 0, asked: int = 0) ->
             lines += _cache(Runtime.of(device), used, asked)
         largest = max(sizes, key=lambda each: sizes[each])
         lines.append(f"Most of it is {largest.value}: {_ADVICE[largest]}.")
-        logger.error("\n".join(lines))
+    return "\n".join(lines)
 
 
 def _cache(runtime: Runtime, used: int, asked: int) -> list[str]:
@@ -131,6 +113,6 @@ def _cache(runtime: Runtime, used: int, asked: int) -> list[str]:
 
 
 def _reports() -> Iterator[MemoryReport]:
-    for root in list(_roots):
+    for root in list(roots):
         for module in root.modules:
             yield memory_report(module, stepped_optimizers())
