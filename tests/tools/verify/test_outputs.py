@@ -22,7 +22,8 @@ class _Constant(nn.Module):
 
 
 def _seen(model: nn.Module, *inputs: torch.Tensor) -> list[Seen]:
-    recorder = OutputRecorder(model, CPU)
+    recorder = OutputRecorder(CPU)
+    recorder.hook(model)
     model(*inputs)
     with recorder.recording() as seen:
         model(*inputs)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.tools.progress import Reporter
+from fullshard.tools.verify.gathering import ties_of
 from fullshard.tools.verify.measures import fingerprint, fingerprints
 from fullshard.tools.verify.program import Program
 from fullshard.tools.verify.record import Diary
@@ -23,7 +24,9 @@ def run_alone(program: Program, diary: Diary, report: Reporter) -> None:
     trainee = Trainee(program, diary, torch.device(options.device))
     model = trainee.subject.model
     own = diary.run.own
-    diary.note(initial=own, buffers=fingerprints(model.named_buffers()), ties=_ties(model))
+    diary.note(
+        initial=own, buffers=fingerprints(model.named_buffers()), ties=ties_of(_parameters(model))
+    )
     optimizer = make_optimizer(model, options.lr)
     buffers = [_copied(model)] * options.ranks
     for step in range(options.steps):
@@ -59,13 +62,6 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in _parameters(model).items():
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(tied) for tied in names.values() if len(tied) > 1)
 
 
 def _copied(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,10 +1,10 @@
 """Records what each module of a model returns while it computes, by forward hooks.
 
-The hooks are set before the model is sharded: paths are those of the plain model then, on both sides.
+Paths are those of the plain model on both sides.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,43 +28,73 @@ class Seen(NamedTuple):
 
 
 class OutputRecorder:
-    """Hooks on every module of a model; it records inside `recording` alone."""
+    """Notes what modules return while it is on, in the order in which they end.
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.paths = {id(module): path for path, module in model.named_modules()}
-        self._kinds = {id(module): type(module).__name__ for module in model.modules()}
+    paths: of the modules that it knows, by their ids. All others are passed over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.paths: dict[int, str] = {}
+        self.is_on = False
+        self._kinds: dict[int, str] = {}
         self._device = device
-        self._seen: list[Seen] | None = None
+        self._seen: list[Seen] = []
         self._calls: dict[str, int] = {}
-        self._states: list[list[torch.Tensor]] = []
+        self._begun: list[tuple[nn.Module, list[torch.Tensor]]] = []
+
+    def know(self, paths: Mapping[nn.Module, str]) -> None:
+        """Record modules from now on, under these paths."""
+        for module, path in paths.items():
+            self.paths[id(module)] = path
+            self._kinds[id(module)] = type(module).__name__
+
+    def hook(self, model: nn.Module) -> None:
+        """Know a model's modules, and set hooks on each."""
+        self.know({module: path for path, module in model.named_modules()})
         for module in model.modules():
-            module.register_forward_pre_hook(self._before)
-            module.register_forward_hook(self._after)
+            module.register_forward_pre_hook(self.before)
+            module.register_forward_hook(self.after)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Seen]]:
-        """Record what modules return, in the order in which they end."""
-        self._seen, self._calls, self._states = [], {}, []
+        """Record in the block alone, as a step of its own; the list is whole when it ends."""
+        self.begin_step()
+        self.is_on, seen = True, list[Seen]()
         try:
-            yield self._seen
+            yield seen
         finally:
-            self._seen = None
+            self.is_on = False
+            seen += self.take()
 
-    def _before(self, module: nn.Module, _: Any) -> None:
-        if self._seen is not None:
-            self._states.append(self._random_state())
+    def begin_step(self) -> None:
+        """Forget what was recorded, and count calls from 0."""
+        self._seen, self._calls, self._begun = [], {}, []
 
-    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
-        if self._seen is None:
+    def take(self) -> list[Seen]:
+        """Return what was recorded since the last call."""
+        seen, self._seen = self._seen, []
+        return seen
+
+    def before(self, module: nn.Module, _: Any) -> None:
+        """Take part in a module's forward before it; a forward pre-hook."""
+        if self.is_on and id(module) in self.paths:
+            self._begun.append((module, self._random_state()))
+
+    def after(self, module: nn.Module, _: Any, output: Any) -> None:
+        """Take part in a module's forward after it; a forward hook."""
+        if not self.is_on or not any(each is module for each, _ in self._begun):
             return
-        before, now = self._states.pop(), self._random_state()
+        while True:  # a forward that has raised is still there
+            begun, before = self._begun.pop()
+            if begun is module:
+                break
         path = self.paths[id(module)]
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
         tensors = [_local(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
         if not tensors:
             return
-        has_drawn = not all(map(torch.equal, before, now))
+        has_drawn = not all(map(torch.equal, before, self._random_state()))
         is_random = has_drawn or any(isinstance(v, torch.Generator) for v in vars(module).values())
         self._seen.append(
             Seen(

@@ -13,12 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
-from fullshard.errors import StateError
-from fullshard.plan.units import clean_name, without_compile
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Place, die_with_launcher
 from fullshard.tools.progress import Reporter, Reporting
-from fullshard.tools.verify.facts import Unit
+from fullshard.tools.verify.gathering import (
+    buffers_of,
+    ties_of,
+    units_of,
+    whole_gradients,
+    whole_parameters,
+)
 from fullshard.tools.verify.measures import fingerprints
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.program import Program, load_program
@@ -35,7 +39,7 @@ def run_rank(options: VerifyOptions, place: Place, folder: Path, *, threads: int
     diary = Diary(rank_folder(folder, place.rank))
     with (
         Reporting(rank=place.rank) as report,
-        Supervised(diary, options.timeout_s, on_stuck=lambda: _leave(Exit.OK)),
+        Supervised(diary, options.timeout_s, on_stuck=lambda: leave(Exit.OK)),
     ):
         device = _join(options, place)
         fullshard.set_default_comm(options.comm)
@@ -49,7 +53,7 @@ def run_rank(options: VerifyOptions, place: Place, folder: Path, *, threads: int
             dist.destroy_process_group()
             return Exit.OK
     # Not by way of destroy_process_group, which may wait for ranks that will not come.
-    return _leave(Exit.OK)
+    return leave(Exit.OK)
 
 
 def train_sharded(program: Program, diary: Diary, device: torch.device, report: Reporter) -> None:
@@ -66,12 +70,12 @@ def train_sharded(program: Program, diary: Diary, device: torch.device, report: 
         loss, part, tensors = trainee.forward(model, step, rank)
         diary.note_part(part)
         trainee.backward(loss)
-        tensors |= keyed(f"buffer/{rank}", _buffers(model))
+        tensors |= keyed(f"buffer/{rank}", buffers_of(model))
         diary.phase = "gathering gradients"
-        tensors |= keyed("gradient", _whole_gradients(model, names))
+        tensors |= keyed("gradient", whole_gradients(model, names))
         trainee.update(optimizer)
         diary.phase = "gathering parameters"
-        tensors |= keyed("parameter", _whole(model, names))
+        tensors |= keyed("parameter", whole_parameters(model, names))
         trainee.end_step(step, tensors)
         report.step(step + 1, {"loss": f"{part.loss:.4f}"})
 
@@ -79,15 +83,12 @@ def train_sharded(program: Program, diary: Diary, device: torch.device, report: 
 def _note_start(model: nn.Module, diary: Diary, names: Sequence[str]) -> None:
     """Write down what there is before the first step."""
     diary.phase = "gathering parameters"
-    whole = _whole(model, names)
-    by_tensor: dict[int, list[str]] = {}
-    for name, tensor in whole.items():
-        by_tensor.setdefault(id(tensor), []).append(name)
+    whole = whole_parameters(model, names)
     diary.note(
         initial=fingerprints(whole.items()),
-        buffers=fingerprints(_buffers(model).items()),
-        ties=tuple(tuple(tied) for tied in by_tensor.values() if len(tied) > 1),
-        units=_units(model),
+        buffers=fingerprints(buffers_of(model).items()),
+        ties=ties_of(whole),
+        units=units_of(model),
     )
 
 
@@ -102,48 +103,8 @@ def _join(options: VerifyOptions, place: Place) -> torch.device:
     return device
 
 
-def _whole(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return whole parameters by name; on rank 0 alone. Collective."""
-    state = fullshard.iter_full_state(model, to_rank=0, offload=True)
-    return {name: tensor for name, tensor in state if name in names}
-
-
-@torch.no_grad()
-def _whole_gradients(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return whole gradients by name; on rank 0 alone. Collective.
-
-    Parameters take the values of their gradients, are gathered, and get their own back, bit by bit. So
-    gradients of every API and layout are gathered in one way, which does not depend on what is verified.
-    Rejected: what the optimizer's step has changed, over its learning rate: most of its digits are lost.
-    """
-    parameters = list(model.parameters())
-    kept = [parameter.detach().clone() for parameter in parameters]
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.zero_()
-        else:
-            parameter.copy_(parameter.grad)
-    gradients = _whole(model, names)
-    for parameter, value in zip(parameters, kept, strict=True):
-        parameter.copy_(value)
-    return gradients
-
-
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {without_compile(clean_name(name)): each for name, each in model.named_buffers()}
-
-
-def _units(model: nn.Module) -> tuple[Unit, ...]:
-    """Return the units of a model; none if nothing is sharded."""
-    with contextlib.suppress(StateError):
-        return tuple(
-            Unit(u.name, (*u.direct, *u.packed, *u.flat, *u.extended), u.divide_factor)
-            for u in fullshard.describe(model).units
-        )
-    return ()
-
-
-def _leave(code: Exit) -> Exit:
+def leave(code: Exit) -> Exit:
+    """End this process at once, without what is registered to run at its exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

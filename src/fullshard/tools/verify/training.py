@@ -20,7 +20,8 @@ class Trainee:
         self.program, self.diary, self.device = program, diary, device
         self.meter = Meter(device)
         self.subject = program.make(device)
-        self.recorder = OutputRecorder(self.subject.model, device)
+        self.recorder = OutputRecorder(device)
+        self.recorder.hook(self.subject.model)  # before it is sharded: paths are of the plain model
         diary.paths = self.recorder.paths
         diary.note(own=fingerprints(self.subject.model.named_parameters(remove_duplicate=False)))
 
@@ -80,3 +81,9 @@ def output_key(rank: int, path: str, call: int) -> str:
 def keyed(kind: str, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors by key: kind "buffer/1" and name "norm.mean" give "buffer/1/norm.mean"."""
     return {f"{kind}/{name}": tensor for name, tensor in named.items()}
+
+
+def keyless(kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a kind by name: the way back from `keyed`."""
+    own = f"{kind}/"
+    return {key.removeprefix(own): each for key, each in tensors.items() if key.startswith(own)}
