@@ -99,6 +99,10 @@ SEEN = {
         "fullshard doctor --json": [r'^{"verdict": "'],
     },
     "docs/verify.md": {
+        "fullshard verify train.py -- --lr 1e-3": [
+            r"^note +seeds +all ranks",
+            r"^ok +gradients +all ranks +equal",
+        ],
         "net.py": [r"TransformerEncoderLayer"],
         "fullshard verify net:build --batch net:batch": [
             r"^ok +gradients +all ranks +equal",

@@ -6,6 +6,7 @@ and `--help` has no use for it.
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
 fullshard doctor                    examine this machine, and what ranks can do together
+fullshard verify train.py           compare a script's steps, sharded and not sharded
 fullshard verify M:F                compare a sharded model with one process
 fullshard replay DIR M:F             run a recorded step again, and compare every bit
 fullshard migrate-report M:F        say what an FSDP1 model would be with fully_shard
@@ -108,7 +109,9 @@ Exit codes: 0 nothing worse than a warning, 1 a problem was found, 2 unusable op
 """
 
 _VERIFY_EXAMPLES = """
-Examples, with functions in my_package/train.py:
+Examples, with a training script, and with functions in my_package/train.py:
+
+    fullshard verify train.py -- --lr 1e-3 --out runs/{side}
 
     fullshard verify my_package.train:build                   build() returns (model, batch)
 
@@ -118,7 +121,9 @@ Examples, with functions in my_package/train.py:
 
     fullshard verify my_package.train:build --api fsdp1 --dtype fp64 --json
 
-The one process computes the loss of each rank's part in turn and divides it by the number of ranks; both sides begin with the same values and seeds, and train with SGD. Without --shard, the children of every ModuleList (and of a Sequential with several of one class) become units, and the rest one more.
+A script is run as it is, twice: sharded, and with every call that shards leaving the model whole and gradients averaged plainly. Each run ends after --steps steps of an optimizer. {side} in its arguments becomes "sharded", then "whole".
+
+Of a model, the one process computes the loss of each rank's part in turn and divides it by the number of ranks; both sides begin with the same values and seeds, and train with SGD. Without --shard, the children of every ModuleList (and of a Sequential with several of one class) become units, and the rest one more.
 
 Exit codes: 0 equal within the tolerance, 1 differs or failed, 2 unusable options or missing packages, 3 a rank died.
 """
@@ -326,10 +331,15 @@ def verify(
     model: Annotated[
         str,
         typer.Argument(
-            help="A function without arguments that returns a plain model, or (model, batch).",
-            metavar="MODULE:FUNCTION",
+            help="Your training script; or a function without arguments that returns a plain model, or (model, "
+            "batch).",
+            metavar="SCRIPT|MODULE:FUNCTION",
         ),
     ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="What the script is given.", metavar="[-- ARGUMENTS]"),
+    ] = None,
     batch: Annotated[
         str,
         _import_path(
@@ -372,11 +382,18 @@ def verify(
         float | None,
         _option("Of the largest value of its kind. Default: fp32 1e-5.", panel="Comparing"),
     ] = None,
+    divide_factor: Annotated[
+        float | None,
+        _option(
+            "What your script divides summed gradients by on purpose. Default: the number of ranks.",
+            panel="Comparing",
+        ),
+    ] = None,
     timeout_s: Annotated[
         float,
         typer.Option(
             "--timeout",
-            help="Seconds for the one process, and again for the ranks.",
+            help="Seconds for the one process, and again for the ranks; for each run of a script.",
             rich_help_panel="Comparing",
         ),
     ] = 300.0,
@@ -385,16 +402,21 @@ def verify(
         typer.Option(help="Folder for the records.", rich_help_panel="Results", metavar="DIR"),
     ] = None,
     as_json: Annotated[bool, _flag("--json", "Print one JSON object.", panel="Results")] = False,
+    is_whole: Annotated[bool, typer.Option("--whole", hidden=True)] = False,
 ) -> None:
-    """Train a model for some steps in one process and on ranks, and say where they differ.
+    """Train for some steps sharded and not sharded, and say where they differ.
 
     Losses, outputs of every module, gradients, parameters, buffers, memory and time; the first module
     that differs; causes that it knows, with what to do.
     """
     from fullshard.tools import commands
 
-    given = {k: v for k, v in context.params.items() if k not in ("keep", "as_json")}
-    code = commands.verify(given, os.environ, sys.argv[2:], keep=keep, as_json=as_json)
+    others = ("keep", "as_json", "is_whole")
+    given = {k: v for k, v in context.params.items() if k not in others}
+    given["arguments"] = tuple(arguments or ())
+    code = commands.verify(
+        given, os.environ, sys.argv[2:], keep=keep, is_whole=is_whole, as_json=as_json
+    )
     raise typer.Exit(code)
 
 

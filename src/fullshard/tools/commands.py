@@ -183,11 +183,13 @@ def verify(
     words: Sequence[str],
     *,
     keep: Path | None,
+    is_whole: bool,
     as_json: bool,
 ) -> Exit:
-    """Compare a sharded model with one process, or be one of the ranks that this has started.
+    """Compare a sharded model or script with a whole one, or be one of the ranks that this has started.
 
     given: fields of `VerifyOptions`. keep: a folder for the records; the ranks are always given one.
+    is_whole: of a rank that runs a script, whether nothing is to be sharded.
     """
     from fullshard.tools.verify.options import VerifyOptions
 
@@ -200,10 +202,15 @@ def verify(
         threads = _threads_for(options.ranks, environment)
         if place is not None and keep is not None:
             from fullshard.tools.verify.rank import run_rank  # the engine, as above
+            from fullshard.tools.verify.script.rank import run_script_rank
 
+            if options.script:
+                return run_script_rank(options, place, keep, is_whole=is_whole, threads=threads)
             return run_rank(options, place, keep, threads=threads)
-        from fullshard.tools.verify.running import verify as verify_all
+        from fullshard.tools.verify.running import verify as verify_model
+        from fullshard.tools.verify.script.running import verify_script
 
+        verify_all = verify_script if options.script else verify_model
         return verify_all(options, words, keep, threads=threads, as_json=as_json)
     except OptionError as error:
         return _refuse(error, quiet=place is not None and place.rank != 0, command="verify")

@@ -35,6 +35,20 @@ def _verify(*options: str, model: str = "build", batch: str = "batch") -> Result
     return Result(done.returncode, done.stdout, done.stderr)
 
 
+def _verify_script(name: str, *words: str) -> Result:
+    """Run it with a script of `scripts/`, from another folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fullshard", "verify", f"scripts/{name}.py", *words],
+        cwd=Path(__file__).parent,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
 def _refused(*words: str) -> str:
     """Run it in this process, without ranks; what it says on standard error."""
     result = CliRunner().invoke(app, ["verify", *words])
@@ -85,6 +99,39 @@ def test_names_of_torch_s_fsdp_are_fullshard_s_and_everything_is_one_json_object
     }
     assert [unit["name"] for unit in found["ranks"]["0"]["units"]] == ["", "blocks.0", "blocks.1"]
     assert found["options"]["shard"] == shard
+
+
+def test_a_script_by_torch_s_names_runs_twice_and_is_equal() -> None:
+    result = _verify_script(
+        "by_torch_names", "--steps", "2", "--json", "--", "--width", "16", "--out", "runs/{side}"
+    )
+    assert result.code == Exit.OK, result.err
+    found = json.loads(result.out)
+    assert found["verdict"] == "ok"
+    assert {each["id"] for each in found["findings"]} == {
+        *("losses", "outputs", "gradients", "final-gradients", "parameters")
+    }
+    assert len(found["losses"]) == 4
+    assert found["options"]["script"] == "scripts/by_torch_names.py"
+    for side in ("sharded", "whole"):  # the last step is ended before it prints
+        assert result.err.count(f"a step, for runs/{side} by scripts/by_torch_names.py") == 2
+        assert f"2 ranks: 2 steps of scripts/by_torch_names.py, {side}" in result.err
+
+
+def test_a_script_that_shards_nothing_is_said_to() -> None:
+    result = _verify_script("train", "--", "--fault", "nothing", "--steps", "2")
+    assert result.code == Exit.FAILED
+    said = " ".join(result.out.split())
+    assert "the script has sharded nothing" in said
+    assert "fullshard verify SCRIPT -- ARGUMENTS" in said
+    assert ", whole" not in result.err
+
+
+@pytest.mark.long
+def test_a_rank_of_a_script_that_dies_is_named() -> None:
+    result = _verify_script("train", "--", "--fault", "dies")
+    assert result.code == Exit.RANK_LOST
+    assert re.search(r"rank-died +rank 1 ", result.out)
 
 
 def test_a_rank_that_is_killed_is_named() -> None:
@@ -153,6 +200,10 @@ def test_a_factory_that_raises_is_reported_without_ranks() -> None:
         ([f"{HERE}:build", "--steps", "0"], "--steps 0: give a number of at least 1"),
         ([f"{HERE}:build", "--comm", "mpi"], "--comm mpi: choose from auto, process_group"),
         ([f"{HERE}:build", "--keep", "src"], "--keep src: is not an empty folder"),
+        (["no_such.py"], "no_such.py: there is no such file"),
+        ([f"{HERE}:build", "--", "--lr", "1"], "--lr 1: for a script, and"),
+        ([__file__, "--lr", "0.1", "--eval"], "--lr, --eval: for MODULE:FUNCTION."),
+        ([__file__, "--divide-factor", "0"], "--divide-factor 0: give a positive number"),
     ],
 )
 def test_what_cannot_be_used_is_refused(words: list[str], said: str) -> None:

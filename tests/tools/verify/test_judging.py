@@ -20,10 +20,12 @@ from fullshard.tools.verify.comparing import (
     Loss,
     differences_of,
     first_module,
+    note_unsteady,
 )
-from fullshard.tools.verify.facts import Failure, Output, Part, Run, Unit, run_from
-from fullshard.tools.verify.judging import as_dict, judge, verdict_of
+from fullshard.tools.verify.facts import Failure, Output, Part, Run, Unit, merged, run_from
+from fullshard.tools.verify.judging import judge, verdict_of
 from fullshard.tools.verify.options import Tolerance, VerifyOptions
+from fullshard.tools.verify.printing import as_dict
 
 OPTIONS = VerifyOptions("train:build")
 FIRST = {"a.weight": "1", "a.bias": "2", "b.weight": "3"}
@@ -371,3 +373,34 @@ def test_the_least_precise_dtype_decides_the_tolerance() -> None:
     assert OPTIONS.tolerance({"torch.float32", "torch.bfloat16"}).rtol > 1e-2
     asked = dataclasses.replace(OPTIONS, rtol=0.0, atol=0.5)
     assert asked.tolerance({"torch.float32"}) == (0.0, 0.5)
+
+
+def test_elements_whose_gradient_is_rounding_may_be_moved_anywhere() -> None:
+    gradient = torch.tensor([1.0, 1e-9])
+    expected = {"gradient/a": gradient, "parameter/a": torch.tensor([1.0, 2.0])}
+    given = {"gradient/a": torch.tensor([1.0, -1e-9]), "parameter/a": torch.tensor([1.0, 2.5])}
+    unsteady: dict[str, torch.Tensor] = {}
+    note_unsteady(unsteady, expected, given)
+    assert unsteady["a"].tolist() == [False, True]
+    assert not [d for d in differences_of(0, expected, given, TOLERANCE, unsteady) if d.exceeds]
+    given["parameter/a"][0] = 1.5
+    assert [
+        d.kind for d in differences_of(0, expected, given, TOLERANCE, unsteady) if d.exceeds
+    ] == ["parameter"]
+    given = {
+        **expected,
+        "parameter/a": torch.tensor([1.0, 2.5]),
+    }  # gradients are equal in every bit
+    unsteady = {}
+    note_unsteady(unsteady, expected, given)
+    assert [
+        d.kind for d in differences_of(1, expected, given, TOLERANCE, unsteady) if d.exceeds
+    ] == ["parameter"]
+
+
+def test_ranks_of_one_side_are_one_run() -> None:
+    follows = Failure("forward", 0, "PeerLostError", "rank 1 is gone")
+    runs = [_run(0, failure=follows, warnings=("a",)), _run(1, failure=_failure(), warnings=("a",))]
+    both = merged(runs)
+    assert [part.rank for part in both.parts] == [0, 1]
+    assert (both.failure, both.warnings) == (_failure(), ("a",))

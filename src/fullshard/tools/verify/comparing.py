@@ -6,6 +6,7 @@ largest value of its kind in that step: a gradient that is zero but for rounding
 
 import dataclasses
 import math
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,13 +14,21 @@ import torch
 
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Ending
-from fullshard.tools.verify.facts import Output, Part, Run
+from fullshard.tools.verify.facts import Failure, Output, Part, Run, merged
 from fullshard.tools.verify.options import Tolerance, VerifyOptions
-from fullshard.tools.verify.record import alone_folder, rank_folder, read_run, read_step
+from fullshard.tools.verify.record import (
+    alone_folder,
+    rank_folder,
+    read_run,
+    read_step,
+    whole_folder,
+)
 from fullshard.tools.verify.training import output_key
 
 WELL = Ending(Exit.OK)
-KINDS = ("output", "gradient", "parameter", "buffer")
+RANK_DIED = "RankDied"  # instead of an exception's class
+_UNSTEADY = 0.01  # a gradient that differs by more than this part of itself is rounding
+KINDS = ("output", "gradient", "final-gradient", "parameter", "buffer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,20 +87,22 @@ class FirstModule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of a rank's part, in the one process and on the rank."""
+    """The loss of a rank's part, in the one process and on the rank. backward: which of the step's."""
 
     step: int
     rank: int
     alone: float
     sharded: float
     differs: bool
+    backward: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
     """Everything that is known when the report is written.
 
-    alone, ranks: what each process recorded; a rank that is not there has died.
+    alone, ranks: what each process recorded; a rank that is not there has died. Of a script, alone is what
+        its ranks recorded together where nothing is sharded.
     worst: the largest difference of each kind in each step, whether it is allowed or not.
     differing: every difference that is not allowed.
     ending: how the ranks ended, as the launcher says.
@@ -109,30 +120,48 @@ class Comparison:
     seconds: float = 0.0
 
     @property
+    def reference(self) -> str:
+        """What the ranks are compared with."""
+        return "whole model" if self.options.script else "one process"
+
+    @property
     def died(self) -> list[int]:
         """The ranks that ended without a record by themselves: the first, where others were ended with it."""
-        if self.alone.failure is not None:
+        if self.alone.failure is not None and not self.options.script:
             return []
         missing = [rank for rank in range(self.options.ranks) if rank not in self.ranks]
         return [rank for rank in missing if rank == self.ending.rank] or missing
 
 
-def compare(options: VerifyOptions, folder: Path, *, ending: Ending = WELL) -> Comparison:
+def compare(
+    options: VerifyOptions, folder: Path, *, ending: Ending = WELL, ending_of_whole: Ending = WELL
+) -> Comparison:
     """Read what both sides have written, and compare it step by step."""
-    alone = read_run(alone_folder(folder))
-    assert alone is not None
     found = {rank: read_run(rank_folder(folder, rank)) for rank in range(options.ranks)}
     ranks = {rank: run for rank, run in found.items() if run is not None}
+    folders = [alone_folder(folder)]
+    if options.script:
+        folders = [whole_folder(folder, rank) for rank in range(options.ranks)]
+    wholes = [read_run(each) for each in folders]
+    alone = merged([run for run in wholes if run is not None])
+    if options.script:
+        alone = _with_death(alone, wholes, ending_of_whole)
+        ranks = {r: dataclasses.replace(run, own=_own(wholes[r])) for r, run in ranks.items()}
     outputs = [o for run in (alone, *ranks.values()) for part in run.parts for o in part.outputs]
     tolerance = options.tolerance({output.dtype for output in outputs})
     worst: list[Difference] = []
     differing: list[Difference] = []
+    unsteady: dict[str, torch.Tensor] = {}
     for step in range(options.steps):
-        expected = read_step(alone_folder(folder), step)
+        expected: dict[str, torch.Tensor] = {}
+        for each in folders:
+            expected |= read_step(each, step)
         given: dict[str, torch.Tensor] = {}
         for rank in ranks:
             given |= read_step(rank_folder(folder, rank), step)
-        differences = list(differences_of(step, expected, given, tolerance))
+        if options.script:
+            note_unsteady(unsteady, expected, given)
+        differences = list(differences_of(step, expected, given, tolerance, unsteady))
         differing += [each for each in differences if each.exceeds]
         worst += _worst_of_kinds(differences)
     return Comparison(
@@ -148,13 +177,48 @@ def compare(options: VerifyOptions, folder: Path, *, ending: Ending = WELL) -> C
     )
 
 
+def _with_death(alone: Run, wholes: Sequence[Run | None], ending: Ending) -> Run:
+    """Say that a rank of the whole side has died, if none says anything else."""
+    if None not in wholes or not any(wholes) or alone.failure is not None:
+        return alone
+    text = ending.message or "a rank ended by itself, without an exception"
+    return dataclasses.replace(alone, failure=Failure("the script", None, RANK_DIED, text))
+
+
+def _own(run: Run | None) -> Mapping[str, str]:
+    return {} if run is None else run.own
+
+
+def note_unsteady(
+    unsteady: dict[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+) -> None:
+    """Note elements whose gradient is rounding: an adaptive optimizer moves them in full, in any direction.
+
+    Such are those of a bias before a softmax, whose gradient is zero but for rounding. From then on, the
+    parameter's other elements are compared.
+    """
+    for key, theirs in expected.items():
+        kind, _, name = key.partition("/")
+        ours = given.get(key)
+        if kind == "gradient" and ours is not None and ours.shape == theirs.shape:
+            is_rounding = (ours - theirs).abs() > _UNSTEADY * theirs.abs()
+            unsteady[name] = is_rounding | unsteady.get(name, is_rounding)
+
+
 def differences_of(
     step: int,
     expected: Mapping[str, torch.Tensor],
     given: Mapping[str, torch.Tensor],
     tolerance: Tolerance,
+    unsteady: Mapping[str, torch.Tensor] = types.MappingProxyType({}),
 ) -> Iterator[Difference]:
-    """Compare tensors that have one key on both sides."""
+    """Compare tensors that have one key on both sides.
+
+    unsteady: by name, which elements of a parameter are left out, if its gradients are equal.
+    """
+    unequal = set()
     scales = {key: _largest(expected[key]) for key in given if key in expected}
     largest = {
         kind: max((s for key, s in scales.items() if _kind(key) == kind), default=0.0)
@@ -173,8 +237,14 @@ def differences_of(
             continue
         ours, theirs = ours.double(), theirs.double()
         ratio, residual = _scaling(ours, theirs) if kind == "gradient" else (None, None)
-        worst = _largest_difference(ours, theirs)
-        yield Difference(kind, step, rank, name, worst, scale, limit, ratio, residual)
+        if kind == "parameter" and name in unsteady and name not in unequal:
+            theirs = torch.where(unsteady[name], ours, theirs)
+        found = Difference(
+            kind, step, rank, name, _largest_difference(ours, theirs), scale, limit, ratio, residual
+        )
+        if kind == "gradient" and found.exceeds:
+            unequal.add(name)
+        yield found
 
 
 def first_module(
@@ -182,12 +252,10 @@ def first_module(
 ) -> FirstModule | None:
     """Return the first module that differs: of the first step, and of the first rank that has one."""
     outside = {(d.step, d.rank, d.name): d for d in differing if d.kind == "output"}
-    expected = {(part.step, part.rank): part for part in alone.parts}
-    parts = sorted(
-        (part for run in ranks.values() for part in run.parts), key=lambda p: (p.step, p.rank)
-    )
+    expected = {part.place: part for part in alone.parts}
+    parts = sorted((p for run in ranks.values() for p in run.parts), key=lambda p: p.place)
     for part in parts:
-        if (one := expected.get((part.step, part.rank))) is not None:
+        if (one := expected.get(part.place)) is not None:
             found = _first_in(one, part, outside)
             if found is not None:
                 return found
@@ -212,15 +280,15 @@ def _first_in(
 
 
 def _losses(alone: Run, ranks: Mapping[int, Run], tolerance: Tolerance) -> list[Loss]:
-    expected = {(part.step, part.rank): part.loss for part in alone.parts}
+    expected = {part.place: part.loss for part in alone.parts}
     found = []
     for part in (part for run in ranks.values() for part in run.parts):
-        if (one := expected.get((part.step, part.rank))) is not None:
+        if (one := expected.get(part.place)) is not None:
             both_nan = math.isnan(one) and math.isnan(part.loss)
             is_close = abs(part.loss - one) <= tolerance.rtol * abs(one) + tolerance.atol
             differs = not (is_close or both_nan or one == part.loss)
-            found.append(Loss(part.step, part.rank, one, part.loss, differs))
-    return sorted(found, key=lambda loss: (loss.step, loss.rank))
+            found.append(Loss(part.step, part.rank, one, part.loss, differs, part.backward))
+    return sorted(found, key=lambda loss: (loss.step, loss.rank, loss.backward))
 
 
 def _worst_of_kinds(differences: Sequence[Difference]) -> list[Difference]:

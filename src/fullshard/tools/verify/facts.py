@@ -3,8 +3,11 @@
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+_OF_FOLLOWERS = ("PeerLostError", "PeerTimeoutError", "DivergenceError", "DistBackendError")
+_SAID_BY_FOLLOWERS = ("gloo/transport", "Connection reset by peer", "Connection closed by peer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Part:
     """The forward of one part of a batch: that of one rank.
 
     batch: fingerprint of the part. written: parameters that had other values after the forward.
+    backward: which of the step's backwards it ends with, from 0.
     """
 
     step: int
@@ -37,6 +41,12 @@ class Part:
     batch: str = ""
     outputs: tuple[Output, ...] = ()
     written: tuple[str, ...] = ()
+    backward: int = 0
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Step, rank and backward, by which two sides' parts are compared."""
+        return self.step, self.rank, self.backward
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +63,12 @@ class Failure:
     calls: tuple[str, ...] = ()
     trace: str = ""
 
+    @property
+    def may_follow(self) -> bool:
+        """Whether it may come from another rank's."""
+        said = any(text in self.text for text in _SAID_BY_FOLLOWERS)
+        return said or self.kind in _OF_FOLLOWERS
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
@@ -67,11 +83,13 @@ class Unit:
 class Run:
     """One process, from the model's first values to its last step, or to its failure.
 
-    own: fingerprint of every parameter as this process made it.
+    own: fingerprint of every parameter as this process made it; of a script's, of those that it has not changed
+        after it gave them to be sharded.
     initial: the same before the first step: of whole parameters after sharding (rank 0 and the one process).
     buffers: fingerprints of buffers before the first step.
     ties: names that share a parameter.
     seconds: of each step, without the recording between steps.
+    seeds: whether a script seeds torch's generator before it builds its models.
     peak_nbytes: above what the process held before it made the model; None where nothing says so.
     """
 
@@ -83,8 +101,22 @@ class Run:
     parts: tuple[Part, ...] = ()
     seconds: tuple[float, ...] = ()
     peak_nbytes: int | None = None
+    seeds: bool = False
     warnings: tuple[str, ...] = ()
     failure: Failure | None = None
+
+
+def merged(runs: Sequence[Run]) -> Run:
+    """Return several ranks' runs of one side as one: the first rank's, with the parts of all, and what failed first."""
+    if not runs:
+        return Run()
+    failures = [run.failure for run in runs if run.failure is not None]
+    return dataclasses.replace(
+        runs[0],
+        parts=tuple(part for run in runs for part in run.parts),
+        warnings=tuple(dict.fromkeys(text for run in runs for text in run.warnings)),
+        failure=min(failures, key=lambda failure: failure.may_follow, default=None),
+    )
 
 
 def run_from(fields: Mapping[str, Any]) -> Run:

@@ -1,20 +1,18 @@
 """From a comparison to findings and a verdict, without running or reading anything."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered
 from fullshard.tools.verify.comparing import KINDS, Comparison, Difference
-from fullshard.tools.verify.facts import Failure, Unit
+from fullshard.tools.verify.facts import Unit
+from fullshard.tools.verify.judge_failures import grouped, judge_deaths, judge_failures
+from fullshard.tools.verify.options import VerifyOptions
 
 _NUM_NAMES = 4
 _SAME_RATIO = 0.01  # two gradients are scaled alike if their factors differ by less
 _IS_SCALED = 0.02  # what may remain of a gradient beside its scaled original
-_OF_FOLLOWERS = ("PeerLostError", "PeerTimeoutError", "DivergenceError", "DistBackendError")
-_SAID_BY_FOLLOWERS = ("gloo/transport", "Connection reset by peer", "Connection closed by peer")
 
 
 def judge(comparison: Comparison) -> list[Finding]:
@@ -30,93 +28,21 @@ def verdict_of(findings: Iterable[Finding]) -> Severity:
     return min((each.severity for each in findings), key=order.index, default=Severity.OK)
 
 
-def judge_deaths(comparison: Comparison) -> Iterator[Finding]:
-    """Name ranks that ended without a record."""
-    if comparison.died:
-        yield Finding(
-            "rank-died",
-            Severity.PROBLEM,
-            numbered(comparison.died),
-            comparison.ending.message or "ended by itself, without an exception",
-            "Look for what ends a process: too little memory (`dmesg`), os._exit, a fault in native code.",
-        )
-
-
-def judge_failures(comparison: Comparison) -> Iterator[Finding]:
-    """Say what was raised, and by whom first; those that only followed are one finding."""
-    if (failure := comparison.alone.failure) is not None:
-        yield Finding(
-            "failed-alone",
-            Severity.PROBLEM,
-            "one process",
-            _said(failure),
-            "Nothing is sharded here, so no rank was started. Mend the program first.",
-        )
-    failures = {r: run.failure for r, run in comparison.ranks.items() if run.failure is not None}
-    causes = {rank: each for rank, each in failures.items() if not _follows(each)}
-    if not causes and not comparison.died:
-        causes = failures
-    for failure, ranks in _grouped(causes):
-        yield _failure_finding(failure, ranks)
-    if followers := [rank for rank in failures if rank not in causes]:
-        yield Finding("followed", Severity.NOTE, numbered(followers), "ended because of the others")
-
-
-def _follows(failure: Failure) -> bool:
-    """Whether a failure may come from another rank's."""
-    said = any(text in failure.text for text in _SAID_BY_FOLLOWERS)
-    return said or failure.kind in _OF_FOLLOWERS
-
-
-def _failure_finding(failure: Failure, ranks: Sequence[int]) -> Finding:
-    where = numbered(ranks)
-    if failure.kind == "TimeoutError":
-        advice = "See where it was, below. Do ranks take other paths? If it is only slow, give a longer --timeout."
-        return Finding("timeout", Severity.PROBLEM, where, _said(failure), advice)
-    if failure.phase == "forward" and (call := _outside_forward(failure.calls)) is not None:
-        path, method = call
-        owner = f"model.{path}" if path else "model"
-        return Finding(
-            "forward-method",
-            Severity.PROBLEM,
-            where,
-            f"{_said(failure)} (in {'.'.join(filter(None, call))}, which is not a forward)",
-            f'After sharding: fullshard.register_fsdp_forward_method({owner}, "{method}"). Weights of a unit '
-            "are whole only while its forward, or such a method, runs.",
-        )
-    return Finding("failed", Severity.PROBLEM, where, _said(failure), _advice_on(failure))
-
-
-def _outside_forward(calls: Sequence[str]) -> tuple[str, str] | None:
-    """Return path and name of the last method that is not a forward, and not called by its own."""
-    split = [call.rpartition(".")[::2] for call in calls]
-    for path, method in reversed(split):
-        if method != "forward" and (path, "forward") not in split:
-            return path, method
-    return None
-
-
-def _advice_on(failure: Failure) -> str:
-    if failure.phase == "forward" and "DTensor" in failure.text:
-        return (
-            "A sharded weight seems to be used outside the forward of its own module: call the module, "
-            "or use fullshard.gathered(weight)."
-        )
-    return "One process ran the same step without an error; so it is of sharding, or of this rank."
-
-
 def judge_batches(comparison: Comparison) -> Iterator[Finding]:
     """Find parts of batches that are not what the one process had."""
-    alone = {(part.step, part.rank): part.batch for part in comparison.alone.parts}
+    alone = {part.place: part.batch for part in comparison.alone.parts}
     parts = [part for run in comparison.ranks.values() for part in run.parts]
-    others = [p for p in parts if alone.get((p.step, p.rank), p.batch) != p.batch]
+    others = [p for p in parts if alone.get(p.place, p.batch) != p.batch]
     if others:
         yield Finding(
             "batches",
             Severity.PROBLEM,
             numbered({part.rank for part in others}),
-            f"another batch than the one process had, first in step {min(p.step for p in others)}",
-            "batch(step) has to return the whole batch, the same in every process: it may depend on step and "
+            f"another batch than the {comparison.reference} had, first in step {min(p.step for p in others)}",
+            "The script gives its model other inputs when it runs again: seed what shuffles and draws, by a "
+            "generator of its own."
+            if comparison.options.script
+            else "batch(step) has to return the whole batch, the same in every process: it may depend on step and "
             "on seeded random numbers, not on the rank or the time.",
         )
 
@@ -132,27 +58,44 @@ def judge_start(comparison: Comparison) -> Iterator[Finding]:
             "all ranks",
             f"{_listed(lacking)}: not in the sharded model",
         )
-    if first is not None and (other := _others(alone.initial, first.initial)):
+    if first is not None:
+        yield from _judge_first_values(comparison, _others(alone.initial, first.initial))
+    by_rank = {r: _others(alone.buffers, run.buffers) for r, run in comparison.ranks.items()}
+    for names, ranks in grouped({r: tuple(names) for r, names in by_rank.items() if names}):
+        yield Finding(
+            "initial-buffers",
+            Severity.PROBLEM,
+            numbered(ranks),
+            f"{_listed(names)}: other values before the first step than {_on_first(comparison)}",
+            "Buffers are not sharded, and nothing makes them alike: build them the same on every rank, or "
+            "broadcast them once (torch.distributed.broadcast) before training.",
+        )
+
+
+def _judge_first_values(comparison: Comparison, other: Sequence[str]) -> Iterator[Finding]:
+    """Say why first values differ: as ranks made them, by what came after sharding, or by sharding."""
+    alone = comparison.alone
+    later = [n for n in other if comparison.options.script and n not in alone.own]
+    if sharded := [name for name in other if name not in later]:
         own = [r for r, run in comparison.ranks.items() if _others(alone.own, run.own)]
         yield Finding(
             "initial-parameters",
             Severity.PROBLEM,
             numbered(own) if own else "sharding",
-            f"{_listed(other)}: other values before the first step than in the one process",
+            f"{_listed(sharded)}: other values before the first step than in the {comparison.reference}",
             "Each rank shards what it made itself: build the model from seeded random numbers alone, or load "
             "or send the same values on all ranks."
             if own
             else "The values were changed while the model was sharded.",
         )
-    by_rank = {r: _others(alone.buffers, run.buffers) for r, run in comparison.ranks.items()}
-    for names, ranks in _grouped({r: tuple(names) for r, names in by_rank.items() if names}):
+    if later:
         yield Finding(
-            "initial-buffers",
-            Severity.PROBLEM,
-            numbered(ranks),
-            f"{_listed(names)}: other values before the first step than in the one process",
-            "Buffers are not sharded, and nothing makes them alike: build them the same on every rank, or "
-            "broadcast them once (torch.distributed.broadcast) before training.",
+            "initial-parameters",
+            Severity.WARNING,
+            "after sharding",
+            f"{_listed(later)}: were given values after sharding, which are others than in the whole model",
+            "Random numbers for parts of a parameter are others than for all of it; so this is expected of an "
+            "initialisation, and not of a checkpoint. Both sides went on with the sharded model's values.",
         )
 
 
@@ -168,7 +111,7 @@ def judge_ties(comparison: Comparison) -> Iterator[Finding]:
                 "untied",
                 Severity.PROBLEM,
                 "all ranks",
-                f"{' and '.join(tied)} are one parameter in the one process, and several in the sharded model",
+                f"{' and '.join(tied)} are one parameter in the {comparison.reference}, and several in the sharded model",
                 "Something between building and sharding gave one of the names a parameter of its own: tie "
                 "them again before sharding.",
             )
@@ -187,6 +130,10 @@ def judge_writes(comparison: Comparison) -> Iterator[Finding]:
             "In a sharded model such a write reaches a gathered copy, and is lost when that is freed. Write "
             "after optimizer.step(), or compute with a changed copy.",
         )
+
+
+def _on_first(comparison: Comparison) -> str:
+    return "on rank 0" if comparison.options.script else "in the one process"
 
 
 def judge_divide_factor(comparison: Comparison) -> Iterator[Finding]:
@@ -210,9 +157,9 @@ def judge_divide_factor(comparison: Comparison) -> Iterator[Finding]:
             f"unit {_listed([unit.name or '(root)' for unit in whole])}"
             if whole
             else _listed(names),
-            f"gradients of {counted(len(names), 'parameter')} are {factor:.4g} times those of the one process"
+            f"gradients of {counted(len(names), 'parameter')} are {factor:.4g} times those of the {comparison.reference}"
             f"{_divided(whole)}",
-            _advice_on_factor(factor, comparison.options.ranks),
+            _advice_on_factor(factor, comparison.options),
         )
 
 
@@ -228,16 +175,16 @@ def _divided(units: Sequence[Unit]) -> str:
     return f"; divided by {', '.join(f'{factor:g}' for factor in factors)}" if factors else ""
 
 
-def _advice_on_factor(factor: float, num_ranks: int) -> str:
+def _advice_on_factor(factor: float, options: VerifyOptions) -> str:
+    num_ranks = options.ranks
     if math.isclose(factor, num_ranks, rel_tol=_SAME_RATIO):
         cause = "They are summed over the ranks, and not averaged."
     elif math.isclose(factor * num_ranks, 1, rel_tol=_SAME_RATIO):
         cause = "They are divided by the number of ranks twice."
     else:
         cause = f"The mean over {num_ranks} ranks divides by {num_ranks}."
-    return (
-        f"{cause} Look at set_gradient_divide_factor, hooks on gradients, and factors on the loss."
-    )
+    meant = " If it is meant: --divide-factor." if options.script else ""
+    return f"{cause} Look at set_gradient_divide_factor, hooks on gradients, and factors on the loss.{meant}"
 
 
 def judge_random(comparison: Comparison) -> Iterator[Finding]:
@@ -254,10 +201,17 @@ def judge_random(comparison: Comparison) -> Iterator[Finding]:
             Severity.PROBLEM,
             first.output.path or "the model",
             f"the first output that differs is that of {first.output.kind}, which draws random numbers",
-            "Torch's, NumPy's and Python's generators are seeded alike for each step and rank, so what was drawn "
-            "came from elsewhere (a generator of the module's own) or in another number. Verify without it: "
-            "p=0, or --eval. If that passes, sharding is right and the masks alone differ.",
+            f"Torch's, NumPy's and Python's generators are {_seeded(comparison)}, so what was drawn came from "
+            "elsewhere (a generator of the module's own) or in another number. Verify without it: "
+            f"{'p=0' if comparison.options.script else 'p=0, or --eval'}. If that passes, sharding is right and "
+            "the masks alone differ.",
         )
+
+
+def _seeded(comparison: Comparison) -> str:
+    if comparison.options.script:
+        return "in the same state on both sides before the first forward"
+    return "seeded alike for each step and rank"
 
 
 def judge_finite(comparison: Comparison) -> Iterator[Finding]:
@@ -267,9 +221,11 @@ def judge_finite(comparison: Comparison) -> Iterator[Finding]:
             yield Finding(
                 "not-finite",
                 Severity.PROBLEM,
-                "one process",
+                comparison.reference,
                 f"the loss of step {loss.step} is {loss.alone}",
-                "Try a smaller --lr, fewer --steps, or --dtype fp32.",
+                "Try fewer --steps."
+                if comparison.options.script
+                else "Try a smaller --lr, fewer --steps, or --dtype fp32.",
             )
             return
 
@@ -283,7 +239,7 @@ def judge_values(comparison: Comparison) -> Iterator[Finding]:
             "losses",
             Severity.PROBLEM,
             numbered({loss.rank for loss in losses}),
-            f"first in step {one.step}: {one.alone:.6g} in the one process, {one.sharded:.6g} on rank {one.rank}",
+            f"first in step {one.step}: {one.alone:.6g} in the {comparison.reference}, {one.sharded:.6g} on rank {one.rank}",
         )
     elif comparison.losses:
         yield Finding("losses", Severity.OK, "all ranks", "equal")
@@ -297,7 +253,7 @@ def judge_values(comparison: Comparison) -> Iterator[Finding]:
                 Severity.PROBLEM,
                 _whose(differing),
                 f"{_listed(list(dict.fromkeys(d.label for d in first)))}: first in step {first[0].step}, "
-                f"{_by_how_much(first)}",
+                f"{_by_how_much(first, comparison.reference)}",
             )
         elif compared:
             most = max(each.relative for each in compared if each.worst <= each.limit)
@@ -305,24 +261,37 @@ def judge_values(comparison: Comparison) -> Iterator[Finding]:
             yield Finding(f"{kind}s", Severity.OK, "all ranks", equal)
 
 
-def _by_how_much(differences: Sequence[Difference]) -> str:
+def _by_how_much(differences: Sequence[Difference], reference: str) -> str:
     most = max(each.relative for each in differences)
     if math.isfinite(most):
         return f"by up to {most:.1e} of the largest value"
-    return "where the one process has zeros, another shape, or finite values"
+    return f"where the {reference} has zeros, another shape, or finite values"
 
 
 def judge_modules(comparison: Comparison) -> Iterator[Finding]:
     """Name a module of which only one side has an output."""
     first = comparison.first
     if first is not None and first.missing:
-        side = "on the ranks" if first.missing == "alone" else "in the one process"
+        side = "sharded" if first.missing == "alone" else f"in the {comparison.reference}"
         yield Finding(
             "modules",
             Severity.NOTE,
             first.output.path or "the model",
             f"was seen to run {side} alone, in step {first.step}",
             "A module that sharding replaces or compiles is not seen there. Else the sides take other paths.",
+        )
+
+
+def judge_seeds(comparison: Comparison) -> Iterator[Finding]:
+    """Say that first values are those of one seed for all ranks, which the script does not set."""
+    began = [run for run in comparison.ranks.values() if run.initial]
+    if comparison.options.script and began and not began[0].seeds:
+        yield Finding(
+            "seeds",
+            Severity.NOTE,
+            "all ranks",
+            "the script seeds nothing before it builds its model; here all ranks began with one seed",
+            "By itself, every rank draws first values of its own, and shards these.",
         )
 
 
@@ -353,32 +322,9 @@ JUDGES: tuple[Callable[[Comparison], Iterable[Finding]], ...] = (
     judge_finite,
     judge_values,
     judge_modules,
+    judge_seeds,
     judge_warnings,
 )
-
-
-def as_dict(comparison: Comparison, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return comparison, findings and verdict as what JSON can hold.
-
-    Outputs of modules and fingerprints are left out; numbers that are not finite become text.
-    """
-    listed = [{**dataclasses.asdict(each), "severity": each.severity.value} for each in findings]
-    facts = dataclasses.asdict(comparison)
-    for run in (facts["alone"], *facts["ranks"].values()):
-        for left_out in ("own", "initial", "buffers"):
-            del run[left_out]
-        for part in run["parts"]:
-            del part["outputs"], part["batch"]
-    whole = {"verdict": verdict_of(findings).value, "findings": listed, **facts}
-    return {key: _plain(value) for key, value in whole.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _others(expected: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
@@ -386,24 +332,9 @@ def _others(expected: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
     return [name for name, value in given.items() if expected.get(name, value) != value]
 
 
-def _grouped(by_rank: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
-    """Group ranks of one value; failures are alike if they say the same."""
-    found: dict[object, tuple[Any, list[int]]] = {}
-    for rank, value in by_rank.items():
-        key = (value.text, value.phase) if isinstance(value, Failure) else value
-        found.setdefault(key, (value, []))[1].append(rank)
-    return list(found.values())
-
-
 def _whose(differing: Sequence[Difference]) -> str:
     ranks = {each.rank for each in differing if each.rank is not None}
     return numbered(ranks) if ranks else "all ranks"
-
-
-def _said(failure: Failure) -> str:
-    when = "" if failure.step is None else f" of step {failure.step}"
-    text = failure.text.strip().splitlines()[0]
-    return f"{failure.phase}{when}: {failure.kind}: {text}"
 
 
 def _listed(names: Sequence[str]) -> str:

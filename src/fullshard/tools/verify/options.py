@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,10 @@ APIS = ("fully_shard", "fsdp1")
 COMMS = (CommChoice.AUTO.value, CommChoice.PROCESS_GROUP.value, CommChoice.COLLECTIVES.value)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 MAX_RANKS = 4
+_OF_FACTORIES = {
+    **{name: f"--{name}" for name in ("batch", "loss", "shard", "api", "dtype", "lr")},
+    "evaluates": "--eval",
+}
 
 
 class Tolerance(NamedTuple):
@@ -36,11 +41,13 @@ TOLERANCES = {
 class VerifyOptions:
     """What to verify and how; empty and None mean what the command's help says.
 
-    model, batch, loss, shard: import paths, MODULE:FUNCTION.
+    model: an import path, MODULE:FUNCTION, or a script, whose arguments are ``arguments``.
+    batch, loss, shard: import paths.
     dtype: of parameters and batches; empty for that of the model.
     rtol, atol: instead of those of `TOLERANCES`.
     evaluates: whether the model trains in evaluation mode, so without dropout.
-    timeout_s: for the one process, and again for the ranks.
+    divide_factor: what a script divides gradients by on purpose, instead of the number of ranks.
+    timeout_s: for the one process, and again for the ranks; for each of a script's runs.
     """
 
     model: str
@@ -59,9 +66,23 @@ class VerifyOptions:
     atol: float | None = None
     timeout_s: float = 300.0
     evaluates: bool = False
+    arguments: tuple[str, ...] = ()
+    divide_factor: float | None = None
+
+    @property
+    def script(self) -> str:
+        """The path of the script; empty if a factory is verified."""
+        return self.model if self.model.endswith(".py") or Path(self.model).is_file() else ""
 
     def __post_init__(self) -> None:
-        for target in filter(None, (self.model, self.batch, self.loss, self.shard)):
+        if self.script:
+            self._check_script()
+        else:
+            check_import_path(self.model)
+            if self.arguments or self.divide_factor is not None:
+                given = " ".join(self.arguments) or "--divide-factor"
+                raise OptionError(f"{given}: for a script, and {self.model} is none.")
+        for target in filter(None, (self.batch, self.loss, self.shard)):
             check_import_path(target)
         _check_choice("--api", self.api, APIS)
         _check_choice("--comm", self.comm, COMMS)
@@ -70,9 +91,23 @@ class VerifyOptions:
         _check_number("--ranks", self.ranks, least=2, most=MAX_RANKS)
         _check_number("--steps", self.steps, least=1)
         _check_number("--lr", self.lr)
+        if self.divide_factor is not None and not self.divide_factor > 0:
+            raise OptionError(f"--divide-factor {self.divide_factor:g}: give a positive number.")
         _check_number("--timeout", self.timeout_s, least=1)
         _check_number("--rtol", self.rtol or 0)
         _check_number("--atol", self.atol or 0)
+
+    def _check_script(self) -> None:
+        if not Path(self.script).is_file():
+            raise OptionError(f"{self.script}: there is no such file.")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        given = [name for name in _OF_FACTORIES if getattr(self, name) != defaults[name]]
+        if given:
+            options = ", ".join(_OF_FACTORIES[name] for name in given)
+            raise OptionError(
+                f"{options}: for MODULE:FUNCTION. {self.script} says itself what it trains, and how; its own "
+                f"arguments follow --, as in: fullshard verify {self.script} -- --lr 0.1"
+            )
 
     def tolerance(self, dtypes: set[str]) -> Tolerance:
         """Return what was asked for, or what fits the least precise of the dtypes that took part.

@@ -1,10 +1,12 @@
 """Show a comparison: for people a report side by side, or one JSON object."""
 
+import dataclasses
 import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,9 +16,9 @@ from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered
 from fullshard.tools.doctor.printing import findings_table
 from fullshard.tools.exits import Exit
 from fullshard.tools.progress import printable
-from fullshard.tools.verify.comparing import Comparison, Difference
+from fullshard.tools.verify.comparing import RANK_DIED, Comparison, Difference
 from fullshard.tools.verify.facts import Run
-from fullshard.tools.verify.judging import as_dict, judge, verdict_of
+from fullshard.tools.verify.judging import judge, verdict_of
 
 _PLAIN_WIDTH = 120  # of a pipe or a file
 
@@ -28,7 +30,8 @@ def show(comparison: Comparison, *, as_json: bool) -> Exit:
         print(json.dumps(as_dict(comparison, findings)), flush=True)
     else:
         _show_report(comparison, findings)
-    if comparison.died:
+    failure = comparison.alone.failure
+    if comparison.died or (failure is not None and failure.kind == RANK_DIED):
         return Exit.RANK_LOST
     return Exit.FAILED if verdict_of(findings) is Severity.PROBLEM else Exit.OK
 
@@ -50,7 +53,7 @@ def _show_report(comparison: Comparison, findings: list[Finding]) -> None:
 
 def _traces(comparison: Comparison) -> Iterator[str]:
     """Yield where the one process failed, or the ranks: once what several say alike."""
-    runs = {"one process": comparison.alone}
+    runs = {comparison.reference: comparison.alone}
     runs |= {f"rank {rank}": run for rank, run in comparison.ranks.items()}
     seen = set()
     for name, run in runs.items():
@@ -60,10 +63,13 @@ def _traces(comparison: Comparison) -> Iterator[str]:
 
 
 def _losses(comparison: Comparison) -> Table:
-    table = _table("loss of a part", "one process", "sharded", "")
+    table = _table("loss of a part", comparison.reference, "sharded", "")
+    has_several = any(loss.backward for loss in comparison.losses)
     for loss in comparison.losses:
         mark = "[red]differs[/red]" if loss.differs else ""
         where = f"step {loss.step}, rank {loss.rank}"
+        if has_several:
+            where += f", backward {loss.backward}"
         table.add_row(where, f"{loss.alone:.8g}", f"{loss.sharded:.8g}", mark)
     return table
 
@@ -92,7 +98,8 @@ def _difference(difference: Difference) -> str:
 
 def _costs(comparison: Comparison) -> Table:
     table = _table("process", "peak memory", "time of a step")
-    processes = {"one process (all parts)": comparison.alone}
+    of_all = "rank 0, whole model" if comparison.options.script else "one process (all parts)"
+    processes = {of_all: comparison.alone}
     processes |= {f"rank {rank}": run for rank, run in comparison.ranks.items()}
     for name, run in processes.items():
         peak = "unknown" if run.peak_nbytes is None else sized(run.peak_nbytes)
@@ -118,7 +125,10 @@ def _first_module(comparison: Comparison) -> str:
 
 def _verdict(comparison: Comparison, findings: list[Finding]) -> str:
     options, (rtol, atol) = comparison.options, comparison.tolerance
-    ran = f"{counted(options.ranks, 'rank')}, {counted(options.steps, 'step')} of SGD (lr {options.lr:g})"
+    of_what = options.script or f"SGD (lr {options.lr:g})"
+    ran = (
+        f"{counted(options.ranks, 'rank')}, {counted(_num_steps(comparison), 'step')} of {of_what}"
+    )
     ran += f", {comparison.seconds:.0f} s"
     tolerance = f"within rtol {rtol:g} and atol {atol:g} of the largest of its kind"
     if comparison.died:
@@ -131,6 +141,12 @@ def _verdict(comparison: Comparison, findings: list[Finding]) -> str:
     return f"[red]{word}[/red]: {problems[0].id} ({_safe(problems[0].where)}). Compared {tolerance}. {ran}"
 
 
+def _num_steps(comparison: Comparison) -> int:
+    """Return how many steps there were: a script may end before."""
+    steps = {each.step for each in comparison.worst if each.kind == "parameter"}
+    return len(steps) if comparison.options.script else comparison.options.steps
+
+
 def _table(first: str, *columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(first, no_wrap=True)
@@ -141,3 +157,28 @@ def _table(first: str, *columns: str) -> Table:
 
 def _safe(text: str) -> str:
     return escape(printable(text))
+
+
+def as_dict(comparison: Comparison, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return comparison, findings and verdict as what JSON can hold.
+
+    Outputs of modules and fingerprints are left out; numbers that are not finite become text.
+    """
+    listed = [{**dataclasses.asdict(each), "severity": each.severity.value} for each in findings]
+    facts = dataclasses.asdict(comparison)
+    facts["options"]["script"] = comparison.options.script
+    for run in (facts["alone"], *facts["ranks"].values()):
+        for left_out in ("own", "initial", "buffers"):
+            del run[left_out]
+        for part in run["parts"]:
+            del part["outputs"], part["batch"]
+    whole = {"verdict": verdict_of(findings).value, "findings": listed, **facts}
+    return {key: _plain(value) for key, value in whole.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,6 +3,8 @@
     folder/alone/run.json       facts
     folder/alone/step-0.pt      tensors by key: "gradient/NAME", "buffer/RANK/NAME", ...
     folder/rank-1/...
+    folder/whole-1/...          instead of alone, of a script: a rank where nothing is sharded
+    folder/rank-1/start.pt      of a script: what its models begin with
 
 Keys are the same on both sides, so that one is compared with the other by key. Files are read without
 unpickling objects (`weights_only`), a tensor at a time.
@@ -13,6 +15,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,6 +49,10 @@ class Diary:
         own = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
         torch.save(own, _step_file(self._folder, step))
 
+    def write_start(self, prefix: str, content: Mapping[str, Any]) -> None:
+        """Write what a model begins with. prefix: of its names."""
+        torch.save(content, _start_file(self._folder, prefix))
+
     def write(self, failure: Failure | None = None) -> None:
         """Write the facts, all at once, so that what is there is complete."""
         if failure is not None:
@@ -71,6 +78,15 @@ def read_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def read_start(folder: Path, prefix: str) -> dict[str, Any]:
+    """Return what a model begins with; empty if it was not reached."""
+    path = _start_file(folder, prefix)
+    if not path.exists():
+        return {}
+    content: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
+    return content
+
+
 def alone_folder(folder: Path) -> Path:
     """Return where the one process writes."""
     return folder / "alone"
@@ -79,6 +95,15 @@ def alone_folder(folder: Path) -> Path:
 def rank_folder(folder: Path, rank: int) -> Path:
     """Return where a rank writes."""
     return folder / f"rank-{rank}"
+
+
+def whole_folder(folder: Path, rank: int) -> Path:
+    """Return where a rank writes that runs a script with nothing sharded."""
+    return folder / f"whole-{rank}"
+
+
+def _start_file(folder: Path, prefix: str) -> Path:
+    return folder / f"{prefix}start.pt"
 
 
 def _step_file(folder: Path, step: int) -> Path:

@@ -34,7 +34,7 @@ def verify(
     threads: of each process, so that both sides add up in the same order where they can.
     """
     began = time.monotonic()
-    with _folder(keep) as folder:
+    with records_folder(keep) as folder:
         ending = WELL
         torch.set_num_threads(threads)
         if _alone(options, folder, is_kept=keep is not None, as_json=as_json):
@@ -71,7 +71,7 @@ def _alone(options: VerifyOptions, folder: Path, *, is_kept: bool, as_json: bool
 
 
 @contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
+def records_folder(keep: Path | None) -> Iterator[Path]:
     """Give a folder for records: the one to keep, which has to be empty, or a temporary one."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="fullshard-verify-") as name:

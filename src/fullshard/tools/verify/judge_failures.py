@@ -1,0 +1,117 @@
+"""From records to findings: processes that failed or died, and which of them only followed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fullshard.tools.doctor.findings import Finding, Severity, numbered
+from fullshard.tools.verify.comparing import Comparison
+from fullshard.tools.verify.facts import Failure
+
+_WITH_FORWARDS = ("forward", "the script")
+_ADVICE_ON_NOTHING = (
+    "Give it the arguments that make it train: fullshard verify SCRIPT -- ARGUMENTS"
+)
+_ADVICE_ON_FACTORY = "Nothing is sharded here, so no rank was started. Mend the program first."
+_ADVICE_ON_SCRIPT = (
+    "Here every call that shards leaves the model whole. If the script fails on its ranks too, mend it first; what needs a "
+    "sharded model cannot be verified: leave it out, by an argument of the script."
+)
+
+
+def judge_deaths(comparison: Comparison) -> Iterator[Finding]:
+    """Name ranks that ended without a record."""
+    if comparison.died:
+        yield Finding(
+            "rank-died",
+            Severity.PROBLEM,
+            numbered(comparison.died),
+            comparison.ending.message or "ended by itself, without an exception",
+            "Look for what ends a process: too little memory (`dmesg`), os._exit, a fault in native code.",
+        )
+
+
+def judge_failures(comparison: Comparison) -> Iterator[Finding]:
+    """Say what was raised, and by whom first; those that only followed are one finding."""
+    if (failure := comparison.alone.failure) is not None:
+        yield Finding(
+            "failed-alone",
+            Severity.PROBLEM,
+            comparison.reference,
+            _said(failure),
+            _advice_on_program(failure, comparison.options.script),
+        )
+    failures = {r: run.failure for r, run in comparison.ranks.items() if run.failure is not None}
+    alone = comparison.alone.failure
+    if alone is not None:  # the ranks of a script that fails by itself say the same
+        failures = {
+            r: f for r, f in failures.items() if (f.kind, f.text) != (alone.kind, alone.text)
+        }
+    causes = {rank: each for rank, each in failures.items() if not each.may_follow}
+    if not causes and not comparison.died:
+        causes = failures
+    for failure, ranks in grouped(causes):
+        yield _failure_finding(failure, ranks, comparison.reference)
+    if followers := [rank for rank in failures if rank not in causes]:
+        yield Finding("followed", Severity.NOTE, numbered(followers), "ended because of the others")
+
+
+def _advice_on_program(failure: Failure, script: str) -> str:
+    if failure.kind == "NothingToCompareError":
+        return _ADVICE_ON_NOTHING
+    return _ADVICE_ON_SCRIPT if script else _ADVICE_ON_FACTORY
+
+
+def _failure_finding(failure: Failure, ranks: Sequence[int], reference: str) -> Finding:
+    where = numbered(ranks)
+    if failure.kind == "TimeoutError":
+        advice = "See where it was, below. Do ranks take other paths? If it is only slow, give a longer --timeout."
+        return Finding("timeout", Severity.PROBLEM, where, _said(failure), advice)
+    if failure.phase in _WITH_FORWARDS and (call := _outside_forward(failure.calls)) is not None:
+        path, method = call
+        owner = f"model.{path}" if path else "model"
+        return Finding(
+            "forward-method",
+            Severity.PROBLEM,
+            where,
+            f"{_said(failure)} (in {'.'.join(filter(None, call))}, which is not a forward)",
+            f'After sharding: fullshard.register_fsdp_forward_method({owner}, "{method}"). Weights of a unit '
+            "are whole only while its forward, or such a method, runs.",
+        )
+    return Finding(
+        "failed", Severity.PROBLEM, where, _said(failure), _advice_on(failure, reference)
+    )
+
+
+def _outside_forward(calls: Sequence[str]) -> tuple[str, str] | None:
+    """Return path and name of the last method that is not a forward, and not called by its own."""
+    split = [call.rpartition(".")[::2] for call in calls]
+    for path, method in reversed(split):
+        if method != "forward" and (path, "forward") not in split:
+            return path, method
+    return None
+
+
+def _advice_on(failure: Failure, reference: str) -> str:
+    if failure.kind == "NothingToCompareError":
+        return _ADVICE_ON_NOTHING
+    if failure.phase in (*_WITH_FORWARDS, "backward") and "DTensor" in failure.text:
+        return (
+            "A sharded weight seems to be used outside the forward of its own module: call the module, "
+            "or use fullshard.gathered(weight)."
+        )
+    return f"The {reference} ran the same step without an error; so it is of sharding, or of this rank."
+
+
+def grouped(by_rank: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
+    """Group ranks of one value; failures are alike if they say the same."""
+    found: dict[object, tuple[Any, list[int]]] = {}
+    for rank, value in by_rank.items():
+        key = (value.text, value.phase) if isinstance(value, Failure) else value
+        found.setdefault(key, (value, []))[1].append(rank)
+    return list(found.values())
+
+
+def _said(failure: Failure) -> str:
+    when = "" if failure.step is None else f" of step {failure.step}"
+    text = failure.text.strip().splitlines()[0]
+    return f"{failure.phase}{when}: {failure.kind}: {text}"

@@ -1,0 +1,149 @@
+"""`fullshard verify` of whole scripts, on real ranks: it passes what is right, and names each planted fault."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.tools.doctor.findings import Finding, Severity
+from fullshard.tools.progress import Silent
+from fullshard.tools.verify.comparing import Comparison, compare
+from fullshard.tools.verify.judging import judge
+from fullshard.tools.verify.options import VerifyOptions
+from fullshard.tools.verify.script.rank import run_side, side_of
+from fullshard.tools.verify.supervision import Supervised
+from tests.harness import on_ranks, rank, world_size
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def verified(folder: Path, *arguments: str, **given: Any) -> tuple[Comparison, dict[str, Finding]]:
+    """Run the script on both sides on the ranks that are there; the comparison, and what is not ok, by id."""
+    given = {"model": str(SCRIPTS / "train.py"), "ranks": world_size(), **given}
+    options = VerifyOptions(arguments=arguments, **given)
+    for is_whole in (False, True):
+        side = side_of(options, folder, rank(), is_whole=is_whole)
+        with Supervised(side.diary, 60.0, on_stuck=lambda: None):
+            warnings.simplefilter("ignore", DeprecationWarning)
+            run_side(options, side, Silent())
+        dist.barrier()
+    comparison = compare(options, folder)
+    bad = [each for each in judge(comparison) if each.severity is not Severity.OK]
+    return comparison, {each.id: each for each in bad}
+
+
+CLEAN = {
+    "blocks": "--does accumulate clip",
+    "plain SGD": "--optimizer SGD",
+    "FSDP1": "--face fsdp1 --does no_sync clip",
+    "FSDP1 with flat parameters": "--face flat --does accumulate --optimizer SGD",
+    "FSDP1 that sends values": "--face fsdp1 --does sync",
+    "kept gradients": "--does no_sync clip",
+    "mixed precision": "--does mixed",
+    "mixed precision with FSDP1": "--face fsdp1 --does mixed",
+    "a registered method": "--does encode register",
+    "weighted losses": "--does weighted accumulate",
+    "a script with fewer steps": "--steps 2",
+    "a script that catches everything": "--does catch",
+}
+
+
+@pytest.mark.parametrize("case", CLEAN)
+@on_ranks(2)
+def test_what_is_right_passes(case: str, tmp_path: Path) -> None:
+    comparison, found = verified(tmp_path, *CLEAN[case].split())
+    assert not found, [f"{f.id}: {f.where}: {f.measured}" for f in found.values()]
+    assert not comparison.differing
+    assert comparison.first is None
+    kinds = {each.kind for each in comparison.worst}
+    assert kinds == {"output", "gradient", "final-gradient", "parameter", "buffer"}
+
+
+@on_ranks(2)
+def test_a_divide_factor_that_is_meant_passes(tmp_path: Path) -> None:
+    _, found = verified(tmp_path / "said", "--fault", "sums", divide_factor=1.0)
+    assert not found
+    _, found = verified(tmp_path / "not said", "--fault", "sums")
+    assert found["divide-factor"].measured.endswith("divided by 1")
+    assert "--divide-factor" in found["divide-factor"].advice
+
+
+@on_ranks(2)
+def test_several_models_pass(tmp_path: Path) -> None:
+    comparison, found = verified(tmp_path, model=str(SCRIPTS / "two_models.py"), steps=4)
+    assert not found, [f"{f.id}: {f.where}: {f.measured}" for f in found.values()]
+    assert {"0.weight", "model1.0.weight"} <= set(comparison.alone.initial)
+
+
+@on_ranks(4)
+def test_hybrid_sharding_passes(tmp_path: Path) -> None:
+    _, found = verified(tmp_path, *["--does", "hybrid", "accumulate", "clip"])
+    assert not found, [f"{f.id}: {f.where}: {f.measured}" for f in found.values()]
+
+
+@on_ranks(2)
+def test_values_that_are_drawn_after_sharding_are_a_warning(tmp_path: Path) -> None:
+    comparison, found = verified(tmp_path, "--does", "meta")
+    assert not comparison.differing
+    assert found.keys() == {"initial-parameters", "warned"}  # of torch's DTensors, on CPUs
+    assert found["initial-parameters"].severity is Severity.WARNING
+    assert found["initial-parameters"].where == "after sharding"
+
+
+# By fault: arguments; the finding that names it; where; and what it says.
+FAULTS = {
+    "factor": (
+        "divide-factor",
+        "unit blocks.0",
+        "are 2 times those of the whole model; divided by 1",
+    ),
+    "seeds": ("initial-parameters", "rank 1", "embed.weight"),
+    "buffer": ("initial-buffers", "rank 1", "blocks.1.scale: other values"),
+    "untied": (
+        "warned",
+        "ranks 0-1",
+        "head.weight was replaced, and embed.weight, which shares its",
+    ),
+    "clamp": ("forward-writes", "blocks.1.linear", "the forward writes to blocks.1.linear.weight"),
+    "generator": ("random", "blocks.1.dropout", "of OwnDropout, which draws random numbers"),
+    "outside": ("failed", "ranks 0-1", "got mixed torch.Tensor and DTensor"),
+    "no root": ("gradients", "all ranks", "embed.weight"),
+    "no steps": ("failed-alone", "whole model", "without a step of a torch.optim.Optimizer"),
+    "nothing": ("failed-alone", "whole model", "the script has sharded nothing"),
+    "exit": ("failed-alone", "whole model", "the script exited: 3"),
+    "raises": (
+        "failed-alone",
+        "whole model",
+        "after the optimizer step of step 0: ValueError: no such thing",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@on_ranks(2)
+def test_a_fault_is_named(fault: str, tmp_path: Path) -> None:
+    _, found = verified(tmp_path, "--fault", fault)
+    name, where, said = FAULTS[fault]
+    everything = [f"{f.id}: {f.where}: {f.measured}" for f in found.values()]
+    assert name in found, everything
+    assert found[name].where == where, everything
+    assert said in found[name].measured, everything
+
+
+@on_ranks(2)
+def test_a_script_that_seeds_nothing_is_given_seeds(tmp_path: Path) -> None:
+    comparison, found = verified(tmp_path, "--fault", "no seed")
+    assert found.keys() == {"seeds"}
+    assert found["seeds"].severity is Severity.NOTE
+    first, second = (part for part in comparison.alone.parts if part.step == 1)
+    assert first.loss != second.loss  # each rank draws its own masks and data
+
+
+@on_ranks(2)
+def test_a_method_that_is_not_registered_is_named(tmp_path: Path) -> None:
+    _, found = verified(tmp_path, "--does", "encode")
+    assert 'register_fsdp_forward_method(model, "encode")' in found["forward-method"].advice
