@@ -547,3 +547,39 @@ def test_optimizer_state_whose_precision_depends_on_the_mesh_is_named(api: Api) 
         assert type(stepped(api, 2)) is Tensor
     assert type(stepped(TORCH, 2, 1)) is _LowBit
     assert type(stepped(TORCH, 2)) is Tensor  # without a word
+
+
+# Found by `fullshard verify`: not among the twelve
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["orig", "flat"])
+@on_ranks(2)
+def test_an_optimizer_that_needs_whole_parameters_is_named(api: Api, flat: bool) -> None:
+    def norms(model: nn.Module) -> set[str]:
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 5)).square().mean()
+            loss.backward()
+            return loss
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step(closure)
+            optimizer.step(closure)
+        return {str(each.message) for each in caught if "LBFGS" in str(each.message)}
+
+    with quiet():
+        wrapped = api.FullyShardedDataParallel(nn.Linear(5, 3), use_orig_params=not flat)
+    (said,) = norms(wrapped)
+    assert "takes dot products over all parameters" in said
+    assert (
+        "a flat parameter is this rank's part" if flat else "weight is this rank's part"
+    ) in said
+
+    torch.manual_seed(0)
+    alone = nn.Linear(5, 4)  # of uneven sizes torch makes no vector, and says so
+    sharded = api.fully_shard(copy.deepcopy(alone))
+    assert norms(sharded) == norms(alone) == set()
+    assert not _differs(_whole(sharded), _whole(alone))  # DTensors know that they are parts

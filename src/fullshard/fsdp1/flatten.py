@@ -50,7 +50,12 @@ def flat_unit(
     if config.style is ParamStyle.FLAT and names:
         first = next(iter(names))
         local = first._local_tensor if isinstance(first, DTensor) else first
-        holder = FlatHolder(module, local.detach(), requires_grad=first.requires_grad)
+        holder = FlatHolder(
+            module,
+            local.detach(),
+            requires_grad=first.requires_grad,
+            is_part=mesh.plan.shard_size > 1,
+        )
     _warn_of_hooks(names, config)
     managed = []
     for index, (parameter, slots) in enumerate(parameters.slots.items()):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import optim
 
+from fullshard.engine.checks.elementwise import why_not_elementwise
 from fullshard.errors import ShardingError, StateError
 from fullshard.optim.local_step import LocalStep
 
@@ -29,15 +30,6 @@ _ELEMENTWISE = {
     optim.RMSprop,
     optim.Rprop,
     optim.SGD,
-}
-# By class name, from whichever library, with the reason.
-_NOT_ELEMENTWISE = {
-    "Adafactor": "scales by norms over rows, columns and whole parameters",
-    "LAMB": "scales by norms of whole parameters",
-    "LARS": "scales by norms of whole parameters",
-    "LBFGS": "takes dot products over all parameters",
-    "Muon": "orthogonalises whole matrices",
-    "SparseAdam": "reads sparse gradients, which sharded parameters never have",
 }
 
 
@@ -131,12 +123,10 @@ def _on_shards(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(optimizer: optim.Optimizer, *, elementwise: bool) -> None:
     name = type(optimizer).__name__
-    for each in type(optimizer).__mro__:
-        if each.__name__ in _NOT_ELEMENTWISE:
-            raise ShardingError(
-                f"{name} cannot step on shards alone: it {_NOT_ELEMENTWISE[each.__name__]}. "
-                "Use it without step_on_shards."
-            )
+    if (why := why_not_elementwise(type(optimizer))) is not None:
+        raise ShardingError(
+            f"{name} cannot step on shards alone: it {why}. Use it without step_on_shards."
+        )
     if not elementwise and type(optimizer) not in _ELEMENTWISE:
         known = ", ".join(sorted(each.__name__ for each in _ELEMENTWISE))
         raise ShardingError(

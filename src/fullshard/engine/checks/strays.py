@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fullshard.engine.checks.elementwise import check_elementwise
 from fullshard.engine.checks.low_bit import check_state_precision
 from fullshard.engine.params.managed import Count, manager_of, marks, owner_of
 from fullshard.engine.runtime import eager
@@ -47,6 +48,7 @@ def watch() -> None:
                 register_module_parameter_registration_hook(_count_parameter),
                 register_module_module_registration_hook(_count_module),
                 register_optimizer_step_pre_hook(_check_optimizer),
+                register_optimizer_step_pre_hook(check_elementwise),
                 register_optimizer_step_post_hook(check_state_precision),
             )
         )

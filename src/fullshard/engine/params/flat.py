@@ -38,7 +38,12 @@ FLAT_PARAM = "_flat_param"  # the name on the unit's module; it is part of state
 
 
 class FlatParameter(nn.Parameter):
-    """This rank's shard of all parameters of a unit, 1-D, including padding."""
+    """This rank's shard of all parameters of a unit, 1-D, including padding.
+
+    is_part: whether other ranks have other shards.
+    """
+
+    is_part = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -292,11 +297,14 @@ class FlatHolder:
         spec of the DTensor that it was before (None: it was a plain tensor).
     """
 
-    def __init__(self, module: nn.Module, like: torch.Tensor, *, requires_grad: bool) -> None:
+    def __init__(
+        self, module: nn.Module, like: torch.Tensor, *, requires_grad: bool, is_part: bool
+    ) -> None:
         self.contents: list[tuple[Piece | None, DTensorSpec | None]] = []
         self.slot = Slot(module, FLAT_PARAM)
         # Without memory until the unit has some: see `move`.
         self.sharded = FlatParameter(like.new_empty(0), requires_grad=requires_grad)
+        self.sharded.is_part = is_part
         self.slot.register(self.sharded)
 
     @property
