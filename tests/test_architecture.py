@@ -162,7 +162,7 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 # PyTorch's FSDP1 is told by the environment to evaluate in full precision. Checks are switched on for
 # programs that nobody wants to change.
 @every_module(
-    but=("tools/cli.py", "tools/replay_cli.py", "fsdp1/setup.py", "debugging/switches.py")
+    but=("tools/cli.py", "tools/checking_cli.py", "fsdp1/setup.py", "debugging/switches.py")
 )
 def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
     nodes = _nodes(module)

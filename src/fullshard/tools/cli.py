@@ -23,11 +23,11 @@ from typing import Annotated, Any
 
 import typer
 
+from fullshard.tools.checking_cli import REPLAY_EXAMPLES, VERIFY_EXAMPLES, replay, verify
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
+from fullshard.tools.cli_options import flag, option
 from fullshard.tools.config import TINY_DEFAULTS, TrainConfig
 from fullshard.tools.exits import Exit
-from fullshard.tools.replay_cli import EXAMPLES as REPLAY_EXAMPLES
-from fullshard.tools.replay_cli import replay
 from fullshard.versions import installed
 
 _EXAMPLES = """
@@ -108,26 +108,6 @@ Under torchrun (or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_P
 Exit codes: 0 nothing worse than a warning, 1 a problem was found, 2 unusable options or missing packages, 3 a rank died.
 """
 
-_VERIFY_EXAMPLES = """
-Examples, with a training script, and with functions in my_package/train.py:
-
-    fullshard verify train.py -- --lr 1e-3 --out runs/{side}
-
-    fullshard verify my_package.train:build                   build() returns (model, batch)
-
-    fullshard verify my_package.train:build_model --batch my_package.train:batch --loss my_package.train:loss
-
-    fullshard verify my_package.train:build --shard my_package.train:shard --ranks 4
-
-    fullshard verify my_package.train:build --api fsdp1 --dtype fp64 --json
-
-A script is run as it is, twice: sharded, and with every call that shards leaving the model whole and gradients averaged plainly. Each run ends after --steps steps of an optimizer. {side} in its arguments becomes "sharded", then "whole".
-
-Of a model, the one process computes the loss of each rank's part in turn and divides it by the number of ranks; both sides begin with the same values and seeds, and train with SGD. Without --shard, the children of every ModuleList (and of a Sequential with several of one class) become units, and the rest one more.
-
-Exit codes: 0 equal within the tolerance, 1 differs or failed, 2 unusable options or missing packages, 3 a rank died.
-"""
-
 app = typer.Typer(
     name="fullshard",
     help="Train models larger than one device by sharding them over ranks.",
@@ -158,24 +138,12 @@ def _commands(
     """Train models larger than one device by sharding them over ranks."""
 
 
-def _option(help_text: str, *, panel: str) -> Any:
-    return typer.Option(help=help_text, rich_help_panel=panel)
-
-
 def _by_model(help_text: str, name: str, *, panel: str) -> Any:
     """Declare an option whose default is another one for the tiny model (config.with_defaults)."""
     default = f"{getattr(_DEFAULT, name)}, for tiny {TINY_DEFAULTS[name]}"
     if name == "warmup":
         default = f"a tenth of the steps, at most {default}"
-    return _option(f"{help_text} Default: {default}.", panel=panel)
-
-
-def _flag(name: str, help_text: str, *, panel: str) -> Any:
-    return typer.Option(name, help=help_text, rich_help_panel=panel)
-
-
-def _import_path(help_text: str) -> Any:
-    return typer.Option(help=help_text, metavar="MODULE:FUNCTION", rich_help_panel="Program")
+    return option(f"{help_text} Default: {default}.", panel=panel)
 
 
 @app.command(epilog=_EXAMPLES)
@@ -186,21 +154,21 @@ def train(
     ] = None,
     data: Annotated[
         list[str] | None,
-        _option(
+        option(
             "File or folder of text or JSON lines (.jsonl); may repeat. Default: Python's own "
             "library.",
             panel="Text",
         ),
     ] = None,
     text_field: Annotated[
-        str, _option("Where a line of a .jsonl file holds its text.", panel="Text")
+        str, option("Where a line of a .jsonl file holds its text.", panel="Text")
     ] = _DEFAULT.text_field,
-    seq: Annotated[int, _option("Bytes in a sequence.", panel="Text")] = _DEFAULT.seq,
+    seq: Annotated[int, option("Bytes in a sequence.", panel="Text")] = _DEFAULT.seq,
     model: Annotated[
-        str, _option("Size: tiny, 10m, 35m, 125m, 350m, 1b, 8b.", panel="Model")
+        str, option("Size: tiny, 10m, 35m, 125m, 350m, 1b, 8b.", panel="Model")
     ] = _DEFAULT.model,
     tie_embeddings: Annotated[
-        bool, _flag("--tie-embeddings", "Embedding and head share a weight.", panel="Model")
+        bool, flag("--tie-embeddings", "Embedding and head share a weight.", panel="Model")
     ] = _DEFAULT.tie_embeddings,
     init_from: Annotated[
         str,
@@ -213,15 +181,15 @@ def train(
     ] = _DEFAULT.init_from,
     activation_checkpointing: Annotated[
         bool,
-        _flag("--activation-checkpointing", "Recompute layers in the backward.", panel="Model"),
+        flag("--activation-checkpointing", "Recompute layers in the backward.", panel="Model"),
     ] = _DEFAULT.activation_checkpointing,
     ranks: Annotated[
-        int | None, _option("Local ranks. Default: one per GPU, else 2.", panel="Devices")
+        int | None, option("Local ranks. Default: one per GPU, else 2.", panel="Devices")
     ] = None,
-    device: Annotated[str, _option("auto, cpu or cuda.", panel="Devices")] = "auto",
+    device: Annotated[str, option("auto, cpu or cuda.", panel="Devices")] = "auto",
     dtype: Annotated[
         str,
-        _option(
+        option(
             "auto, fp32, or bf16 (reduced in fp32). auto: bf16 on GPU, fp32 on CPU.",
             panel="Devices",
         ),
@@ -234,7 +202,7 @@ def train(
     ] = None,
     grad_accum: Annotated[
         int,
-        _option(
+        option(
             "Forwards and backwards per step, each reduced, so that gradients stay sharded. "
             "Reducing once would be faster, by up to a quarter, but each rank would hold a whole "
             "model's gradients.",
@@ -243,48 +211,48 @@ def train(
     ] = _DEFAULT.grad_accum,
     lr: Annotated[float | None, _by_model("Highest learning rate.", "lr", panel="Training")] = None,
     min_lr: Annotated[
-        float, _option("Learning rate at the last step.", panel="Training")
+        float, option("Learning rate at the last step.", panel="Training")
     ] = _DEFAULT.min_lr,
     warmup: Annotated[
         int | None,
         _by_model("Steps of linear rise before the cosine.", "warmup", panel="Training"),
     ] = None,
     weight_decay: Annotated[
-        float, _option("AdamW weight decay of matrices.", panel="Training")
+        float, option("AdamW weight decay of matrices.", panel="Training")
     ] = _DEFAULT.weight_decay,
     clip: Annotated[
-        float, _option("Largest global gradient norm; 0 for no limit.", panel="Training")
+        float, option("Largest global gradient norm; 0 for no limit.", panel="Training")
     ] = _DEFAULT.clip,
     seed: Annotated[
-        int, _option("Decides weights, text and sample.", panel="Training")
+        int, option("Decides weights, text and sample.", panel="Training")
     ] = _DEFAULT.seed,
     out: Annotated[
-        Path | None, _option("Run folder. Default: runs/ and the time.", panel="Results")
+        Path | None, option("Run folder. Default: runs/ and the time.", panel="Results")
     ] = None,
     resume: Annotated[
         Path | None,
-        _option("Continue the run in this folder, with its options.", panel="Results"),
+        option("Continue the run in this folder, with its options.", panel="Results"),
     ] = None,
     save_every: Annotated[
-        int, _option("Steps between checkpoints; 0: only at the end.", panel="Results")
+        int, option("Steps between checkpoints; 0: only at the end.", panel="Results")
     ] = _DEFAULT.save_every,
     keep_checkpoints: Annotated[
-        int, _option("How many of the newest checkpoints stay.", panel="Results")
+        int, option("How many of the newest checkpoints stay.", panel="Results")
     ] = _DEFAULT.keep_checkpoints,
     prompt: Annotated[
-        str, _option("Beginning of the text sample.", panel="Results")
+        str, option("Beginning of the text sample.", panel="Results")
     ] = _DEFAULT.prompt,
     sample_length: Annotated[
-        int, _option("Bytes to generate at the end; 0 for none.", panel="Results")
+        int, option("Bytes to generate at the end; 0 for none.", panel="Results")
     ] = _DEFAULT.sample_length,
     temperature: Annotated[
-        float, _option("Of the sample; 0 takes the likeliest byte.", panel="Results")
+        float, option("Of the sample; 0 takes the likeliest byte.", panel="Results")
     ] = _DEFAULT.temperature,
     trace_steps: Annotated[
-        int, _option("Steps to record for the report; 0 for none.", panel="Results")
+        int, option("Steps to record for the report; 0 for none.", panel="Results")
     ] = _DEFAULT.trace_steps,
     as_json: Annotated[
-        bool, _flag("--json", "Print the summary as one JSON object.", panel="Results")
+        bool, flag("--json", "Print the summary as one JSON object.", panel="Results")
     ] = False,
 ) -> None:
     """Train a language model whose parameters are sharded over all ranks.
@@ -325,101 +293,7 @@ def doctor(
     raise typer.Exit(code)
 
 
-@app.command(epilog=_VERIFY_EXAMPLES)
-def verify(
-    context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Your training script; or a function without arguments that returns a plain model, or (model, "
-            "batch).",
-            metavar="SCRIPT|MODULE:FUNCTION",
-        ),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="What the script is given.", metavar="[-- ARGUMENTS]"),
-    ] = None,
-    batch: Annotated[
-        str,
-        _import_path(
-            "batch(step): the whole batch of a step, which is divided among ranks along dim 0. Tensors, or "
-            "tuples, lists and dicts of them."
-        ),
-    ] = "",
-    loss: Annotated[
-        str,
-        _import_path(
-            "loss(model, batch): a scalar. Default: what the model returns, its .loss, or its "
-            '["loss"].'
-        ),
-    ] = "",
-    shard: Annotated[
-        str,
-        _import_path("shard(model): the sharded model. Default: units of repeated blocks."),
-    ] = "",
-    api: Annotated[
-        str, _option("Without --shard: fully_shard or fsdp1.", panel="Sharding")
-    ] = "fully_shard",
-    comm: Annotated[str, _option("auto, process_group or collectives.", panel="Sharding")] = "auto",
-    ranks: Annotated[int, _option("Local ranks, 2 to 4.", panel="Sharding")] = 2,
-    device: Annotated[str, _option("cpu or cuda.", panel="Sharding")] = "cpu",
-    dtype: Annotated[
-        str,
-        _option("Of model and batch: fp64, fp32, bf16. Default: as it is.", panel="Training"),
-    ] = "",
-    steps: Annotated[int, _option("Optimizer steps.", panel="Training")] = 3,
-    lr: Annotated[float, _option("Learning rate of SGD.", panel="Training")] = 0.01,
-    seed: Annotated[int, _option("Decides first values and random numbers.", panel="Training")] = 0,
-    evaluates: Annotated[
-        bool, _flag("--eval", "In evaluation mode, so without dropout.", panel="Training")
-    ] = False,
-    rtol: Annotated[
-        float | None,
-        _option("Of a tensor's largest value. Default: by dtype, fp32 1e-4.", panel="Comparing"),
-    ] = None,
-    atol: Annotated[
-        float | None,
-        _option("Of the largest value of its kind. Default: fp32 1e-5.", panel="Comparing"),
-    ] = None,
-    divide_factor: Annotated[
-        float | None,
-        _option(
-            "What your script divides summed gradients by on purpose. Default: the number of ranks.",
-            panel="Comparing",
-        ),
-    ] = None,
-    timeout_s: Annotated[
-        float,
-        typer.Option(
-            "--timeout",
-            help="Seconds for the one process, and again for the ranks; for each run of a script.",
-            rich_help_panel="Comparing",
-        ),
-    ] = 300.0,
-    keep: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the records.", rich_help_panel="Results", metavar="DIR"),
-    ] = None,
-    as_json: Annotated[bool, _flag("--json", "Print one JSON object.", panel="Results")] = False,
-    is_whole: Annotated[bool, typer.Option("--whole", hidden=True)] = False,
-) -> None:
-    """Train for some steps sharded and not sharded, and say where they differ.
-
-    Losses, outputs of every module, gradients, parameters, buffers, memory and time; the first module
-    that differs; causes that it knows, with what to do.
-    """
-    from fullshard.tools import commands
-
-    others = ("keep", "as_json", "is_whole")
-    given = {k: v for k, v in context.params.items() if k not in others}
-    given["arguments"] = tuple(arguments or ())
-    code = commands.verify(
-        given, os.environ, sys.argv[2:], keep=keep, is_whole=is_whole, as_json=as_json
-    )
-    raise typer.Exit(code)
-
-
+app.command(epilog=VERIFY_EXAMPLES)(verify)
 app.command(epilog=REPLAY_EXAMPLES)(replay)
 
 

@@ -1,0 +1,159 @@
+"""The commands that run a user's model or script again: what can be typed."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fullshard.tools.cli_options import flag, import_path, option
+
+VERIFY_EXAMPLES = """
+Examples, with a training script, and with functions in my_package/train.py:
+
+    fullshard verify train.py -- --lr 1e-3 --out runs/{side}
+
+    fullshard verify my_package.train:build                   build() returns (model, batch)
+
+    fullshard verify my_package.train:build_model --batch my_package.train:batch --loss my_package.train:loss
+
+    fullshard verify my_package.train:build --shard my_package.train:shard --ranks 4
+
+    fullshard verify my_package.train:build --api fsdp1 --dtype fp64 --json
+
+A script is run as it is, twice: sharded, and with every call that shards leaving the model whole and gradients averaged plainly. Each run ends after --steps steps of an optimizer. {side} in its arguments becomes "sharded", then "whole".
+
+Of a model, the one process computes the loss of each rank's part in turn and divides it by the number of ranks; both sides begin with the same values and seeds, and train with SGD. Without --shard, the children of every ModuleList (and of a Sequential with several of one class) become units, and the rest one more.
+
+Exit codes: 0 equal within the tolerance, 1 differs or failed, 2 unusable options or missing packages, 3 a rank died.
+"""
+
+REPLAY_EXAMPLES = """
+Examples, with a function that returns the sharded model in my_package/train.py, after a step was recorded by fullshard.debug(replay="replays/a"):
+
+    fullshard replay replays/a my_package.train:build                  all ranks' parts, in one process
+
+    fullshard replay replays/a my_package.train:build --rank 3         that of one rank, say under a debugger
+
+    torchrun --nproc-per-node 8 -m fullshard replay replays/a my_package.train:build      by the same ranks
+
+Exit codes: 0 equal in every bit, 1 differs or failed, 2 unusable options or missing packages.
+"""
+
+
+def verify(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Your training script; or a function without arguments that returns a plain model, or (model, "
+            "batch).",
+            metavar="SCRIPT|MODULE:FUNCTION",
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="What the script is given.", metavar="[-- ARGUMENTS]"),
+    ] = None,
+    batch: Annotated[
+        str,
+        import_path(
+            "batch(step): the whole batch of a step, which is divided among ranks along dim 0. Tensors, or "
+            "tuples, lists and dicts of them."
+        ),
+    ] = "",
+    loss: Annotated[
+        str,
+        import_path(
+            "loss(model, batch): a scalar. Default: what the model returns, its .loss, or its "
+            '["loss"].'
+        ),
+    ] = "",
+    shard: Annotated[
+        str,
+        import_path("shard(model): the sharded model. Default: units of repeated blocks."),
+    ] = "",
+    api: Annotated[
+        str, option("Without --shard: fully_shard or fsdp1.", panel="Sharding")
+    ] = "fully_shard",
+    comm: Annotated[str, option("auto, process_group or collectives.", panel="Sharding")] = "auto",
+    ranks: Annotated[int, option("Local ranks, 2 to 4.", panel="Sharding")] = 2,
+    device: Annotated[str, option("cpu or cuda.", panel="Sharding")] = "cpu",
+    dtype: Annotated[
+        str,
+        option("Of model and batch: fp64, fp32, bf16. Default: as it is.", panel="Training"),
+    ] = "",
+    steps: Annotated[int, option("Optimizer steps.", panel="Training")] = 3,
+    lr: Annotated[float, option("Learning rate of SGD.", panel="Training")] = 0.01,
+    seed: Annotated[int, option("Decides first values and random numbers.", panel="Training")] = 0,
+    evaluates: Annotated[
+        bool, flag("--eval", "In evaluation mode, so without dropout.", panel="Training")
+    ] = False,
+    rtol: Annotated[
+        float | None,
+        option("Of a tensor's largest value. Default: by dtype, fp32 1e-4.", panel="Comparing"),
+    ] = None,
+    atol: Annotated[
+        float | None,
+        option("Of the largest value of its kind. Default: fp32 1e-5.", panel="Comparing"),
+    ] = None,
+    divide_factor: Annotated[
+        float | None,
+        option(
+            "What your script divides summed gradients by on purpose. Default: the number of ranks.",
+            panel="Comparing",
+        ),
+    ] = None,
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            help="Seconds for the one process, and again for the ranks; for each run of a script.",
+            rich_help_panel="Comparing",
+        ),
+    ] = 300.0,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the records.", rich_help_panel="Results", metavar="DIR"),
+    ] = None,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object.", panel="Results")] = False,
+    is_whole: Annotated[bool, typer.Option("--whole", hidden=True)] = False,
+) -> None:
+    """Train for some steps sharded and not sharded, and say where they differ.
+
+    Losses, outputs of every module, gradients, parameters, buffers, memory and time; the first module
+    that differs; causes that it knows, with what to do.
+    """
+    from fullshard.tools import commands
+
+    others = ("keep", "as_json", "is_whole")
+    given = {k: v for k, v in context.params.items() if k not in others}
+    given["arguments"] = tuple(arguments or ())
+    code = commands.verify(
+        given, os.environ, sys.argv[2:], keep=keep, is_whole=is_whole, as_json=as_json
+    )
+    raise typer.Exit(code)
+
+
+def replay(
+    folder: Annotated[Path, typer.Argument(help="What debug(replay=) has written.", metavar="DIR")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A function without arguments that builds and shards the model as the recorded run did.",
+            metavar="MODULE:FUNCTION",
+        ),
+    ],
+    rank: Annotated[
+        int | None, typer.Option(help="The rank whose part is replayed. Default: all.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run a recorded step again, and name the first module whose output differs.
+
+    Inputs of the step are unpickled: replay only what you have recorded, or trust.
+    """
+    from fullshard.tools import commands
+
+    raise typer.Exit(commands.replay(folder, target, os.environ, rank=rank, as_json=as_json))
