@@ -113,7 +113,7 @@ SEEN = {
     "docs/replay.md": {
         "record.py": [],
         "fullshard replay replays/a record:build": [
-            r"^Replayed the step of all 2 ranks in replays/a: 20 outputs, 12 gradients\.$",
+            r"^Replayed the step of all 2 ranks in replays/a: 18 inputs, 20 outputs, 12 gradients\.$",
             r"^Equal in every bit\.$",
         ],
         "fullshard replay replays/a record:build --rank 1 --json": [r'"is_equal": true'],

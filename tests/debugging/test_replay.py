@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import random
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard.debugging import recording
 from fullshard.engine.watchers import watchers
-from fullshard.errors import CheckpointError, StateError
+from fullshard.errors import CheckpointError, MisuseError, StateError
 from tests.api import Api
 from tests.fsdp1.models import quiet
 from tests.harness import on_ranks, rank
@@ -261,8 +266,10 @@ def test_gradients_are_not_compared_where_others_were_there(api: Api, tmp_path: 
         micro_batch(model)
     found = fullshard.replay(tmp_path / "begun", build(api))
     assert found.is_equal, found
-    assert [*found.counts] == ["output"]
-    assert "there were gradients of earlier backwards, so gradients are not compared" in str(found)
+    assert [*found.counts] == ["input", "output", "gradient"]
+    assert "gradients came from elsewhere, or were changed, so reduced gradients are not" in str(
+        found
+    )
 
     def weighted(model: Any) -> None:
         for weight in (3.0, 5.0 + rank()):
@@ -273,7 +280,7 @@ def test_gradients_are_not_compared_where_others_were_there(api: Api, tmp_path: 
     found = fullshard.replay(tmp_path / "weighted", build(api))
     assert found.is_equal, found
     assert found.counts["gradient"] == 2 * found.counts["reduced gradient"]
-    assert "gradients were changed between backwards" in str(found)
+    assert "gradients came from elsewhere, or were changed" in str(found)
 
 
 @on_ranks(2)
@@ -291,7 +298,7 @@ def test_what_cannot_be_replayed_is_refused(api: Api, tmp_path: Path) -> None:
         rounded(torch.randn(4, 8)).sum().backward()
     with pytest.raises(StateError, match="computed in bfloat16 by its mixed precision"):
         fullshard.replay(tmp_path / "rounded", nn.Sequential(nn.Linear(8, 8)))
-    with pytest.raises(StateError, match="rank=1 is for one process"):
+    with pytest.raises(MisuseError, match="rank=1 is for one process"):
         fullshard.replay(tmp_path / "rounded", rounded, rank=1)
     with pytest.raises(CheckpointError, match="does not fit"):
         fullshard.replay(tmp_path / "rounded", model)
@@ -300,6 +307,170 @@ def test_what_cannot_be_replayed_is_refused(api: Api, tmp_path: Path) -> None:
         (tmp_path / "others").mkdir()
         (tmp_path / "others" / "thesis.tex").touch()
     torch.distributed.barrier()
+
+
+@on_ranks(2)
+def test_a_step_ends_where_parameters_change(api: Api, tmp_path: Path) -> None:
+    def by_hand(model: Any) -> None:
+        micro_batch(model)
+        for parameter in model.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+    def by_hooks(model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: torch.optim.SGD([p], lr=0.1).step()
+            )
+        micro_batch(model)
+
+    def by_lbfgs(model: Any) -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, lr=0.1)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(6, 8)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    def small() -> Any:  # of even sizes, as LBFGS wants them
+        torch.manual_seed(0)
+        return api.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+
+    for name, step, built in (
+        ("hand", by_hand, lambda: build(api)),
+        ("hooks", by_hooks, lambda: build(api)),
+        ("lbfgs", by_lbfgs, small),
+    ):
+        model = built()
+        fullshard.debug(replay=tmp_path / name)
+        for _ in range(2):
+            step(model)
+            model.zero_grad()
+        found = fullshard.replay(tmp_path / name, built())
+        assert found.is_equal, (name, found)
+        assert found.counts["output"] == 2 * (3 if name == "lbfgs" else 12), name
+        assert not any(type(each).__name__ == "Recording" for each in watchers), name
+
+
+@on_ranks(2)
+def test_a_frozen_model_is_not_the_one_and_a_later_recording_takes_over(
+    api: Api, tmp_path: Path
+) -> None:
+    teacher, model = build(api), build(api)
+    teacher.requires_grad_(False)
+
+    def teach(model: Any) -> None:
+        x = torch.randn(6, 8)
+        F.mse_loss(model(x), teacher(x)).backward()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fullshard.debug(replay=tmp_path / "never")
+    fullshard.debug(replay=tmp_path / "taught")  # takes its place, as nothing has run
+    teach(model)
+    optimizer.step()
+    assert fullshard.replay(tmp_path / "taught", build(api)).is_equal
+    assert not (tmp_path / "never").exists()
+
+
+@on_ranks(2)
+def test_backwards_that_leave_no_gradients_are_passed_over(api: Api, tmp_path: Path) -> None:
+    def penalised(model: Any) -> None:
+        x = torch.randn(6, 8, requires_grad=True)
+        loss = model(x).square().mean()
+        torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+
+    def twice(model: Any) -> None:
+        x = torch.randn(6, 8, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        slope.square().mean().backward()
+
+    record(tmp_path / "grad", build(api), penalised)
+    found = fullshard.replay(tmp_path / "grad", build(api))
+    assert found.is_equal, found
+    assert "backward 0 left no gradients of parameters" in str(found)
+    assert found.counts["gradient"] == 2 * 14
+    keeps = {"reshard_after_forward": False}
+    record(tmp_path / "twice", build(api, **keeps), twice)
+    found = fullshard.replay(tmp_path / "twice", build(api, **keeps))
+    assert found.is_equal, found
+    assert "gradient" not in found.counts
+
+
+@on_ranks(2)
+def test_a_backward_that_ends_the_program_is_recorded(api: Api, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no luck")
+
+    model = build(api)
+    model.blocks[0].register_full_backward_pre_hook(fail)
+    fullshard.debug(replay=tmp_path)
+    with pytest.raises(ValueError, match="no luck"):
+        micro_batch(model)
+    recording._end()  # as Python does when the program ends
+    again = build(api)
+    again.blocks[0].register_full_backward_pre_hook(fail)
+    with pytest.raises(ValueError, match="no luck"):
+        fullshard.replay(tmp_path, again)
+    assert "backward 0 ended with" in str(fullshard.replay(tmp_path, build(api)))
+
+
+@on_ranks(2)
+def test_a_replay_keeps_nothing_and_a_recording_gives_up_alone(api: Api, tmp_path: Path) -> None:
+    record(tmp_path / "a", build(api))
+    model = build(api)
+    assert fullshard.replay(tmp_path / "a", model).is_equal
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+            return function(self.layer(x))
+
+    called = api.fully_shard(Called())
+    fullshard.debug(replay=tmp_path / "b")
+    with pytest.warns(UserWarning, match=r"given up on rank \d, as an argument of \w*Called"):
+        loss = called(torch.randn(4, 8), lambda x: x.square()).sum()
+    loss.backward()
+    with pytest.raises(StateError, match="has nothing of rank"):
+        fullshard.replay(tmp_path / "b", called)
+
+
+class Drawing(nn.Module):
+    """Scales by numbers of Python's and NumPy's generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.own, self.numpy = random.Random(1), np.random.default_rng(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Draw twice, once of each."""
+        return self.layer(x) * (self.own.random() + float(self.numpy.random()))
+
+
+@on_ranks(2)
+def test_generators_of_modules_and_inputs_made_between_modules(api: Api, tmp_path: Path) -> None:
+    def step(model: Any) -> None:
+        model(torch.randn(6, 8)).square().mean().backward()
+
+    record(tmp_path / "own", api.fully_shard(Drawing()), step)
+    assert fullshard.replay(tmp_path / "own", api.fully_shard(Drawing())).is_equal
+
+    record(tmp_path / "input", build(api))
+    other = build(api)
+    other.blocks[1].down.register_forward_pre_hook(lambda _, args: (args[0] + 1e-3,))
+    first = fullshard.replay(tmp_path / "input", other).first
+    assert first is not None
+    assert (first.what, first.path) == ("input", "blocks.1.down")
 
 
 PROGRAM = """
@@ -354,13 +525,15 @@ def test_one_process_replays_all_ranks_sharded_or_not(tmp_path: Path) -> None:
         done = call("fullshard", "replay", "replays/a", f"mine:{function}")
         assert done.returncode == 0, done.stderr
         assert (
-            "all 2 ranks in replays/a: 14 outputs, 8 gradients.\nEqual in every bit." in done.stdout
+            "all 2 ranks in replays/a: 12 inputs, 14 outputs, 8 gradients.\nEqual in every bit."
+            in done.stdout
         )
     done = call("fullshard", "replay", "replays/a", "mine:broken", "--rank", "1", "--json")
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     assert (found["ranks"], found["is_equal"], found["first"]["path"]) == ([1], False, "1.0")
     done = call("fullshard", "replay", "replays/a", "mine:build", "--rank", "2")
-    assert done.returncode == 1
-    assert done.stderr == "fullshard replay: rank=2: 2 ranks were recorded. Give one of these.\n"
-    assert call("fullshard", "replay", "replays/a", "mine:nothing").returncode == 2
+    assert done.returncode == 2
+    assert "fullshard replay: rank=2: 2 ranks were recorded. Give one of these.\n" in done.stderr
+    for target in ("mine:nothing", "./mine.py:build"):
+        assert call("fullshard", "replay", "replays/a", target).returncode == 2

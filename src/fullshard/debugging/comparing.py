@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from fullshard.debugging.tape import OUTPUT, REDUCED, Event, Seen
+from fullshard.debugging.tape import INPUT, OUTPUT, Event, Seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _problem(recorded: Seen, now: Seen | None) -> str:
     largest = recorded.sample.abs().max().item() if gap.numel() else 0.0
     worst = gap.max().item() if gap.numel() else 0.0
     if not worst:
-        return "differs in elements that are not among those sampled"
+        return "differs in elements that are not among those sampled, or in the sign of zeros"
     if math.isnan(worst) or math.isinf(largest):
         return "differs: there are values that are not finite"
     if not largest:
@@ -108,12 +108,11 @@ def _problem(recorded: Seen, now: Seen | None) -> str:
 def _in_order(recorded: Sequence[Seen], now: Sequence[Seen]) -> Iterator[tuple[Seen, str]]:
     """Yield what ran beside what was recorded, or in another place among the outputs. At most one."""
     known = {seen.key for seen in recorded}
-    for extra in now:
-        if extra.key not in known and extra.what != REDUCED:  # optimizers in backward drop these
+    before, after = ([s for s in each if s.what in (INPUT, OUTPUT)] for each in (recorded, now))
+    for extra in after:
+        if extra.key not in known:
             yield extra, "is computed now, and was not recorded"
             return
-    before = [seen for seen in recorded if seen.what == OUTPUT]
-    after = [seen for seen in now if seen.what == OUTPUT]
     for old, new in zip(before, after, strict=True):
         if old.key != new.key:
             yield new, f"comes where that of {old.path or 'the model'} came when it was recorded"

@@ -41,8 +41,7 @@ class Facts(NamedTuple):
 class Inputs(NamedTuple):
     """What a forward was called with.
 
-    module: its path, "" for the root. method: its name. surroundings: see there. has_gradients: whether
-        gradients of earlier backwards were there.
+    module: its path, "" for the root. method: its name. surroundings: see there.
     """
 
     module: str
@@ -50,7 +49,6 @@ class Inputs(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     surroundings: dict[str, Any]
-    has_gradients: bool
 
 
 class Record:
@@ -87,7 +85,7 @@ class Record:
         """Return what was recorded. Raises CheckpointError if nothing was, or by another version."""
         try:
             values = json.loads((self.folder / "replay.json").read_text())
-        except FileNotFoundError:
+        except (OSError, ValueError):  # not there, or not complete
             raise CheckpointError(
                 f"{self.folder}: no recorded step. Record one with fullshard.debug(replay={str(self.folder)!r})."
             ) from None

@@ -6,20 +6,28 @@ are called with and depend on, which gradients reach their outputs, and what all
 all gradients are, as digests.
 """
 
+import atexit
+import contextlib
+import functools
 import os
+import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fullshard.checkpoint.saving import save_checkpoint
 from fullshard.debugging.record import Inputs, Record
 from fullshard.debugging.surroundings import device_of, surroundings
 from fullshard.debugging.tape import BACKWARD, FORWARD, Event, Tape, local_of
-from fullshard.engine.module_state import ModuleState
+from fullshard.engine.hooks import Hooks
 from fullshard.engine.precision import map_tensors
 from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.state.structure import units_of
@@ -28,23 +36,35 @@ from fullshard.state.structure import units_of
 class Recording(PassWatcher):
     """Waits for a model to run, and records its step from then on.
 
-    folder: see `record`. All ranks make it at the same moment.
+    folder: see `record`. All ranks make it at the same moment. It takes the place of one that still runs.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        for other in [each for each in watchers if isinstance(each, Recording)]:
+            other.end("another recording")
+        _install()
         self._record = Record(folder)
         self._tape: _RecordingTape | None = None
+        self._contents: list[str] = []  # of the parameters before the step
         watchers.append(self)
-        self._steps = register_optimizer_step_pre_hook(self._before_step)
 
-    def forward_begins(self, state: ModuleState, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or self._tape is not None:
-            return
+    def forward_begins(self, state: Hooks, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._tape is None:
+            root = state.root_module or module
+            if torch.is_grad_enabled() and any(p.requires_grad for p in root.parameters()):
+                tape = self._begin(root)
+                tape.forward_begins(state, module, args, kwargs)  # it did not listen yet
+                self._write_inputs(tape, state, module, args, kwargs)
+        elif self._tape.has_backward and _contents(self._tape.model) != self._contents:
+            self.end()  # the program has taken its step, in whatever way
+        else:
+            self._write_inputs(self._tape, state, module, args, kwargs)
+
+    def _begin(self, root: nn.Module) -> "_RecordingTape":
+        """Save the model. A forward of the program's is about to begin, and all ranks are here."""
         rank = dist.get_rank()
         if rank == 0:
             self._record.clear()
-        # A forward of the user's is about to begin, and all ranks are here. They meet in this.
-        root = state.root_module or module
         save_checkpoint(self._record.model, root, rng=False, overwrite=True)
         if rank == 0:
             self._record.write_facts(
@@ -53,15 +73,35 @@ class Recording(PassWatcher):
                 device=device_of(root).type,
                 precision=_precision(root),
             )
+        self._contents = _contents(root)
         self._tape = _RecordingTape(root, self._record, rank)
-        self._tape.begin()  # the loop over watchers that has come here comes to it next
+        self._tape.begin()
+        return self._tape
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        if (tape := self._tape) is None or not tape.has_backward:
+    def _write_inputs(
+        self, tape: "_RecordingTape", state: Hooks, module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        try:
+            tape.write_inputs(state, module, args, kwargs)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            warnings.warn(
+                f"{self._record.folder}: the recording is given up on rank {dist.get_rank()}, as an argument of "
+                f"{type(module).__name__}.{state.called} cannot be pickled: {error}. Pass tensors and plain values in "
+                "the step that is to be replayed.",
+                stacklevel=2,
+            )
+            self.end()
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """End with the step of an optimizer that has the model's parameters."""
+        if self._tape is None or not self._tape.has_backward:
             return
-        own = {id(parameter) for parameter in tape.model.parameters()}
+        own = {id(parameter) for parameter in self._tape.model.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            self._end()
+            if self._tape.is_in_backward:
+                self._tape.when_ended = self.end  # the optimizer steps in a hook of the backward
+            else:
+                self.end()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the recording where the program is. error: the exception with which it leaves the block."""
@@ -69,18 +109,39 @@ class Recording(PassWatcher):
             return
         if self._tape is None and error is None:
             warnings.warn(
-                f"{self._record.folder}: nothing was recorded. No sharded model ran forward with gradients.",
+                f"{self._record.folder}: nothing was recorded. No sharded model that is trained ran forward "
+                "with gradients.",
                 stacklevel=3,
             )
-        self._end(f"{type(error).__name__}: {error}" if error is not None else "an exception")
+        self.end(f"{type(error).__name__}: {error}" if error is not None else "an exception")
 
-    def _end(self, error: str = "") -> None:
+    def end(self, error: str = "an exception") -> None:
         """Stop listening. error: what has ended a pass that has begun and not ended."""
         watchers.remove(self)
-        self._steps.remove()
         if self._tape is not None:
             self._tape.close_event(error)
             self._tape.end()
+
+
+@functools.cache
+def _install() -> None:
+    """Hear of steps of optimizers, and of the end of the program. Once in a process."""
+    register_optimizer_step_pre_hook(_steps)
+    register_optimizer_step_post_hook(_steps)  # of one whose closure computes gradients
+    atexit.register(_end)
+
+
+def _steps(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+    for each in tuple(watchers):
+        if isinstance(each, Recording):
+            each.steps(optimizer)
+
+
+def _end() -> None:
+    for each in tuple(watchers):
+        if isinstance(each, Recording):
+            with contextlib.suppress(Exception):  # the process ends anyway
+                each.end("what has ended the program")
 
 
 class _RecordingTape(Tape):
@@ -89,29 +150,33 @@ class _RecordingTape(Tape):
     def __init__(self, model: nn.Module, record: Record, rank: int) -> None:
         super().__init__(model)
         self._record, self._rank = record, rank
+        self.when_ended: Callable[[], object] | None = (
+            None  # is called when the next event has ended
+        )
+
+    @property
+    def is_in_backward(self) -> bool:
+        return self._is_in(BACKWARD)
 
     @property
     def has_backward(self) -> bool:
-        return any(event.kind == BACKWARD for event in self.events)
+        return self.is_in_backward or any(event.kind == BACKWARD for event in self.events)
 
-    def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
-        super().forward_begins(state, module, args, kwargs)
-        if self._is_in(FORWARD):
-            args, kwargs = map_tensors(_plain, (args, kwargs))
-            inputs = Inputs(
-                module=self._paths[id(module)],
-                method=state.called,
-                args=args,
-                kwargs=kwargs,
-                surroundings=surroundings(self.model),
-                has_gradients=_has_gradients(self.model),
-            )
-            self._record.write_inputs(self._rank, len(self.outputs), inputs)
+    def write_inputs(self, state: Hooks, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Write what a forward of the model begins with, if it is one. Raises what pickling raises."""
+        path = self._paths.get(id(module))
+        if path is None or not torch.is_grad_enabled():
+            return
+        args, kwargs = map_tensors(_plain, (args, kwargs))
+        inputs = Inputs(path, state.called, args, kwargs, surroundings(self.model))
+        self._record.write_inputs(self._rank, len(self.outputs), inputs)
 
     def event_ended(self, event: Event) -> None:
         if event.kind == FORWARD:
             self.outputs[-1:] = [[]]  # only their number is of use here
         self._record.write_event(self._rank, len(self.events) - 1, event)
+        if self.when_ended is not None:
+            self.when_ended()
 
 
 def _precision(model: nn.Module) -> list[str]:
@@ -119,12 +184,11 @@ def _precision(model: nn.Module) -> list[str]:
     return sorted(each.removeprefix("torch.") for each in dtypes - {"None"})
 
 
-def _has_gradients(model: nn.Module) -> bool:
-    """Return whether earlier backwards have left gradients that are not zero, or sums that wait."""
-    if any(unit.gradients.has_hidden for unit in units_of(model)):
-        return True
-    grads = (p.grad for p in model.parameters() if p.grad is not None)
-    return any(bool(local_of(grad).count_nonzero()) for grad in grads)
+def _contents(model: nn.Module) -> list[str]:
+    """Return numbers that tell whether somebody has changed a parameter."""
+    parts = (local_of(parameter).double() for parameter in model.parameters())
+    sums = (number for part in parts for number in (part.sum(), part.square().sum()))
+    return [float(number).hex() for number in sums]  # in which NaN equals NaN
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from fullshard.debugging.comparing import Compared, ReplayDifference, compare_ev
 from fullshard.debugging.record import Facts, Record
 from fullshard.debugging.surroundings import autocast_as, device_of, restore, settings_as
 from fullshard.debugging.tape import BACKWARD, FORWARD, GRADIENT, REDUCED, Event, Tape, path_of
-from fullshard.errors import StateError
+from fullshard.errors import MisuseError, StateError
 from fullshard.state.structure import units_of
 
 
@@ -71,8 +71,8 @@ def replay(folder: str | os.PathLike[str], model: nn.Module, *, rank: int | None
 
     model: built and sharded as in the recorded run. On as many ranks as were recorded, each replays its own
         part; on one process (a process group of one rank, or a model that is not sharded and no process group)
-        the parts of all ranks follow each other. It is left with the parameters from before the step, and
-        without gradients.
+        the parts of all ranks follow each other. It is left with the parameters from before the step, the
+        buffers that its forwards leave, and no gradients.
     rank: on one process, the rank whose part is replayed; None for all.
 
     What is compared is what modules return, each rank's own gradients, and on the same ranks the reduced ones.
@@ -80,7 +80,7 @@ def replay(folder: str | os.PathLike[str], model: nn.Module, *, rank: int | None
     passes, so a step that failed fails again. Random generators are afterwards as they were before.
 
     Raises CheckpointError if there is no such record, or it is of another model; StateError for
-    another number of ranks.
+    another number of ranks; MisuseError for a ``rank`` that there was not.
     """
     record = Record(folder)
     facts = record.facts()
@@ -112,7 +112,7 @@ def _parts(facts: Facts, rank: int | None) -> list[int]:
     size = _world_size()
     if size == 1:
         if rank is not None and not 0 <= rank < facts.ranks:
-            raise StateError(f"rank={rank}: {facts.ranks} ranks were recorded. Give one of these.")
+            raise MisuseError(f"rank={rank}: {facts.ranks} ranks were recorded. Give one of these.")
         return [*range(facts.ranks)] if rank is None else [rank]
     if size != facts.ranks:
         raise StateError(
@@ -120,7 +120,7 @@ def _parts(facts: Facts, rank: int | None) -> list[int]:
             "one process."
         )
     if rank is not None:
-        raise StateError(f"rank={rank} is for one process. Here every rank replays its own part.")
+        raise MisuseError(f"rank={rank} is for one process. Here every rank replays its own part.")
     return [dist.get_rank()]
 
 
@@ -169,22 +169,22 @@ class _Part:
         first = self._record.inputs(self._rank, 0, self._device)
         if first is None:
             raise StateError(f"{self._record.folder}: has nothing of rank {self._rank}.")
-        leaves_out = set() if self._units and not self._is_alone else {REDUCED}
-        if first.has_gradients:
-            self._note("there were gradients of earlier backwards", "gradients")
-            leaves_out = {GRADIENT, REDUCED}
+        leaves_out: set[str] = set() if self._units and not self._is_alone else {REDUCED}
         for number, event in enumerate(events):
-            if event.has_others and REDUCED not in leaves_out:
-                self._note(
-                    "gradients were changed between backwards", "reduced gradients since then"
-                )
-                leaves_out.add(REDUCED)
+            leaves_out |= self._not_compared(event) - leaves_out
             _reduce_as_in(event, tape)
+            done = len(tape.events)
             if event.kind == FORWARD:
                 self._forward(tape)
-            else:
+            elif event.error or any(seen.what == GRADIENT for seen in event.seen):
                 self._backward(tape, event, later=events[number + 1 :])
-            now = tape.events[number] if number < len(tape.events) else Event(event.kind)
+            else:
+                self._notes.append(
+                    f"Rank {self._rank}: {names[number]} left no gradients of parameters (torch.autograd.grad), and is "
+                    "not replayed."
+                )
+                continue
+            now = tape.events[done] if done < len(tape.events) else Event(event.kind)
             self._compared.append(
                 compare_events(
                     event,
@@ -203,8 +203,23 @@ class _Part:
         if self._record.inputs(self._rank, len(tape.outputs), self._device) is not None:
             self._forward(tape)  # the process ended in this one
 
+    def _not_compared(self, event: Event) -> set[str]:
+        """Say what is not compared from an event on, and note why."""
+        if event.has_sums:
+            self._note("gradients of earlier backwards wait to be reduced", "gradients")
+            return {GRADIENT, REDUCED}
+        if event.is_differentiated:
+            self._note("a backward is differentiated again", "gradients from there on")
+            return {GRADIENT, REDUCED}
+        if event.has_others and not self._is_alone:
+            self._note("gradients came from elsewhere, or were changed", "reduced gradients")
+            return {REDUCED}
+        return set()
+
     def _note(self, why: str, what: str) -> None:
-        self._notes.append(f"Rank {self._rank}: {why}, so {what} are not compared.")
+        note = f"Rank {self._rank}: {why}, so {what} are not compared."
+        if note not in self._notes:
+            self._notes.append(note)
 
     def _tell_progress(self, error: Exception) -> None:
         """Say beside an exception of the model's how far its values were those that were recorded."""
@@ -254,6 +269,8 @@ class _Part:
         forwards = {forward for forward, _ in event.grads}
         again = {forward for each in later for forward, _ in each.grads}
         outputs = [tape.outputs[forward][place] for forward, place in event.grads]
+        if event.begins_anew:
+            self._model.zero_grad(set_to_none=True)
         self._grads = {key: grad.to(self._device) for key, grad in event.grads.items()}
         if not self._units:
             tape.open_event(BACKWARD)

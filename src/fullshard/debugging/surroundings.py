@@ -8,8 +8,9 @@ What a module keeps otherwise (a Python counter, say) is not among it.
 """
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -92,13 +93,32 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _generators(model: nn.Module) -> dict[str, torch.Generator]:
+def _generators(model: nn.Module) -> dict[str, "_Generator"]:
+    """Return the generators that modules have as attributes, by their paths."""
     return {
-        f"{path}.{name}".lstrip("."): value
+        f"{path}.{name}".lstrip("."): generator
         for path, module in modules_by_path(model).items()
         for name, value in vars(module).items()
-        if isinstance(value, torch.Generator)
+        if (generator := _as_generator(value)) is not None
     }
+
+
+class _Generator(NamedTuple):
+    """How the state of a generator is read and set."""
+
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], Any]
+
+
+def _as_generator(value: Any) -> _Generator | None:
+    if isinstance(value, torch.Generator):
+        return _Generator(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return _Generator(value.getstate, value.setstate)
+    bits = getattr(value, "bit_generator", None)  # of NumPy's, which may not be installed
+    if bits is not None and hasattr(bits, "state"):
+        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype]:

@@ -24,7 +24,7 @@ from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.plan.units import clean_name, lowest_common_unit, without_compile
 from fullshard.state.host_memory import host_bytes
 
-OUTPUT, GRADIENT, REDUCED = "output", "gradient", "reduced gradient"
+INPUT, OUTPUT, GRADIENT, REDUCED = "input", "output", "gradient", "reduced gradient"
 FORWARD, BACKWARD = "forward", "backward"
 
 _SAMPLE_NUMEL = 512
@@ -33,7 +33,7 @@ _SAMPLE_NUMEL = 512
 class Seen(NamedTuple):
     """A value that was computed.
 
-    what: OUTPUT of a module; GRADIENT of a parameter on this rank, whole; or the part that this rank has of
+    what: INPUT or OUTPUT of a module; GRADIENT of a parameter on this rank, whole; or the part that this rank has of
         the REDUCED one. path: of the module or parameter, as before sharding. call: the how manieth of this
         path in the event. kind: the module's class, "" for gradients. unit: the path of the unit that it is in.
     digest: of all bits. sample: 1-D, float64, at most 512 evenly spread elements of each tensor.
@@ -60,8 +60,11 @@ class Event:
 
     path: of the module that ran, for a forward: "" is the root, another one was called by itself.
     sync: per unit, whether gradients were reduced over its axes. grads: the gradients of outputs, by number of
-        the forward and place among its differentiable outputs. has_others: in backward, whether ``.grad`` was
-        changed since the backward before. error: the exception that ended it, or "".
+        the forward and place among its differentiable outputs. error: the exception that ended it, or "".
+
+    Of a backward, beside: begins_anew: gradients of the backwards before were dropped or zeroed. has_others: they
+    were changed otherwise since then. has_sums: sums of backwards before the first event wait to be reduced.
+    is_differentiated: autograd records it (``create_graph=True``).
     """
 
     kind: str
@@ -69,7 +72,10 @@ class Event:
     sync: dict[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
     seen: list[Seen] = dataclasses.field(default_factory=list)
     grads: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    begins_anew: bool = False
     has_others: bool = False
+    has_sums: bool = False
+    is_differentiated: bool = False
     error: str = ""
 
 
@@ -94,18 +100,26 @@ class Tape(PassWatcher):
         self._open: Event | None = None
         self._calls: dict[tuple[str, str], int] = {}
         self._grads: dict[tuple[int, int], torch.Tensor] = {}  # of outputs, since the last backward
+        self._is_differentiated = False  # that backward
         self._left: dict[str, str] = {}  # digests of the gradients that the last backward has left
         self._handles: list[RemovableHandle] = []
 
     def begin(self) -> None:
-        # Behind the hooks of others, which may change outputs.
-        modules = self._modules.values()
-        self._handles = [m.register_forward_hook(self._module_ended) for m in modules]
+        # Behind the hooks of others, which may change inputs and outputs.
+        for module in self._modules.values():
+            self._handles += [
+                module.register_forward_pre_hook(self._module_begins, with_kwargs=True),
+                module.register_forward_hook(self._module_ended),
+            ]
         watchers.append(self)
 
     def end(self) -> None:
+        """Stop listening, and let go of the graphs of outputs."""
         for handle in self._handles:
             handle.remove()
+        # Hooks of tensors keep this object, in a way that the garbage collector does not see.
+        self.outputs.clear()
+        self._grads.clear()
         watchers.remove(self)
 
     # What the engine tells
@@ -117,11 +131,17 @@ class Tape(PassWatcher):
     def forward_ends(self, iteration: Iteration, output: Any) -> None:
         if self._is_own(iteration) and self._is_in(FORWARD):
             for place, tensor in enumerate(self.end_forward(output)):
-                tensor.register_hook(self._keeper((len(self.outputs) - 1, place)))
+                key = (len(self.outputs) - 1, place)
+                self._handles.append(tensor.register_hook(self._keeper(key)))
 
     def backward_begins(self, iteration: Iteration) -> None:
-        if self._is_own(iteration):
-            self.open_event(BACKWARD).has_others = self._left != self._reduced_digests()
+        if not self._is_own(iteration):
+            return
+        event, now = self.open_event(BACKWARD), self._reduced_digests()
+        event.begins_anew = bool(self._left) and not now
+        event.has_others = self._left != now and not event.begins_anew
+        is_first = all(each.kind == FORWARD for each in self.events)
+        event.has_sums = is_first and any(unit.gradients.has_hidden for unit in self.units)
 
     def gradients_complete(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         if unit in self.units and self._is_in(BACKWARD):
@@ -148,7 +168,9 @@ class Tape(PassWatcher):
                     yield unit, without_compile(param.name), grad + 0
 
     def _reduced_digests(self) -> dict[str, str]:
-        return {name: _digest([grad]) for _, name, grad in self._reduced()}
+        """Return digests of reduced gradients, but those that are zero."""
+        reduced = self._reduced()
+        return {name: _digest([grad]) for _, name, grad in reduced if grad.count_nonzero()}
 
     def _is_own(self, iteration: Iteration) -> bool:
         return any(unit in self.units for unit in iteration.units)
@@ -159,6 +181,8 @@ class Tape(PassWatcher):
     def _keeper(self, key: tuple[int, int]) -> Callable[[torch.Tensor], None]:
         def keep(grad: torch.Tensor) -> None:
             self._grads[key] = grad.detach()
+            if torch.is_grad_enabled():  # with ``create_graph=True`` alone
+                self._is_differentiated = True
 
         return keep
 
@@ -177,7 +201,7 @@ class Tape(PassWatcher):
     def end_forward(self, output: Any) -> list[torch.Tensor]:
         """End a forward with what it has returned; return what of that requires a gradient."""
         assert self._open is not None
-        self._see_output(self._open.path, output)
+        self._see_tensors(OUTPUT, self._open.path, output)
         tensors = differentiable_tensors(output)
         self.outputs.append(tensors)
         self.close_event()
@@ -190,6 +214,7 @@ class Tape(PassWatcher):
         event.error = error
         if event.kind == BACKWARD:
             event.grads, self._grads = self._grads, {}
+            event.is_differentiated, self._is_differentiated = self._is_differentiated, False
         self._open = None
         self.events.append(event)
         self.event_ended(event)
@@ -200,23 +225,34 @@ class Tape(PassWatcher):
     # Values
 
     @eager
+    def _module_begins(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # Without kwargs if another hook of this call has ended the tape: torch looks that up anew.
+        self._see_inside(INPUT, module, (args, kwargs))
+
+    @eager
     def _module_ended(self, module: nn.Module, _: Any, output: Any) -> None:
+        self._see_inside(OUTPUT, module, output)
+
+    def _see_inside(self, what: str, module: nn.Module, tree: Any) -> None:
+        """Take down what a module gets or returns, unless the forward is of this module.
+
+        Its inputs are recorded as such, and its output comes with the end, as the engine returns it.
+        """
         path = self._paths[id(module)]
-        # The module that a forward is of has its place at the end, with what engine makes of its output.
         if self._open is not None and (self._open.kind == BACKWARD or path != self._open.path):
-            self._see_output(path, output)
+            self._see_tensors(what, path, tree)
 
     @torch.no_grad()
-    def _see_output(self, path: str, output: Any) -> None:
+    def _see_tensors(self, what: str, path: str, tree: Any) -> None:
         tensors: list[torch.Tensor] = []
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
             tensors.append(tensor)
             return tensor
 
-        map_tensors(take, output)
+        map_tensors(take, tree)
         unit = lowest_common_unit([path], self._places) or ""
-        self.see(OUTPUT, path, tensors, unit=unit, kind=type(self._modules[path]).__name__)
+        self.see(what, path, tensors, unit=unit, kind=type(self._modules[path]).__name__)
 
     def see(
         self, what: str, path: str, tensors: Iterable[torch.Tensor], *, unit: str, kind: str = ""

@@ -145,7 +145,7 @@ class Hooks(ModuleState):
         begins = is_first and not iteration.is_in_forward and not is_in_backward()
         if begins:
             iteration.finalization.check_ended("forward")
-            for watcher in watchers:
+            for watcher in tuple(watchers):
                 watcher.forward_begins(self, module, args, kwargs)
         if len(self._modules) > 1 and not self.to_run:
             self.to_run = {id(module) for module in self.modules}
@@ -264,7 +264,7 @@ class Hooks(ModuleState):
             iteration.end_forward()
         output = cast_outputs(policy, output)
         if is_root:
-            for watcher in watchers:
+            for watcher in tuple(watchers):
                 watcher.forward_ends(iteration, output)
         return output
 

@@ -327,7 +327,7 @@ class Iteration:
         """
         if self._backward_end is not None:
             return
-        for watcher in watchers:
+        for watcher in tuple(watchers):
             watcher.backward_begins(self)
         self.finalization.check_ended("backward")
         self.finalization.begin_backward()
@@ -400,7 +400,7 @@ class Iteration:
     def _reduce(self, unit: Unit, grads: list[torch.Tensor | None], *, keeps: bool = False) -> None:
         """Reduce a unit's full gradients, or keep them for a later backward or for `finalize`."""
         self._unused.note(unit, grads)
-        for watcher in watchers:
+        for watcher in tuple(watchers):
             watcher.gradients_complete(unit, grads)
         if keeps or not unit.config.reduce_grads:
             unit.accumulate(grads)
@@ -468,7 +468,7 @@ class Iteration:
         self.fence("after backward")  # from here on the optimizers of all ranks may write
         self._path.begin(StepPhase.BETWEEN)
         self._unused.check(self.units)
-        for watcher in watchers:
+        for watcher in tuple(watchers):
             watcher.backward_ends(self)
 
     # Backward, if the program ends it

@@ -1,6 +1,7 @@
 """What the engine tells of the passes of every model, to whoever wants to check or record them.
 
-A watcher is in `watchers` as long as it listens. What its methods raise ends the pass.
+A watcher is in `watchers` as long as it listens; it may join and leave at any time, and hears of what comes
+after. What its methods raise ends the pass.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fullshard.errors import CheckpointError, StateError
+from fullshard.errors import CheckpointError, MisuseError, StateError
 from fullshard.plan.trace import TraceError
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.exits import Exit
@@ -86,6 +86,8 @@ def replay(
         found = replay_step(folder, target, rank=rank, place=place)
     except OptionError as error:
         return _refuse(error, quiet=not is_first, command="replay")
+    except MisuseError as error:
+        return _refuse(OptionError(str(error)), quiet=not is_first, command="replay")
     except (CheckpointError, StateError) as error:
         if is_first:
             print(f"fullshard replay: {error}", file=sys.stderr)

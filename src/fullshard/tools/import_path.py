@@ -10,8 +10,11 @@ from fullshard.tools.config import OptionError
 
 def check_import_path(target: str) -> None:
     """Raise OptionError for a target that is not of the form MODULE:FUNCTION."""
-    if not all(target.partition(":")):
-        raise OptionError(f"{target!r}: expected MODULE:FUNCTION, such as my_package.train:build.")
+    module, _, function = target.partition(":")
+    if not (function and all(part.isidentifier() for part in module.split("."))):
+        raise OptionError(
+            f"{target!r}: expected MODULE:FUNCTION, such as my_package.train:build (a module's name, not its file)."
+        )
 
 
 def function_at(target: str) -> Callable[..., Any]:
