@@ -21,7 +21,7 @@ from fullshard.debugging.comparing import Compared, ReplayDifference, compare_ev
 from fullshard.debugging.record import Facts, Record
 from fullshard.debugging.surroundings import autocast_as, device_of, restore, settings_as
 from fullshard.debugging.tape import BACKWARD, FORWARD, GRADIENT, REDUCED, Event, Tape, path_of
-from fullshard.errors import MisuseError, StateError
+from fullshard.errors import CheckpointError, MisuseError, StateError
 from fullshard.state.structure import units_of
 
 
@@ -91,7 +91,12 @@ def replay(folder: str | os.PathLike[str], model: nn.Module, *, rank: int | None
             f"The step was computed in {', '.join(facts.precision)} by its mixed precision, which a model that is "
             "not sharded has not. Shard it as it was, in a process group of one rank."
         )
-    load_checkpoint(record.model, model, rng=False)
+    try:
+        load_checkpoint(record.model, model, rng=False)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}\nA replay takes the model as it was: build it as it was when the step was recorded."
+        ) from None
     before = random_states()
     try:
         replayed = [_Part(record, model, each, is_alone=is_alone).run() for each in parts]
