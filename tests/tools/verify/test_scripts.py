@@ -46,6 +46,8 @@ CLEAN = {
     "mixed precision": "--does mixed",
     "mixed precision with FSDP1": "--face fsdp1 --does mixed",
     "a registered method": "--does encode register",
+    "a registered method in mixed precision": "--does encode register mixed",
+    "a wrapper's parts, called by themselves": "--face fsdp1 --does parts",
     "weighted losses": "--does weighted accumulate",
     "a script with fewer steps": "--steps 2",
     "a script that catches everything": "--does catch",
@@ -61,6 +63,7 @@ def test_what_is_right_passes(case: str, tmp_path: Path) -> None:
     assert comparison.first is None
     kinds = {each.kind for each in comparison.worst}
     assert kinds == {"output", "gradient", "final-gradient", "parameter", "buffer"}
+    assert not max(each.worst for each in comparison.worst if each.kind == "output")
 
 
 @on_ranks(2)

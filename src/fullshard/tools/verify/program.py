@@ -1,9 +1,10 @@
 """The user's functions: a model, batches, a loss, and how the model is sharded; with what stands in for them."""
 
+import copy
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,8 +149,11 @@ def mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return nested tuples, lists and dicts with their tensors changed; other values stay."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, Mapping):
-        return {key: mapped(change, each) for key, each in value.items()}
+    if isinstance(value, Mapping):  # libraries return mappings of classes of their own
+        copied = copy.copy(value) if isinstance(value, MutableMapping) else {}
+        for key, each in value.items():
+            copied[key] = mapped(change, each)
+        return copied
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(change, each) for each in value))
     if isinstance(value, (list, tuple)):
@@ -160,7 +164,12 @@ def mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts, in order."""
     found: list[torch.Tensor] = []
-    mapped(found.append, value)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(note, value)
     return found
 
 

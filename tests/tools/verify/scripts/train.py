@@ -21,7 +21,10 @@ WIDTH, WORDS = 16, 32
 
 
 class Block(nn.Module):
-    """Attention, whose key bias has a gradient of rounding alone, and a layer with dropout."""
+    """Attention, whose key bias has a gradient of rounding alone, and a layer with dropout.
+
+    Around zero, the gradient of its ReLU depends on how inputs are rounded.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +40,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x) * self.scale.to(x.dtype)
         x = x + self.attention(normed, normed, normed, need_weights=False)[0]
-        return x + self.dropout(functional.gelu(self.linear(x)))
+        return x + self.dropout(functional.relu(self.linear(x)))
 
 
 class Clamping(nn.Linear):
@@ -145,10 +148,12 @@ def main() -> None:
 
 def loss_of(model: Any, batch: Tensor, does: set[str], fault: str, rank: int) -> Tensor:
     if "encode" in does:
-        return model.encode(batch).square().mean()
+        return model.encode(batch).float().square().mean()
     if "weighted" in does:
         batch = batch[: rank + 1]
     loss = functional.cross_entropy(model(batch).flatten(0, 1), batch.roll(-1, 1).flatten())
+    if "parts" in does:
+        loss = loss + model.module.blocks[0](model(batch).new_ones(1, 4, WIDTH)).square().mean()
     if fault == "outside":
         loss = loss + model.blocks[0].linear.weight.square().mean()
     if "weighted" in does:

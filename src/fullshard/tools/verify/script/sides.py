@@ -33,6 +33,7 @@ from fullshard.tools.verify.measures import fingerprint, fingerprints
 from fullshard.tools.verify.program import seed_all
 from fullshard.tools.verify.record import Diary, rank_folder, read_start, read_step
 from fullshard.tools.verify.script.averaging import Averaging
+from fullshard.tools.verify.script.casting import Casting
 from fullshard.tools.verify.script.models import Models, Root
 from fullshard.tools.verify.script.names import replaced
 from fullshard.tools.verify.script.whole import standing_in
@@ -175,12 +176,13 @@ class Whole(Side):
     ) -> None:
         super().__init__(diary, folder, seed=seed)
         self._averaging = Averaging(divide_by)
+        self._casting = Casting()
         self._given: dict[int, tuple[nn.Parameter, str]] = {}
         self._before: dict[str, str] = {}
 
     def names(self) -> contextlib.AbstractContextManager[None]:
         """Put what leaves modules whole in the place of sharding."""
-        return replaced(standing_in(self._averaging, self._note))
+        return replaced(standing_in(self._averaging, self._casting, self._note))
 
     def _note(self, module: nn.Module) -> None:
         """Note a module with the values that this rank gives to be sharded."""
@@ -195,6 +197,10 @@ class Whole(Side):
 
         Of what was given to be sharded and not changed since, ranks should all have the same values.
         """
+        with self._casting.aside():
+            self._start(root)
+
+    def _start(self, root: Root) -> None:
         parameters = self._parameters_of(root)
         initial = fingerprints(parameters.items())
         given = {name: self._given.get(id(p), (p, ""))[1] for name, p in parameters.items()}
@@ -212,7 +218,8 @@ class Whole(Side):
     def before_forward(self) -> None:
         """Note parameters, to see which the forward writes to."""
         if not self._before:
-            self._before = self._values()
+            with self._casting.aside():
+                self._before = self._values()
 
     def before_backward(self) -> tuple[str, ...]:
         """Return what was written to, and make room for the backward's own gradients."""
@@ -222,10 +229,12 @@ class Whole(Side):
         )
         self._before = {}
         self._averaging.before_backward()
+        self._casting.before_backward()
         return written
 
     def after_backward(self) -> None:
         """Average gradients."""
+        self._casting.after_backward()
         self._averaging.after_backward()
 
     def gradients(self, root: Root) -> Tensors:

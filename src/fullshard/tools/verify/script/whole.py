@@ -33,14 +33,15 @@ from fullshard import (
     weighted_loss,
 )
 from fullshard.errors import UnsupportedError
-from fullshard.tools.verify.program import mapped
 from fullshard.tools.verify.script.averaging import Averaging
+from fullshard.tools.verify.script.casting import Casting, Precision
 
 
 class _Run(NamedTuple):
-    """What calls that shard lead to: their gradients are averaged, and the module is noted."""
+    """What calls that shard lead to: gradients are averaged, the module is cast, and noted."""
 
     averaging: Averaging
+    casting: Casting
     note: Callable[[nn.Module], object]
 
 
@@ -163,12 +164,14 @@ class WholeWrapper(Whole):
         """Do nothing: state dicts are whole."""
 
 
-def standing_in(averaging: Averaging, note: Callable[[nn.Module], object]) -> Mapping[Any, Any]:
+def standing_in(
+    averaging: Averaging, casting: Casting, note: Callable[[nn.Module], object]
+) -> Mapping[Any, Any]:
     """Return what stands for functions and classes of fullshard, by these.
 
     note: called with each module that the script gives to be sharded.
     """
-    run = _Run(averaging, note)
+    run = _Run(averaging, casting, note)
     module = _complete(WholeModule, FSDPModule, run, lambda _: _do_nothing)
     replicated = type("ReplicateModule", (module,), {})
     wrapper = _complete(WholeWrapper, FullyShardedDataParallel, run, _refusing)
@@ -180,7 +183,7 @@ def standing_in(averaging: Averaging, note: Callable[[nn.Module], object]) -> Ma
         fully_shard: functools.partial(_left_whole, module),
         replicate: functools.partial(_left_whole, replicated),
         clip_grad_norm_: nn.utils.clip_grad_norm_,
-        register_fsdp_forward_method: _do_nothing,
+        register_fsdp_forward_method: casting.register_method,
         set_unused: lambda module, unused, *, recurse=True, **_: averaging.always_fill(
             module, does=unused == "zero", recurse=recurse
         ),
@@ -243,8 +246,16 @@ def _left_whole(
             place = shard_placement_fn(parameter) if shard_placement_fn is not None else None
             if isinstance(place, ShardPlacementResult):
                 _refuse("a shard_placement_fn that gives a mesh")
-        _leave_whole(each, kind, groups, ignored, device)
-        _cast(each, mp_policy)
+        precision = Precision(ignored=frozenset(ignored))
+        if mp_policy is not None:
+            casts = mp_policy.cast_forward_inputs
+            precision = precision._replace(
+                param_dtype=mp_policy.param_dtype,
+                output_dtype=mp_policy.output_dtype,
+                casts_inputs=casts,
+                casts_root_inputs=casts,
+            )
+        _leave_whole(each, kind, groups, ignored, device, precision)
     return module
 
 
@@ -265,9 +276,20 @@ def _wrapped(kind: Any, *args: Any, **kwargs: Any) -> Any:
     where = given.get("device_id")
     device = torch.device(where).type if isinstance(where, (str, torch.device)) else None
     sync = given.get("sync_module_states", False)
-    _leave_whole(module, kind, groups, ignored, device, sync=sync)
+    precision = Precision(ignored=frozenset(ignored))
+    if (policy := given.get("mixed_precision")) is not None:
+        precision = precision._replace(
+            param_dtype=policy.param_dtype,
+            buffer_dtype=policy.buffer_dtype,
+            casts_inputs=policy.cast_forward_inputs,
+            casts_root_inputs=policy.cast_root_forward_inputs,
+        )
+        if given.get("auto_wrap_policy") is not None:
+            for each in module.modules():
+                if isinstance(each, tuple(policy._module_classes_to_ignore)):
+                    kind._verify_run.casting.add_float32(each)
+    _leave_whole(module, kind, groups, ignored, device, precision, sync=sync)
     kind._verify_run.averaging.always_fill(module, does=True)  # as flat gradients do
-    _cast(module, given.get("mixed_precision"))
     return module
 
 
@@ -277,10 +299,11 @@ def _leave_whole(
     groups: list[dist.ProcessGroup] | None,
     ignored: set[nn.Parameter],
     device: str | None,
+    precision: Precision,
     *,
     sync: bool = False,
 ) -> None:
-    """Give a module the methods of a sharded one, on its device, and average its gradients."""
+    """Give a module the methods of a sharded one, on its device; average its gradients; let it compute as told."""
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         _refuse("sharding parameters that are DTensors (tensor or expert parallel)")
     if groups is None:
@@ -298,6 +321,7 @@ def _leave_whole(
         original = type(module)
         module.__class__ = type(original.__name__, (kind, original), {"_verify_original": original})
     kind._verify_run.averaging.add(module, groups, ignored)
+    kind._verify_run.casting.add(module, precision)
     kind._verify_run.note(module)
 
 
@@ -313,27 +337,6 @@ def _materialise(module: nn.Module, param_init_fn: Callable[[nn.Module], None] |
         each.to_empty(device=torch.get_default_device(), recurse=False)
         with torch.no_grad():
             each.reset_parameters()  # type: ignore[operator]
-
-
-def _cast(module: nn.Module, policy: Any) -> None:
-    """Take inputs in the dtype of mixed precision, and compute in that of the parameters.
-
-    So the whole side is the more precise one; what the sharded side may differ by is what its dtype loses.
-    """
-    if policy is None or policy.param_dtype is None:
-        return
-
-    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-        return mapped(_to(dtype), args), mapped(_to(dtype), kwargs)
-
-    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    if output_dtype := getattr(policy, "output_dtype", None):
-        module.register_forward_hook(lambda _, __, output: mapped(_to(output_dtype), output))
-
-
-def _to(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _weighted(
