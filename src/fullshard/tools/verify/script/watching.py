@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
+from fullshard import FullyShardedDataParallel
 from fullshard.errors import UnsupportedError
 from fullshard.tools.progress import Reporter
 from fullshard.tools.verify.facts import Part
@@ -112,8 +113,8 @@ class Watch:
                 self._diary.phase = "gathering parameters"
                 self._recorder.know(self._side.models.paths())
                 self._side.start(root)
-            roots = [each.module for each in self._side.models.roots]  # a wrapper has no path
-            self._is_known = module in roots or id(module) in self._recorder.paths
+            own = module.module if isinstance(module, FullyShardedDataParallel) else module
+            self._is_known = id(own) in self._recorder.paths  # a wrapper has none
             if self._is_known and torch.is_grad_enabled():
                 self._side.before_forward()
                 self._diary.phase, self._diary.step = "forward", self._step
