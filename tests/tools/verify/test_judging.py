@@ -223,6 +223,23 @@ def test_only_the_first_step_says_what_the_factor_is() -> None:
     assert [each.id for each in judge(_comparison(differing=later))] == ["gradients"]
 
 
+def test_a_factor_is_no_cause_where_the_forward_differs() -> None:
+    output = Difference("output", 0, 1, "a#0", 0.5, 2.0, 1e-4)
+    found = judge(_comparison(differing=[output, _gradient("a.weight", 2.0)]))
+    assert [each.id for each in found if each.severity is Severity.PROBLEM] == [
+        "outputs",
+        "gradients",
+    ]
+
+
+def test_final_gradients_that_alone_differ_are_of_clipping() -> None:
+    clipped = Difference("final-gradient", 0, None, "a.weight", 0.5, 2.0, 1e-4)
+    (finding,) = judge(_comparison(differing=[clipped]))
+    assert "each rank's own" in finding.advice
+    _, finding = judge(_comparison(differing=[_gradient("a.weight", 1.5, 0.9), clipped]))
+    assert not finding.advice
+
+
 def test_a_forward_that_writes_without_effect_is_a_warning() -> None:
     comparison = CASES["a forward writes"][0]
     (finding,) = judge(comparison)

@@ -13,6 +13,10 @@ from fullshard.tools.verify.options import VerifyOptions
 _NUM_NAMES = 4
 _SAME_RATIO = 0.01  # two gradients are scaled alike if their factors differ by less
 _IS_SCALED = 0.02  # what may remain of a gradient beside its scaled original
+_ADVICE_ON_FINAL = (
+    "They were equal after the backward, so what the script does to them before the step differs: a norm over shards alone "
+    "is each rank's own. Clip by the model's clip_grad_norm_, or torch.nn.utils.clip_grad_norm_ of DTensors."
+)
 
 
 def judge(comparison: Comparison) -> list[Finding]:
@@ -137,9 +141,15 @@ def _on_first(comparison: Comparison) -> str:
 
 
 def judge_divide_factor(comparison: Comparison) -> Iterator[Finding]:
-    """Find gradients that are all the same multiple of those of the one process, by unit."""
+    """Find gradients that are all the same multiple of those of the one process, by unit.
+
+    Where the forward differs already, gradients that happen to be a multiple say nothing.
+    """
     gradients = [d for d in comparison.differing if d.kind == "gradient"]
     first = [d for d in gradients if d.step == gradients[0].step]
+    in_forward = [d.step for d in comparison.differing if d.kind == "output"]
+    if first and any(step <= first[0].step for step in in_forward):
+        return
     units = next((run.units for run in comparison.ranks.values() if run.units), ())
     owner = {name: unit for unit in units for name in unit.parameters}
     by_factor: dict[float, list[Difference]] = {}
@@ -243,6 +253,7 @@ def judge_values(comparison: Comparison) -> Iterator[Finding]:
         )
     elif comparison.losses:
         yield Finding("losses", Severity.OK, "all ranks", "equal")
+    has_gradients = any(each.kind == "gradient" for each in comparison.differing)
     for kind in KINDS:
         compared = [each for each in comparison.worst if each.kind == kind]
         differing = [each for each in comparison.differing if each.kind == kind]
@@ -254,6 +265,7 @@ def judge_values(comparison: Comparison) -> Iterator[Finding]:
                 _whose(differing),
                 f"{_listed(list(dict.fromkeys(d.label for d in first)))}: first in step {first[0].step}, "
                 f"{_by_how_much(first, comparison.reference)}",
+                _ADVICE_ON_FINAL if kind == "final-gradient" and not has_gradients else "",
             )
         elif compared:
             most = max(each.relative for each in compared if each.worst <= each.limit)
