@@ -269,7 +269,24 @@ def test_ranks_that_only_follow_are_told_from_the_cause(follower: Failure) -> No
     ]
     died = judge(_comparison(ranks={0: ranks[0]}))
     assert [each.id for each in died] == ["rank-died", "followed"]
-    assert [each.id for each in judge(_comparison(ranks={**ranks, 1: _run(1)}))] == ["failed"]
+    ended = judge(_comparison(ranks={**ranks, 1: _run(1)}))
+    assert [(each.id, each.where) for each in ended] == [
+        ("failed", "rank 1"),
+        ("followed", "rank 0"),
+    ]
+
+
+def test_what_fails_in_both_runs_is_not_of_sharding() -> None:
+    lost = _failure("PeerLostError", "rank 1 is gone", "inner")
+    own = dataclasses.replace(_failure("ValueError", "bad sample"), line="train.py:40")
+    ranks = {0: _run(0, failure=lost), 1: _run(1, failure=own)}
+    found = judge(_comparison(ranks=ranks, alone=_run(failure=own)))
+    assert [(each.id, each.where) for each in found] == [
+        ("failed", "rank 1"),
+        ("followed", "rank 0"),
+    ]
+    assert found[0].measured.startswith("in both runs")
+    assert found[0].measured.endswith("ValueError: bad sample (train.py:40)")
 
 
 def test_ranks_that_fail_alike_are_one_finding() -> None:

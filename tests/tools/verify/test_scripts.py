@@ -115,13 +115,13 @@ FAULTS = {
     "generator": ("random", "blocks.1.dropout", "of OwnDropout, which draws random numbers"),
     "outside": ("failed", "ranks 0-1", "got mixed torch.Tensor and DTensor"),
     "no root": ("gradients", "all ranks", "embed.weight"),
-    "no steps": ("failed-alone", "whole model", "without a step of a torch.optim.Optimizer"),
-    "nothing": ("failed-alone", "whole model", "the script has sharded nothing"),
-    "exit": ("failed-alone", "whole model", "the script exited: 3"),
+    "no steps": ("failed", "ranks 0-1", "without a step of a torch.optim.Optimizer"),
+    "nothing": ("failed", "ranks 0-1", "the script has sharded nothing"),
+    "exit": ("failed", "ranks 0-1", "the script exited: 3"),
     "raises": (
-        "failed-alone",
-        "whole model",
-        "after the optimizer step of step 0: ValueError: no such thing",
+        "failed",
+        "ranks 0-1",
+        "in both runs, sharded and whole: after the optimizer step of step 0: ValueError: no such thing",
     ),
 }
 

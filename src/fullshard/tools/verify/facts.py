@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _OF_FOLLOWERS = ("PeerLostError", "PeerTimeoutError", "DivergenceError", "DistBackendError")
-_SAID_BY_FOLLOWERS = ("gloo/transport", "Connection reset by peer", "Connection closed by peer")
+_SAID_BY_FOLLOWERS = (
+    "gloo/transport",
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "waits for other ranks",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class Failure:
     """Why a process ended before its last step.
 
     calls: methods of modules that were under way, outermost first: "blocks.0.forward".
+    line: the innermost that is not of a library: "train.py:40"; empty if there is none.
     """
 
     phase: str
@@ -62,6 +68,7 @@ class Failure:
     text: str
     calls: tuple[str, ...] = ()
     trace: str = ""
+    line: str = ""
 
     @property
     def may_follow(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fullshard.tools.doctor.findings import Finding, Severity, numbered
+from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered
 from fullshard.tools.verify.comparing import Comparison
 from fullshard.tools.verify.facts import Failure
 
@@ -12,6 +12,9 @@ _ADVICE_ON_NOTHING = (
     "Give it the arguments that make it train: fullshard verify SCRIPT -- ARGUMENTS"
 )
 _ADVICE_ON_FACTORY = "Nothing is sharded here, so no rank was started. Mend the program first."
+_ADVICE_ON_BOTH = (
+    "It is not of sharding: mend the script, or give it the arguments that it needs, after --."
+)
 _ADVICE_ON_SCRIPT = (
     "Here every call that shards leaves the model whole. If the script fails on its ranks too, mend it first; what needs a "
     "sharded model cannot be verified: leave it out, by an argument of the script."
@@ -32,7 +35,24 @@ def judge_deaths(comparison: Comparison) -> Iterator[Finding]:
 
 def judge_failures(comparison: Comparison) -> Iterator[Finding]:
     """Say what was raised, and by whom first; those that only followed are one finding."""
-    if (failure := comparison.alone.failure) is not None:
+    failures = {r: run.failure for r, run in comparison.ranks.items() if run.failure is not None}
+    alone = comparison.alone.failure
+    alike = {
+        rank: failure
+        for rank, failure in failures.items()
+        if alone is not None
+        and (failure.kind, failure.text) == (alone.kind, alone.text)
+        and not failure.may_follow
+    }
+    for failure, ranks in grouped(alike):
+        yield Finding(
+            "timeout" if failure.kind == "TimeoutError" else "failed",
+            Severity.PROBLEM,
+            numbered(ranks),
+            f"in both runs, sharded and whole: {_said(failure)}",
+            _ADVICE_ON_NOTHING if failure.kind == "NothingToCompareError" else _ADVICE_ON_BOTH,
+        )
+    if (failure := alone) is not None and not alike and not (failures and failure.may_follow):
         yield Finding(
             "failed-alone",
             Severity.PROBLEM,
@@ -40,19 +60,31 @@ def judge_failures(comparison: Comparison) -> Iterator[Finding]:
             _said(failure),
             _advice_on_program(failure, comparison.options.script),
         )
-    failures = {r: run.failure for r, run in comparison.ranks.items() if run.failure is not None}
-    alone = comparison.alone.failure
-    if alone is not None:  # the ranks of a script that fails by itself say the same
-        failures = {
-            r: f for r, f in failures.items() if (f.kind, f.text) != (alone.kind, alone.text)
-        }
     causes = {rank: each for rank, each in failures.items() if not each.may_follow}
-    if not causes and not comparison.died:
+    ended = [] if causes or comparison.died else _ended_early(comparison)
+    if ended:
+        num = len(comparison.ranks[ended[0]].seconds)
+        yield Finding(
+            "failed",
+            Severity.PROBLEM,
+            numbered(ended),
+            f"ended without an error after {counted(num, 'step')}, while others went on",
+            "All ranks have to take as many steps: see what ends its loop, such as a shorter part of the data.",
+        )
+    elif not causes and not comparison.died:
         causes = failures
-    for failure, ranks in grouped(causes):
+    for failure, ranks in grouped({r: f for r, f in causes.items() if r not in alike}):
         yield _failure_finding(failure, ranks, comparison.reference)
     if followers := [rank for rank in failures if rank not in causes]:
         yield Finding("followed", Severity.NOTE, numbered(followers), "ended because of the others")
+
+
+def _ended_early(comparison: Comparison) -> list[int]:
+    """Return ranks that ended well, where others failed."""
+    if not any(run.failure is not None for run in comparison.ranks.values()):
+        return []
+    ended = {r: run for r, run in comparison.ranks.items() if run.failure is None}
+    return [r for r, run in ended.items() if len(run.seconds) < comparison.options.steps]
 
 
 def _advice_on_program(failure: Failure, script: str) -> str:
@@ -66,7 +98,8 @@ def _failure_finding(failure: Failure, ranks: Sequence[int], reference: str) -> 
     if failure.kind == "TimeoutError":
         advice = "See where it was, below. Do ranks take other paths? If it is only slow, give a longer --timeout."
         return Finding("timeout", Severity.PROBLEM, where, _said(failure), advice)
-    if failure.phase in _WITH_FORWARDS and (call := _outside_forward(failure.calls)) is not None:
+    is_own = failure.phase in _WITH_FORWARDS and not failure.may_follow
+    if is_own and (call := _outside_forward(failure.calls)) is not None:
         path, method = call
         owner = f"model.{path}" if path else "model"
         return Finding(
@@ -114,4 +147,5 @@ def grouped(by_rank: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
 def _said(failure: Failure) -> str:
     when = "" if failure.step is None else f" of step {failure.step}"
     text = failure.text.strip().splitlines()[0]
-    return f"{failure.phase}{when}: {failure.kind}: {text}"
+    line = f" ({failure.line})" if failure.line else ""
+    return f"{failure.phase}{when}: {failure.kind}: {text}{line}"

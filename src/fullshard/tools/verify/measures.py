@@ -2,15 +2,21 @@
 
 import contextlib
 import hashlib
+import sys
+import sysconfig
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import fullshard
 from fullshard.tools.verify.facts import Failure
 
+_PACKAGE = Path(fullshard.__file__).parent
 _OF_TORCH = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 
 
@@ -93,8 +99,30 @@ def failure_of(
     calls: list[str] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         path, method = paths.get(id(frame.f_locals.get("self"))), frame.f_code.co_name
-        if path is not None and method not in _OF_TORCH:
+        is_torch = frame.f_code.co_filename == nn.modules.module.__file__ or method in _OF_TORCH
+        if path is not None and not is_torch:
             calls.append(f"{path}.{method}".removeprefix("."))
     text = str(error) or type(error).__name__
     trace = "".join(traceback.format_exception(error))
-    return Failure(phase, step, type(error).__name__, text, tuple(calls), trace)
+    places = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    kind = type(error).__name__
+    return Failure(phase, step, kind, text, tuple(calls), trace, line_of_user(places))
+
+
+def line_of_user(places: Sequence[tuple[str, int]]) -> str:
+    """Return the innermost of files and lines, which begin with the outermost, that is of no library."""
+    libraries = (
+        str(_PACKAGE),
+        *(sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")),
+        "<",
+    )
+    own = [f"{file}:{line}" for file, line in places if not file.startswith(libraries)]
+    return own[-1] if own else ""
+
+
+def stuck_at(thread: int) -> tuple[str, bool]:
+    """Return a thread's line as `line_of_user`, and whether it waits in a collective for other ranks."""
+    frames = list(traceback.walk_stack(sys._current_frames()[thread]))
+    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    waits = places[0][0].startswith((str(_PACKAGE), str(Path(dist.__file__).parent)))
+    return line_of_user(places[::-1]), waits

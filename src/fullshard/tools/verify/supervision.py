@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from fullshard.tools.verify.facts import Failure
-from fullshard.tools.verify.measures import failure_of
+from fullshard.tools.verify.measures import failure_of, stuck_at
 from fullshard.tools.verify.record import Diary
 
 _SLACK_S = 15.0  # after which a process that cannot even write its record is ended
@@ -79,8 +79,13 @@ class Supervised:
             file.seek(0)
             trace = file.read()
         self._note_warnings()
+        main = threading.main_thread().ident
+        assert main is not None
+        line, waits = stuck_at(main)
         text = f"did not end within {self._timeout_s:g} s"
+        if waits:
+            text += "; it waits for other ranks"
         diary = self._diary
-        diary.write(Failure(diary.phase, diary.step, "TimeoutError", text, trace=trace))
+        diary.write(Failure(diary.phase, diary.step, "TimeoutError", text, trace=trace, line=line))
         self._inner.close()  # standard output is what it was, for a report
         self._on_stuck()

@@ -91,7 +91,8 @@ def run_side(
         if not isinstance(error, SystemExit):
             raise
         if error.code:
-            raise ScriptExitedError(f"the script exited: {error.code}") from None
+            exited = ScriptExitedError(f"the script exited: {error.code}")
+            raise exited.with_traceback(error.__traceback__) from None
     if not watch.is_over:
         watch.check()
 
