@@ -201,7 +201,8 @@ def clip(model: Any) -> None:
     if isinstance(model, fullshard.FullyShardedDataParallel):
         model.clip_grad_norm_(0.5)
     else:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert norm.full_tensor() > 0  # as scripts log it
 
 
 def plant_before(model: Any, fault: str, rank: int) -> None:

@@ -180,9 +180,20 @@ class Whole(Side):
         self._given: dict[int, tuple[nn.Parameter, str]] = {}
         self._before: dict[str, str] = {}
 
-    def names(self) -> contextlib.AbstractContextManager[None]:
-        """Put what leaves modules whole in the place of sharding."""
-        return replaced(standing_in(self._averaging, self._casting, self._note))
+    @contextlib.contextmanager
+    def names(self) -> Iterator[None]:
+        """Put what leaves modules whole in the place of sharding.
+
+        Scripts for `fully_shard` ask DTensors for ``full_tensor()`` and ``to_local()``: of a plain tensor here
+        that is itself.
+        """
+        tensor: Any = torch.Tensor
+        tensor.full_tensor = tensor.to_local = lambda self, **_: self
+        try:
+            with replaced(standing_in(self._averaging, self._casting, self._note)):
+                yield
+        finally:
+            del tensor.full_tensor, tensor.to_local
 
     def _note(self, module: nn.Module) -> None:
         """Note a module with the values that this rank gives to be sharded."""
