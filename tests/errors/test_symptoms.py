@@ -30,7 +30,8 @@ from fullshard.errors import (
     UnsupportedError,
 )
 from fullshard.tools.report import metrics_of
-from fullshard.watch.uncaught import explain_recomputation, explain_sharded_use
+from fullshard.watch.recomputation import explain_recomputation
+from fullshard.watch.uncaught import explain_sharded_use
 from tests.api import Api
 from tests.errors.models import (
     LATE,
@@ -405,6 +406,9 @@ def test_a_module_that_recomputes_something_else_is_named_below_pytorchs_error(
     assert said is not None
     assert said.startswith("fullshard: recomputed was blocks.1.module (F")  # a class of ours
     assert "its parameters were whole then, as in forward" in said
+    assert (
+        "layer (Linear), which saves for backward 3x8 of float32, and in forward saved 6x8" in said
+    )
     assert "set_checkpoint_debug_enabled(True)" in said
 
 

@@ -397,7 +397,9 @@ def random_plan(seed: int) -> Plan:
     return Plan(
         fault,
         # With "collectives" ranks share a group with the program, whose calls Gloo may pair with ours.
-        path=choose.choice(["auto", "process_group"] + ["collectives"] * (fault not in ALONE)),
+        path=choose.choice(
+            ["auto", "process_group", "hosts"] + ["collectives"] * (fault not in ALONE)
+        ),
         face=face,
         size=size,
         rank=choose.randrange(size),

@@ -93,6 +93,17 @@ def timeout_s(group: dist.ProcessGroup) -> float:
     return 1800.0  # what torch waits by default
 
 
+def abort(group: dist.ProcessGroup) -> None:
+    """End the collectives of a group that a device waits in, if it is NCCL's. They cannot go on.
+
+    What the host calls next on that device raises, or returns what was never computed.
+    """
+    for device in group._device_types:
+        if backend_name(group, device) == "nccl":
+            backend: Any = backend_of(group, device)
+            backend.abort()
+
+
 @functools.cache
 def let_go_at_exit() -> None:
     """Sleep a moment at the program's end, for Gloo's threads: see [Note: Leaving Gloo]."""

@@ -46,9 +46,10 @@ from fullshard.comm.interface import (
     shard_views,
 )
 from fullshard.comm.ledger import Ledger
+from fullshard.comm.ledgers import keep_ledger
 from fullshard.comm.packing import copy_in_gradients
 from fullshard.comm.ring import Order, Ring, Stretch
-from fullshard.comm.shared_memory import SharedMemory, UnavailableError, share_ledger
+from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
 from fullshard.plan.layout import BucketLayout, DirectRule
 
@@ -190,7 +191,7 @@ class DeviceMemoryComm(Comm):
         self.name = f"peer memory (one host, {kind})"
         # Through the store: the group's collectives may not work here (NCCL, ranks on one GPU).
         self.memory = SharedMemory.connect(group, exchange_through_store)
-        share_ledger(self.memory, group)
+        self.memory.ledger = keep_ledger(group, self.memory.ledger)
         self.rank, self.size = self.memory.rank, self.memory.size
         self._device = device
         self._mail = self.memory.allocate(self.size * _MAIL_NBYTES, "connecting")

@@ -220,13 +220,6 @@ class Comm(abc.ABC):
         """The ledger of the group; None if nobody compares what its ranks do."""
         return None
 
-    def compare_paths(self) -> None:  # noqa: B027
-        """Compare what the ranks have done together so far. Every rank must call it.
-
-        Does nothing where ranks are compared anyway, as they see each other's entries in the ledger, or
-        where the host would have to wait for its device. Raises DivergenceError on every rank.
-        """
-
     @property
     def reads_in_place(self) -> bool:
         """Whether ranks read each other's shards, so that writes need fences around them."""

@@ -13,8 +13,9 @@ it has moved any data, and the other one while it waits.
 Beside its entries, a rank keeps a **trail** there: which units it ran, which need not be the same.
 Where entries differ, the trails tell at which unit the paths parted, often earlier.
 
-Ranks of one host keep all that in memory that they share. Where they share none, each has its own,
-and shows others the last of it (`tail`) when it has waited for long: see `sentry`.
+Ranks of one host keep all that in memory that they share. Where they share none, each has its own. They
+agree on what comes next before they do it (see `agreed_order`), and where they do not, each shows
+others the last that it entered (`tail`): see `sentry`.
 
 [Note: Entries] An entry is a word (the place in its upper half, a checksum of the text in its lower
 half), the moment (step and phase), and the text. A rank writes its own word before it reads the
@@ -28,7 +29,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fullshard.errors import DivergenceError
 from fullshard.plan.paths import (
@@ -43,6 +44,7 @@ from fullshard.plan.paths import (
 
 # Entries kept per rank. A rank that is further ahead has overwritten what it would be compared by.
 _KEPT = 64
+_KEPT_ALONE = 4096  # of a rank that shares no memory: over NCCL it may be steps ahead of what runs
 _WORD_NBYTES = 8
 _TEXT_NBYTES = 112
 _ENTRY_WORDS = 2  # before the text: place and checksum, moment
@@ -55,7 +57,6 @@ _STEPS, _MODELS, _UNITS = (1 << 23) - 1, (1 << 12) - 1, (1 << 23) - 1
 _EMPTY = 1 << 23  # a unit whose backward has left no gradient
 _SHOWN = 16  # entries in a tail
 _NAMES_SHOWN = 6  # parameters in a message
-_FACTOR, _ROLLING = 1_000_003, (1 << 62) - 1
 
 _REMEDIES = {
     "sizes": (
@@ -90,6 +91,13 @@ class Entry(NamedTuple):
         return f"{self.moment}: {self.text}"
 
 
+class Order(Protocol):
+    """Makes ranks that share no memory agree on each entry: see `agreed_order`."""
+
+    def follow(self, ledger: "Ledger", place: int, checksum: int, what: str) -> None:
+        """Return once all ranks enter this at this place, or are known to."""
+
+
 class Ledger:
     """The entries of one group's ranks, and their trails.
 
@@ -118,7 +126,6 @@ class Ledger:
         self._text = (memoryview(bytearray(NBYTES)) if memory is None else memory).cast("B")
         self._words = self._text.cast("q")
         self.place = 0
-        self.rolling = 0  # a hash of all entries so far
         # Encoded entries: the same ones come in every step, and encoding costs more than entering.
         self._known: dict[tuple[str, int], tuple[int, bytes]] = {}
         self._base = {
@@ -131,7 +138,11 @@ class Ledger:
         self._lines: tuple[int, Callable[[], Sequence[str]]] = (0, list)  # of a place, the last
         self._moment = 0
         # Entries of a rank that shares no memory, by slot: checksum, moment, text.
-        self._alone = [(0, 0, b"")] * _KEPT
+        self._alone = [(0, 0, b"")] * _KEPT_ALONE
+        self.order: Order | None = None  # for ranks that share no memory
+        # The last place at which ranks differed and have been told. What they do after an error that the
+        # program catches is compared from there.
+        self.settled_at = 0
         self.thread = threading.main_thread().ident  # that runs the model
         self._trail = self._own + _ENTRIES_NBYTES // _WORD_NBYTES
         self._num_noted = 0
@@ -153,9 +164,10 @@ class Ledger:
             known = self._known[what, nbytes] = _encoded(what, nbytes)
         checksum, text = known
         self.place = place = self.place + 1
-        self.rolling = (self.rolling * _FACTOR ^ checksum) & _ROLLING
         if self._fence is None:  # nobody else reads it
-            self._alone[place % _KEPT] = checksum, self._moment, text
+            self._alone[place % _KEPT_ALONE] = checksum, self._moment, text
+            if self.order is not None:
+                self.order.follow(self, place, checksum, what)
             return
         offset = place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
         word = (place & _PLACES) << 32 | checksum
@@ -185,7 +197,8 @@ class Ledger:
         A rank calls it while it waits: others may have entered something since it did.
         """
         if self._others:
-            for place in range(max(1, self.place - _KEPT + 1), self.place + 1):
+            oldest = max(self.settled_at, self.place - _KEPT) + 1
+            for place in range(oldest, self.place + 1):
                 if len(set(self._at(place).values())) > 1:
                     self._refuse(place)
 
@@ -196,7 +209,8 @@ class Ledger:
 
     def tail(self, most: int = _SHOWN) -> list[tuple[int, int, str]]:
         """Return this rank's last entries, oldest first: place, checksum, moment and text."""
-        first = max(1, self.place - min(most, _KEPT) + 1)
+        kept = _KEPT_ALONE if self._fence is None else _KEPT
+        first = max(self.settled_at, self.place - min(most, kept)) + 1
         entries = (self._entry(self.rank, place) for place in range(first, self.place + 1))
         return [(each.place, each.checksum, str(each)) for each in entries]
 
@@ -277,7 +291,7 @@ class Ledger:
 
     def _entry(self, part: int, place: int) -> Entry:
         if self._fence is None:
-            checksum, word, text = self._alone[place % _KEPT]
+            checksum, word, text = self._alone[place % _KEPT_ALONE]
             shown = text.rstrip(b"\0").decode(errors="replace")
             return Entry(place, checksum, _moment_of(word), shown)
         first = self._base[part] + place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
@@ -293,18 +307,27 @@ class Ledger:
 
     def explain(self, place: int, others_lines: "LinesOf | None" = None) -> str:
         """Say how ranks differ at a place. others_lines: gets what is behind others' digests."""
-        entries = {self.ranks[part]: self._entry(part, place) for part in self._at(place)}
-        heads = {entry.text.partition(" (digest ")[0] for entry in entries.values()}
+        entries = {self.ranks[part]: str(self._entry(part, place)) for part in self._at(place)}
+        trails = {self.ranks[part]: self.trail_of(part) for part in self._parts}
+        return self.explain_entries(place, entries, trails, others_lines)
+
+    def explain_entries(
+        self,
+        place: int,
+        entries: Mapping[int, str],
+        trails: Mapping[int, Sequence[Event]],
+        others_lines: "LinesOf | None" = None,
+    ) -> str:
+        """Say how ranks differ at a place. By global rank, entries: moments and texts; trails: of some."""
+        heads = {text.partition(" (digest ")[0] for text in entries.values()}
         lines = self.lines_at(place)
         if lines is not None and len(heads) == 1 and others_lines is not None:
             own = self.ranks[self.rank]
             found = {own: lines, **others_lines([rank for rank in entries if rank != own])}
             if text := describe_lines(dict(sorted(found.items()))):
                 return text
-        trails = {self.ranks[part]: self.trail_of(part) for part in self._parts}
-        texts = {rank: str(entry) for rank, entry in entries.items()}
         parted = [first_difference(trails), *map(self._lacking, without_gradients(trails).items())]
-        return describe_difference(place, texts, " ".join(filter(None, parted)))
+        return describe_difference(place, entries, " ".join(filter(None, parted)))
 
     def _lacking(self, found: tuple[str, Sequence[int]]) -> str:
         """Say on which ranks a unit's parameters have no gradient."""
@@ -318,11 +341,6 @@ class Ledger:
         """Return what this rank has entered by its digest at a place; None if it was nothing such."""
         at, lines = self._lines
         return lines() if at == place else None
-
-    def last_lines(self) -> tuple[int, Sequence[str]]:
-        """Return the last place at which this rank entered a digest, and what it is of."""
-        at, lines = self._lines
-        return at, lines()
 
     def ranks_at(self, place: int) -> list[int]:
         """Return the global ranks that are known to have entered something at a place."""

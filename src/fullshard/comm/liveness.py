@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from fullshard.comm.ledgers import known_ledger
 from fullshard.comm.patience import loss, unreachable
-from fullshard.comm.shared_memory import SharedMemory, host_identity, known_ledger
+from fullshard.comm.shared_memory import SharedMemory, host_identity
 from fullshard.errors import CommError, DivergenceError
 from fullshard.torch_private import default_group, default_store
 
@@ -81,6 +82,12 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
     raise loss(lost, label) from error
 
 
+def check_alive(group: dist.ProcessGroup, label: str) -> None:
+    """Raise PeerLostError if a process of another rank of the group on this host is gone."""
+    if lost := _lost_ranks(group, within_s=0.0):
+        raise loss(lost, label)
+
+
 def _is_connection_error(error: RuntimeError) -> bool:
     """Return whether an error of a collective may mean that a rank is gone."""
     # Gloo raises plain RuntimeErrors, so their words are all there is to go by.
@@ -88,8 +95,8 @@ def _is_connection_error(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
-def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Return the group's ranks on this host whose processes are gone, waiting up to `_GRACE_S`."""
+def _lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[int]:
+    """Return the group's ranks on this host whose processes are gone, waiting so long for one."""
     processes: dict[int, int] = {}
     with contextlib.suppress(Exception):  # the store may have died with its rank
         store = default_store()
@@ -98,13 +105,12 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
                 host, _, pid = store.get(_KEY.format(rank)).decode().rpartition(" ")
                 if host == host_identity():  # elsewhere the pid may be another process
                     processes[rank] = int(pid)
-    deadline = time.monotonic() + _GRACE_S
-    while processes and time.monotonic() < deadline:
+    deadline = time.monotonic() + within_s
+    while True:
         lost = [rank for rank, pid in processes.items() if not _is_running(pid)]
-        if lost:
+        if lost or not processes or time.monotonic() >= deadline:
             return lost
         time.sleep(0.02)
-    return []
 
 
 def _is_running(pid: int) -> bool:

@@ -65,6 +65,14 @@ class Slots:
 _slots: "weakref.WeakSet[Slots]" = weakref.WeakSet()
 
 
+def connected_store() -> Any:
+    """Return a new connection to the store that ranks met in: the program's may be waiting in a call."""
+    store: Any = default_store()
+    connection = store.clone()
+    connection.set_timeout(_STORE_TIMEOUT)
+    return connection
+
+
 class Board:
     """Everything that this rank can post to and read from. world_size: number of ranks."""
 
@@ -150,11 +158,8 @@ class Board:
         return set(ranks) - set(self.read_lines(key, ranks, timeout_s))
 
     def _connected(self) -> Any:
-        """Return a connection to the store of its own: the program's may be waiting in a call."""
         if self._store is None:
-            store: Any = default_store()
-            self._store = store.clone()
-            self._store.set_timeout(_STORE_TIMEOUT)
+            self._store = connected_store()
         return self._store
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from fullshard.comm.backends import timeout_s
 from fullshard.comm.calls import all_gather
+from fullshard.comm.ledgers import known_ledger
 from fullshard.comm.liveness import name_lost_ranks
 from fullshard.comm.own_group import is_gloo, own_group
-from fullshard.comm.shared_memory import known_ledger
 from fullshard.comm.waits import wait_comparing
 from fullshard.torch_private import default_group
 

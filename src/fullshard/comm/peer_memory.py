@@ -38,9 +38,10 @@ from fullshard.comm.interface import (
     tensor_over,
 )
 from fullshard.comm.ledger import Ledger
+from fullshard.comm.ledgers import keep_ledger
 from fullshard.comm.packing import Region, copy_in_gradients
 from fullshard.comm.ring import LINE, Ring, Stretch
-from fullshard.comm.shared_memory import SharedMemory, UnavailableError, share_ledger
+from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.plan.layout import BucketLayout, DirectRule, Route
 from fullshard.plan.sizes import round_up
 
@@ -64,7 +65,7 @@ class PeerMemoryComm(Comm):
             raise UnavailableError(f"the process group's backend is {backend}, not gloo")
         let_go_at_exit()  # connecting calls collectives of Gloo: see [Note: Leaving Gloo]
         self.memory = SharedMemory.connect(group)
-        share_ledger(self.memory, group)
+        self.memory.ledger = keep_ledger(group, self.memory.ledger)
         self.rank = self.memory.rank
         self.size = self.memory.size
         self._ring = Ring(self.memory, self._enlarge)

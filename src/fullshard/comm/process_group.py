@@ -36,7 +36,9 @@ from fullshard.comm.interface import (
     shard_views,
 )
 from fullshard.comm.ledger import Ledger
+from fullshard.comm.ledgers import known_ledger
 from fullshard.comm.liveness import announce, name_lost_ranks, naming_lost_ranks
+from fullshard.comm.making_ledgers import ledger_of
 from fullshard.comm.own_group import own_group
 from fullshard.comm.packing import (
     Landing,
@@ -47,8 +49,6 @@ from fullshard.comm.packing import (
     wire_gradient,
 )
 from fullshard.comm.scratch import Scratch
-from fullshard.comm.shared_memory import known_ledger, ledger_of
-from fullshard.comm.tails import compare_tails
 from fullshard.comm.waits import wait_comparing
 from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.torch_private import coalescing_manager
@@ -217,16 +217,6 @@ class ProcessGroupComm(Comm):
         if isinstance(self.group, dist.ProcessGroup):
             self._ledger = ledger_of(self.group, self.backend)
             self.enter = _enter_nowhere if self._ledger is None else self._ledger.enter
-
-    def compare_paths(self) -> None:
-        ledger = self._ledger
-        if ledger is None or ledger.is_shared or not self._is_gloo:
-            return
-        own = torch.tensor([ledger.place, ledger.rolling], dtype=torch.int64, device="cpu")
-        everyones, work = self.gather_bytes(own, "comparing ranks")
-        work.wait()
-        if len(set(map(tuple, everyones.view(self.size, 2).tolist()))) > 1:
-            raise compare_tails(ledger, self.group)
 
     def wait_all(self, works: Sequence[Any], label: str) -> None:
         """Wait for collectives. None stands for one that runs on the stream that called it.

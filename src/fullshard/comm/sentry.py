@@ -32,7 +32,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fullshard.comm.ledger import Ledger, Teller, describe_difference, ledgers, tellers
+from fullshard.comm import tails
+from fullshard.comm.backends import abort
+from fullshard.comm.ledger import Ledger, Teller, group_key, ledgers, tellers
 from fullshard.comm.notices import Board
 from fullshard.comm.whereabouts import (
     call_of,
@@ -51,9 +53,8 @@ from fullshard.plan.standstill import (
     State,
     describe_stuck,
     find_stuck,
-    first_mismatch,
 )
-from fullshard.torch_private import default_group
+from fullshard.torch_private import default_group, distributed_world
 
 logger = logging.getLogger("fullshard")
 
@@ -153,9 +154,8 @@ class Sentry(Teller):
 
         Ranks that wait for this one will raise it as well.
         """
-        about = f"{ledger.key}/{place}"
-        if (lines := ledger.lines_at(place)) is not None:
-            self._board.post_lines(about, self._rank, lines)
+        about = tails.about_place(ledger, place)
+        tails.show_lines(self._board, self._rank, ledger, place)
         # The others come here as well, or are far. Nothing more moves until then.
         _wait_until(lambda: len(ledger.ranks_at(place)) == len(ledger.ranks), _GATHER_S)
         ranks = ledger.ranks_at(place)
@@ -168,10 +168,15 @@ class Sentry(Teller):
                 place, lambda others: self._board.read_lines(about, others, _ANSWER_S)
             )
         self._final, self._about = text, about
+        ledger.settled_at = place
         # What was entered before the error is no progress since.
         self._progress, self._still_since = _progress(), time.monotonic()
         self._post(self._look())
         return DivergenceError(text)
+
+    def show(self, ledger: Ledger, place: int) -> None:
+        """Show others what is behind this rank's entry at a place, in case it differs from theirs."""
+        tails.show(self._board, self._rank, ledger, place)
 
     def _told_by(self, rank: int, about: str) -> str:
         """Return another rank's words about a place; empty if it has said nothing of it."""
@@ -246,13 +251,10 @@ class Sentry(Teller):
                     return
         notices = self._board.read(range(self._world_size))
         notices[self._rank] = own
-        if (mismatch := first_mismatch([each.tails for each in notices.values()])) is not None:
-            ranks = list(notices)
-            entries = {ranks[number]: text for number, text in mismatch[1].items()}
-            if self._rank in entries:
-                text = describe_difference(mismatch[0], entries)
-                self._deliver(DivergenceError(text), own, entries)
-                return
+        if (found := tails.find_difference(self._board, self._rank, notices)) is not None:
+            self._about = found.about
+            self._deliver(DivergenceError(found.text), own, found.ranks)
+            return
         if not own.is_blocked:
             return
         stuck = find_stuck(notices, self._world_size)
@@ -274,12 +276,25 @@ class Sentry(Teller):
             raise_in(self._thread_looked_at(), verdict)
         if own.state is State.RUNS:  # perhaps waiting for its device, and so not to be reached
             logger.error("rank %d, at %s: %s", self._rank, own.at, verdict)
+            self._free_device(tails.key_of(self._about))
         if isinstance(verdict, DivergenceError):
             self._final = str(verdict)
-            self._post(dataclasses.replace(own, error=self._final, is_final=True))
+            self._post(
+                dataclasses.replace(own, error=self._final, is_final=True, about=self._about)
+            )
         if own.state is State.WAITS:
             self._hold(set(stuck) - {self._rank})
             self._verdict = verdict
+
+    def _free_device(self, key: str) -> None:
+        """End a group's collectives on the device, which ranks never started together.
+
+        So that the host goes on that waits for the device.
+        """
+        for group in list(distributed_world.pg_map):
+            if group_key(group.group_name, dist.get_process_group_ranks(group)) == key:
+                with contextlib.suppress(Exception):
+                    abort(group)
 
     def _hold(self, others: set[int]) -> None:
         """Wait for other stuck ranks to find their verdicts, before this one raises and may end."""

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import logging
 import mmap
 import os
 import select
@@ -32,14 +31,12 @@ import torch.distributed as dist
 
 from fullshard.comm import ledger, notices
 from fullshard.comm.backends import timeout_s
-from fullshard.comm.exchange import exchange_through_group, exchange_through_store
+from fullshard.comm.exchange import exchange_through_group
 from fullshard.comm.ledger import Ledger
 from fullshard.comm.notices import Slots
 from fullshard.comm.patience import Patience, loss
 from fullshard.comm.sentry import sentry
 from fullshard.errors import PeerLostError
-
-logger = logging.getLogger("fullshard")
 
 _WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's
 _WORD_BITS = 62  # of a signed 8-byte word, for flags
@@ -346,57 +343,6 @@ class SharedMemory:
         if missed:
             self.give_up(self._peers[missed[0]].global_rank)
             raise loss([self._peers[rank].global_rank for rank in missed], label)
-
-
-def ledger_of(group: dist.ProcessGroup, backend: str) -> Ledger | None:
-    """Return the ledger of a group, the same one every time; None if its ranks may be threads.
-
-    backend: of the group. Ranks of one host share the ledger's memory; others have one each, which
-    their sentries show and compare. Every rank of the group must call it.
-    """
-    if type(group) is not dist.ProcessGroup:
-        return None
-    if group not in _ledgers:
-        _ledgers[group] = _make_ledger(group, backend)
-    return _ledgers[group]
-
-
-def _make_ledger(group: dist.ProcessGroup, backend: str) -> Ledger:
-    try:
-        if backend == "gloo":
-            return SharedMemory.connect(group).ledger
-        if backend == "nccl":
-            # Its collectives want a device, which may be another one later.
-            return SharedMemory.connect(group, exchange_through_store).ledger
-    # RuntimeError of a store that cannot exchange anything, as that of fake process groups.
-    except (UnavailableError, RuntimeError) as reason:
-        logger.info("ranks share no ledger: %s", reason)
-    # Of other backends nobody knows whether there are processes behind the ranks.
-    if backend != "fake":
-        sentry()
-    ranks = dist.get_process_group_ranks(group)
-    return Ledger(group.rank(), ranks, None, name=group.group_name)
-
-
-def known_ledger(group: dist.ProcessGroup) -> Ledger | None:
-    """Return the ledger of a group if it has one already. Does not communicate."""
-    return _ledgers.get(group)
-
-
-def share_ledger(memory: SharedMemory, group: dist.ProcessGroup) -> None:
-    """Let everything that a group does be entered in one ledger, whichever way it communicates.
-
-    Every rank of the group must call it at the same place of their sequence.
-    """
-    known = _ledgers.get(group)
-    if known is None:
-        _ledgers[group] = memory.ledger
-    else:
-        memory.ledger = known
-
-
-_ledgers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger]"
-_ledgers = weakref.WeakKeyDictionary()
 
 
 def _platform_problem() -> str | None:

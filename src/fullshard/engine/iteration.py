@@ -84,8 +84,8 @@ class Iteration:
         self._of_originals = [unit for unit in self.units if unit.keeps_originals]
         # Peers' memory is read over the shard axis alone. Ranks that hold whole parameters, such as
         # replicas, do not meet in fences, so each may run a forward on its own.
-        self._sharing = list(dict.fromkeys(unit.comm for unit in self.units))
-        self._fenced = [comm for comm in self._sharing if type(comm).fence is not Comm.fence]
+        sharing = dict.fromkeys(unit.comm for unit in self.units)
+        self._fenced = [comm for comm in sharing if type(comm).fence is not Comm.fence]
         self._comms = comms
         buffers = (unit.config.reduce_scatter_max_input_buffers for unit in self.units)
         self.reductions.max_held = max(buffers, default=1)
@@ -188,7 +188,6 @@ class Iteration:
         # Where all stayed whole, this rank may be evaluating alone: nobody would come to a fence.
         self._gathers = not all(is_whole(unit) for unit in self.units)
         if self._gathers:
-            self._path.compare(self._sharing)
             self._watch.begin_pass(is_training=is_training)
         if self._gathers:
             self.fence("before forward")  # until here peers may have written to their shards
@@ -449,7 +448,6 @@ class Iteration:
         in_place = (unit for unit in self.units if unit.is_in_place)
         self._watch.refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
         self.reductions.finish()
-        self._path.compare(self._comms)  # before anybody uses the gradients
         self.reductions.release()
         # Only now: if a user's hook raised in `finish`, the pass counts as stale and is forgotten.
         self._backward_end = None

@@ -7,6 +7,7 @@ has found one, the first difference tells where to look.
 
 import enum
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -55,6 +56,22 @@ class Event(NamedTuple):
     model: int
     unit: str
     has_gradients: bool = True
+
+
+def to_lines(trail: Iterable[Event]) -> list[str]:
+    """Return a trail as text, for ranks of other hosts."""
+    return [
+        json.dumps([*event.moment, event.model, event.unit, event.has_gradients]) for event in trail
+    ]
+
+
+def from_lines(lines: Iterable[str]) -> list[Event]:
+    """Return the trail that `to_lines` has made text of."""
+    trail = []
+    for line in lines:
+        step, phase, model, unit, has_gradients = json.loads(line)
+        trail.append(Event(Moment(step, Phase(phase)), model, unit, has_gradients))
+    return trail
 
 
 def first_difference(trails: Mapping[int, Sequence[Event]]) -> str | None:

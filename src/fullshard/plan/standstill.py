@@ -175,19 +175,28 @@ def find_stuck(notices: Mapping[int, Notice], world_size: int) -> set[int]:
             del waits[rank]
 
 
-def first_mismatch(tails: Sequence[Tails]) -> tuple[int, dict[int, str]] | None:
-    """Return the first place at which ledgers differ, and what is entered there, by position.
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """A place at which ledgers differ. key: of the group. entries: moments and texts, by rank."""
 
-    tails: of each rank, by group. None if none differ as far as they are known.
+    key: str
+    place: int
+    entries: Mapping[int, str]
+
+
+def first_mismatch(tails: Mapping[int, Tails]) -> Mismatch | None:
+    """Return the first place at which ledgers differ. tails: by rank.
+
+    None if none differ as far as they are known.
     """
-    for key in dict.fromkeys(key for each in tails for key in each):
+    for key in dict.fromkeys(key for each in tails.values() for key in each):
         at: dict[int, dict[int, tuple[int, str]]] = {}
-        for number, each in enumerate(tails):
+        for rank, each in tails.items():
             for place, checksum, text in each.get(key, ()):
-                at.setdefault(place, {})[number] = checksum, text
+                at.setdefault(place, {})[rank] = checksum, text
         for place, entries in sorted(at.items()):
             if len({checksum for checksum, _ in entries.values()}) > 1:
-                return place, {number: text for number, (_, text) in entries.items()}
+                return Mismatch(key, place, {rank: text for rank, (_, text) in entries.items()})
     return None
 
 

@@ -6,8 +6,8 @@ It is told of each model that runs, for what is said when memory is lacking or a
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.observer import on_root
 from fullshard.watch.out_of_memory import explain_lack, observe_allocator
+from fullshard.watch.recomputation import explain_recomputation
 from fullshard.watch.uncaught import (
-    explain_recomputation,
     explain_sharded_use,
     explainers,
     follow_exceptions,

@@ -17,12 +17,10 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
 
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.params.managed import ManagedParameter, manager_of
 from fullshard.errors import FullshardError
-from fullshard.plan.units import clean_name
 
 logger = logging.getLogger("fullshard")
 
@@ -59,7 +57,7 @@ def explain_sharded_use(error: BaseException) -> str | None:
     """Name the parameters of a module that raised because it ran without its unit."""
     if not isinstance(error, RuntimeError) or isinstance(error, FullshardError):
         return None
-    for frame in reversed(list(_frames(error))):
+    for frame in reversed(list(frames_of(error))):
         if frame.f_code.co_name == "backward":
             return None  # which runs no module
         module = frame.f_locals.get("self")
@@ -69,7 +67,7 @@ def explain_sharded_use(error: BaseException) -> str | None:
 
 
 def _sharded_use(module: nn.Module, method: str) -> str | None:
-    sharded = [param.name for param, is_sharded in _managed(module) if is_sharded]
+    sharded = [param.name for param, is_sharded in managed(module) if is_sharded]
     if not sharded:
         return None
     return (
@@ -80,51 +78,14 @@ def _sharded_use(module: nn.Module, method: str) -> str | None:
     )
 
 
-def explain_recomputation(error: BaseException) -> str | None:
-    """Name the module whose recomputation differed from its forward, and how its parameters were."""
-    if not isinstance(error, CheckpointError):
-        return None
-    for frame in _frames(error):
-        recompute = getattr(frame.f_locals.get("frame"), "recompute_fn", None)
-        for cell in getattr(recompute, "__closure__", None) or ():
-            function = cell.cell_contents
-            module = getattr(function, "__self__", function)
-            if isinstance(module, nn.Module):
-                return _recomputed(module)
-    return None
-
-
-def _recomputed(module: nn.Module) -> str:
-    managed = (each for inner in module.modules() for each in _managed(inner))
-    sharded = [param.name for param, is_sharded in managed if is_sharded]
-    state = (
-        f"{', '.join(sharded)} were sharded then, which a checkpointed module must not see"
-        if sharded
-        else "its parameters were whole then, as in forward, so the module itself has computed something else"
-    )
-    return (
-        f"fullshard: recomputed was {_path_of(module)} ({type(module).__name__}): {state}. Look for what depends on "
-        "more than its inputs: caches, counters, training mode, random numbers. "
-        "torch.utils.checkpoint.set_checkpoint_debug_enabled(True) lists its operations."
-    )
-
-
-def _path_of(module: nn.Module) -> str:
-    for root in (module for state in list(roots) for module in state.modules):
-        for path, each in root.named_modules():
-            if each is module:
-                return clean_name(path) or "the root"
-    return "a module of no model that has run"
-
-
-def _managed(module: nn.Module) -> Iterator[tuple[ManagedParameter, bool]]:
+def managed(module: nn.Module) -> Iterator[tuple[ManagedParameter, bool]]:
     """Yield the module's own parameters that a unit manages, and whether it shows shards of them."""
     for parameter in module._parameters.values():
         if parameter is not None and (param := manager_of(parameter)) is not None:
             yield param, parameter is param.sharded
 
 
-def _frames(error: BaseException) -> Iterator[types.FrameType]:
+def frames_of(error: BaseException) -> Iterator[types.FrameType]:
     trace = error.__traceback__
     while trace is not None:
         yield trace.tb_frame

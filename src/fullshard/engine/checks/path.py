@@ -1,10 +1,9 @@
 """A rank's path through a model: what it tells the other ranks of it, and how they compare."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm.interface import Comm
 from fullshard.engine.checks.alike import FreezeWatch, check_alike
 from fullshard.engine.checks.debugging import StepChecks, check_step
 from fullshard.engine.checks.order import ForwardOrder
@@ -27,14 +26,11 @@ class Path:
         ledgers = dict.fromkeys(comm.ledger for comm in comms_of(units))
         # The model's number in the ledger of each of its groups.
         self._ledgers = {each: each.add_model(named) for each in ledgers if each is not None}
-        # Trails are compared where ranks see each other's: elsewhere nobody would read them.
-        self._notes = [each.note for each in self._ledgers if each.is_shared]
+        self._notes = [each.note for each in self._ledgers]
         check_alike(units, kinds, self._ledgers)
         self._freezing = FreezeWatch(units)
         self._order = ForwardOrder(units)
         self._checks_order = False
-        # Replicas may evaluate alone, so they are compared after backward, and not here.
-        self.compare(dict.fromkeys(unit.comm for unit in units))
 
     def begin_forward(self) -> None:
         """Begin the root's forward, and tell of parameters that are frozen or trained since the last."""
@@ -80,11 +76,6 @@ class Path:
         if self._notes and any(param.sharded.requires_grad for param in unit.params):
             for note in self._notes:
                 note(self._number[id(unit)], is_empty=True)
-
-    def compare(self, comms: Iterable[Comm]) -> None:
-        """Compare ranks that do not see each other's entries. Collective; see `Comm.compare_paths`."""
-        for comm in comms:
-            comm.compare_paths()
 
     def end_iteration(self) -> None:
         """Note that the last backward of an iteration is over."""

@@ -1,0 +1,120 @@
+"""The order of what ranks do that cannot see each other's ledger: ranks of several hosts, mostly.
+
+Gloo and NCCL pair collectives by their order alone. If two ranks on different paths started different
+ones, Gloo would abort a process, NCCL would hang, and of equal sizes the bytes of one unit would be
+taken for another's. So a rank starts only what all ranks have agreed on. To ask them every time would
+cost a trip to the store; but a step is like the last one. So each rank foresees what comes next from
+what came last, by a rule that only knows what all ranks have agreed on. What a rank foresees, every
+rank foresees, and nobody has to be asked. Anything else it asks for first:
+
+    what came last      foreseen        rank 0          rank 1
+    ... a: all-gather   b: all-gather   b: all-gather   c: all-gather   asks, and waits for rank 0
+
+The rank that asks has started nothing. Others wait in what they have started, or are asking for
+something else; neither of them goes on, and their sentries, which read each other's entries, name the
+difference. In a program whose steps are alike, ranks ask in the first one only.
+"""
+
+import contextlib
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from fullshard.comm.backends import timeout_s
+from fullshard.comm.ledger import Ledger
+from fullshard.comm.liveness import check_alive, naming_lost_ranks
+from fullshard.comm.notices import connected_store
+from fullshard.comm.patience import Patience
+from fullshard.comm.sentry import sentry
+
+_KEY = "fullshard/order/{}"
+# What comes next is foreseen from the last eight entries: 16 bits of a checksum move out with each.
+_SHIFT = 16
+_RECENT = (1 << 8 * _SHIFT) - 1
+_MOST_FORESEEN = 1 << 18  # contexts, after which all are forgotten, on all ranks alike
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
+_LATE_S = 0.05  # of waiting, after which a rank looks at what others do
+_LOOK_EVERY_S = 0.1
+_STILL_S = 1.0  # of waiting, after which others may come to ask what this rank has done
+
+
+class AgreedOrder:
+    """Makes the ranks of a group agree on each entry of their ledgers. Called by `Ledger.enter`.
+
+    store: a connection of its own. prefix: of its keys, the same on all ranks of the group.
+    """
+
+    def __init__(self, ledger: Ledger, group: dist.ProcessGroup, store: Any, prefix: str) -> None:
+        self._ledger_key = ledger.key
+        self._group = group
+        self._ranks = ledger.ranks
+        self._store = store
+        self._prefix = prefix
+        self._timeout_s = timeout_s(group)
+        self._foreseen: dict[int, int] = {}  # a checksum, by what came last
+        self._recent = 0
+        self._last_keys: tuple[str, ...] = ()
+        self.num_asked = 0
+
+    @classmethod
+    def of(cls, ledger: Ledger, group: dist.ProcessGroup) -> "AgreedOrder | None":
+        """Return the order of a group; None if the store that its ranks met in cannot count.
+
+        Every rank must call it.
+        """
+        prefix = _KEY.format(ledger.key)
+        with contextlib.suppress(Exception):
+            store = connected_store()
+            # A group of the same ranks and name may have been here before. Every rank counts for itself,
+            # and all count alike.
+            number = store.add(f"{prefix}/of rank {ledger.rank}", 1)
+            return cls(ledger, group, store, f"{prefix}/{number}")
+        return None
+
+    def follow(self, ledger: Ledger, place: int, checksum: int, what: str) -> None:
+        """Return once all ranks of the group enter this at this place, or have agreed that they will.
+
+        Raises DivergenceError if one enters something else or never comes, PeerLostError if one died,
+        PeerTimeoutError if one does not come within the group's timeout.
+        """
+        if self._foreseen.get(self._recent) != checksum:
+            with naming_lost_ranks(self._group, what):
+                self._ask(ledger, place, checksum, what)
+            if len(self._foreseen) >= _MOST_FORESEEN:
+                self._foreseen.clear()
+            self._foreseen[self._recent] = checksum
+        self._recent = (self._recent << _SHIFT ^ checksum) & _RECENT
+
+    def _ask(self, ledger: Ledger, place: int, checksum: int, what: str) -> None:
+        """Return once all ranks have asked for the same at this place."""
+        self.num_asked += 1
+        answer = f"{self._prefix}/{place}"
+        count = f"{answer}/{checksum:08x}"
+        if self._store.add(count, 1) == len(self._ranks):
+            self._store.set(answer, "")
+            # All ranks are here, so none still waits for the answer before this one.
+            for key in self._last_keys:
+                self._store.delete_key(key)
+        else:
+            self._wait_for(answer, ledger, place, what)
+        self._last_keys = (answer, count)
+
+    def _wait_for(self, answer: str, ledger: Ledger, place: int, what: str) -> None:
+        patience = Patience(what, self._timeout_s)
+        started = looked = time.monotonic()
+        pause, has_shown = _FIRST_PAUSE_S, False
+        with sentry().waiting(what, (ledger.key,)):
+            while not self._store.check([answer]):
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                now = time.monotonic()
+                if now - started < _LATE_S or now - looked < _LOOK_EVERY_S:
+                    continue
+                looked = now
+                if not has_shown and now - started > _STILL_S:
+                    sentry().show(ledger, place)
+                    has_shown = True
+                sentry().check()
+                check_alive(self._group, what)
+                patience.check(dict.fromkeys(set(self._ranks) - {dist.get_rank()}))

@@ -1,0 +1,46 @@
+"""Making the ledger of a group: in memory that its ranks share, or one on each rank."""
+
+import logging
+
+import torch.distributed as dist
+
+from fullshard.comm.agreed_order import AgreedOrder
+from fullshard.comm.exchange import exchange_through_store
+from fullshard.comm.ledger import Ledger
+from fullshard.comm.ledgers import keep_ledger, known_ledger
+from fullshard.comm.sentry import sentry
+from fullshard.comm.shared_memory import SharedMemory, UnavailableError
+
+logger = logging.getLogger("fullshard")
+
+# Backends that have no processes behind their ranks, who could never agree on anything.
+WITHOUT_PROCESSES = {"fake"}
+
+
+def ledger_of(group: dist.ProcessGroup, backend: str) -> Ledger | None:
+    """Return the ledger of a group, the same one every time; None if its ranks may be threads.
+
+    backend: of the group. Ranks of one host share the ledger's memory; others have one each, and agree
+    on the order of what they do. Every rank of the group must call it.
+    """
+    if type(group) is not dist.ProcessGroup:
+        return None
+    return known_ledger(group) or keep_ledger(group, _make_ledger(group, backend))
+
+
+def _make_ledger(group: dist.ProcessGroup, backend: str) -> Ledger:
+    try:
+        if backend == "gloo":
+            return SharedMemory.connect(group).ledger
+        if backend == "nccl":
+            # Its collectives want a device, which may be another one later.
+            return SharedMemory.connect(group, exchange_through_store).ledger
+    # RuntimeError of a store that cannot exchange anything, as that of fake process groups.
+    except (UnavailableError, RuntimeError) as reason:
+        logger.info("ranks share no ledger: %s", reason)
+    ranks = dist.get_process_group_ranks(group)
+    ledger = Ledger(group.rank(), ranks, None, name=group.group_name)
+    if backend not in WITHOUT_PROCESSES:
+        sentry()
+        ledger.order = AgreedOrder.of(ledger, group)
+    return ledger

@@ -1,0 +1,145 @@
+"""What is added to the error for a module that activation checkpointing recomputes to something else."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from fullshard.engine.module_state import ModuleState, state_of
+from fullshard.plan.units import clean_name
+from fullshard.watch.uncaught import frames_of, managed, roots
+
+
+def explain_recomputation(error: BaseException) -> str | None:
+    """Name the module whose recomputation differed from its forward, where, and how its parameters were."""
+    if not isinstance(error, CheckpointError):
+        return None
+    for frame in frames_of(error):
+        checkpointed = frame.f_locals.get("frame")  # torch's record of the forward
+        recompute = getattr(checkpointed, "recompute_fn", None)
+        for cell in getattr(recompute, "__closure__", None) or ():
+            function = cell.cell_contents
+            module = getattr(function, "__self__", function)
+            if isinstance(module, nn.Module):
+                return _recomputed(module, checkpointed)
+    return None
+
+
+def _recomputed(module: nn.Module, checkpointed: Any) -> str:
+    shown = (each for inner in module.modules() for each in managed(inner))
+    sharded = [param.name for param, is_sharded in shown if is_sharded]
+    state = (
+        f"{', '.join(sharded)} were sharded then, which a checkpointed module must not see"
+        if sharded
+        else "its parameters were whole then, as in forward, so the module itself has computed something else"
+    )
+    where = ""
+    if not sharded:
+        with contextlib.suppress(Exception):  # it runs the user's code once more
+            where = _first_difference(module, checkpointed)
+    return (
+        f"fullshard: recomputed was {_path_of(module)} ({type(module).__name__}): {state}.{where} Look for what "
+        "depends on more than its inputs: caches, counters, training mode, random numbers. "
+        "torch.utils.checkpoint.set_checkpoint_debug_enabled(True) lists its operations."
+    )
+
+
+class _Found(Exception):  # noqa: N818  (no error: it ends a recomputation)
+    """The first tensor that differs, and the module that saved it."""
+
+
+def _first_difference(module: nn.Module, checkpointed: Any) -> str:
+    """Recompute once more, and say in which module the first tensor differs from forward's; "" if none does.
+
+    checkpointed: torch's record, with the metadata of what forward has saved for backward.
+    """
+    expected = checkpointed.x_metadatas
+    running = [module]
+    num_saved = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal num_saved
+        now = checkpointed.metadata_fn(tensor)
+        before = expected[num_saved] if num_saved < len(expected) else "nothing"
+        if now != before:
+            raise _Found(
+                f" First in {_path_of(running[-1])} ({type(running[-1]).__name__}), which saves for backward "
+                f"{_shown(now)}, and in forward saved {_shown(before)}."
+            )
+        num_saved += 1
+        return tensor
+
+    with contextlib.ExitStack() as stack:
+        for inner in module.modules():
+            for handle in (
+                inner.register_forward_pre_hook(lambda each, _: running.append(each)),
+                inner.register_forward_hook(_leave(running), always_call=True),
+            ):
+                stack.callback(handle.remove)
+        stack.enter_context(_without_units(module))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        try:
+            checkpointed.recompute_fn(*checkpointed.get_inputs())
+        except _Found as found:
+            return str(found)
+    return ""
+
+
+@contextlib.contextmanager
+def _without_units(module: nn.Module) -> Iterator[None]:
+    """Let modules run as before sharding, on the whole parameters that they have. Other ranks may not come."""
+    with contextlib.ExitStack() as stack:
+        for inner in module.modules():
+            state = state_of(inner)
+            if state is None:
+                continue
+            for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
+                stack.callback(_restore, hooks, hooks.copy())
+                for key in [key for key, hook in hooks.items() if _is_of(hook, state)]:
+                    del hooks[key]
+            if state.is_wrapper:
+                # Found before the class's, whose `forward` gathers.
+                wrapper: Any = inner
+                inner.__dict__["forward"] = wrapper.module.forward
+                stack.callback(inner.__dict__.pop, "forward")
+        yield
+
+
+def _restore(hooks: dict[Any, Any], before: dict[Any, Any]) -> None:
+    hooks.clear()
+    hooks.update(before)
+
+
+def _is_of(hook: Callable[..., Any], state: ModuleState) -> bool:
+    return getattr(hook, "__self__", None) is state
+
+
+def _leave(running: list[nn.Module]) -> Callable[[nn.Module, Any, Any], None]:
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    return leave
+
+
+def _shown(metadata: Any) -> str:
+    """Return the metadata of a tensor as torch keeps it, in short."""
+    if not isinstance(metadata, dict):
+        return str(metadata)
+    shape = "x".join(map(str, metadata.get("shape", ())))
+    return f"{shape} of {str(metadata.get('dtype')).removeprefix('torch.')}"
+
+
+def _path_of(module: nn.Module) -> str:
+    for path, each in _named_modules():
+        if each is module:
+            return clean_name(path) or "the root"
+    return "a module of no model that has run"
+
+
+def _named_modules() -> Iterator[tuple[str, nn.Module]]:
+    for root in (module for state in list(roots) for module in state.modules):
+        yield from root.named_modules()

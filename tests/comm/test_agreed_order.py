@@ -1,0 +1,211 @@
+"""Ranks that see nothing of each other agree on what they do before they do it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fullshard
+from fullshard.comm import liveness, making_ledgers, shared_memory
+from fullshard.comm.ledgers import known_ledger
+from fullshard.errors import DivergenceError, FullshardError
+from tests.harness import on_ranks, rank
+
+WIDTH = 8
+NUM_BLOCKS = 3
+
+
+class Net(nn.Module):
+    """Blocks in an order that a forward may change; one of them may be larger."""
+
+    def __init__(self, large: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        hidden = [WIDTH, large, WIDTH]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, size), nn.Linear(size, WIDTH)) for size in hidden
+        )
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        for number in order:
+            x = x + torch.tanh(self.blocks[number](x))
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def _host() -> str:
+    return f"host {rank()}"
+
+
+@contextlib.contextmanager
+def on_hosts_of_their_own() -> Iterator[None]:
+    """Take each rank for one on a host of its own, for groups that are made within."""
+    with (
+        mock.patch.object(shared_memory, "host_identity", _host),
+        mock.patch.object(liveness, "host_identity", _host),
+    ):
+        yield
+
+
+def sharded(backend: str = "gloo", large: int = WIDTH) -> tuple[Net, Any, Any]:
+    """Return a model over a new group of all ranks, its order, and the group."""
+    group = dist.new_group(backend=backend)
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = Net(large)
+    for block in model.blocks:
+        fullshard.fully_shard(block, mesh=mesh)
+    fullshard.fully_shard(model, mesh=mesh)
+    ledger = known_ledger(group)
+    assert ledger is not None
+    assert not ledger.is_shared
+    return model, ledger.order, group
+
+
+def step(model: Net, order: tuple[int, ...] = (0, 1, 2)) -> float:
+    loss = model(torch.ones(2, WIDTH) * (1 + rank()), order).square().mean()
+    loss.backward()
+    model.zero_grad()
+    return loss.item()
+
+
+@on_ranks(3)
+def test_ranks_ask_in_the_first_steps_alone() -> None:
+    with on_hosts_of_their_own():
+        model, order, _ = sharded()
+        asked = []
+        for _ in range(5):
+            step(model)
+            asked.append(order.num_asked)
+        assert asked[0] > 3 * NUM_BLOCKS
+        assert asked[2] == asked[-1], (
+            asked
+        )  # the first begins otherwise, so the second asks as well
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+        step(model)
+        assert order.num_asked > asked[-1]
+        asked.append(order.num_asked)
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+        step(model)
+        assert (
+            order.num_asked - asked[-1] <= 2
+        )  # what an evaluation is known, where it comes is not
+
+
+@on_ranks(2)
+def test_another_path_on_all_ranks_is_right() -> None:
+    with on_hosts_of_their_own():
+        model, order, _ = sharded(large=24)
+        alone = Net(24)
+        paths = [(0, 1, 2), (2, 1, 0), (0, 0, 1, 2), (1, 2), (0, 1, 2), (2, 1, 0)]
+        for path in paths:
+            loss = model(torch.ones(2, WIDTH), path).square().mean()
+            loss.backward()
+            expected = alone(torch.ones(2, WIDTH), path).square().mean()
+            expected.backward()
+            torch.testing.assert_close(loss, expected)
+            for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+                if other.grad is not None:
+                    torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
+            model.zero_grad()
+            alone.zero_grad()
+        assert order.num_asked > 0
+
+
+def texts_of(error: BaseException) -> list[str]:
+    """Return every rank's words, without waiting for a rank that has raised nothing."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, f"{type(error).__name__}: {error}")
+    return told
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+@on_ranks(3)
+def test_another_unit_of_another_size_is_named_on_every_rank(at: int) -> None:
+    """Gloo would abort the rank that gets more bytes than it expects."""
+    with on_hosts_of_their_own():
+        model, _, _ = sharded(large=40)
+        began = time.monotonic()
+        with pytest.raises(DivergenceError) as raised:  # noqa: PT012
+            for number in range(6):
+                step(model, (1, 0, 2) if number == at and rank() == 1 else (0, 1, 2))
+        assert time.monotonic() - began < 10
+        told = texts_of(raised.value)
+    assert len(set(told)) == 1, told
+    parted = (
+        f"Their paths parted in step {at + 1}: rank 0 ran blocks.0 (forward); rank 1 ran blocks.1"
+    )
+    for part in ("ranks 0, 2: step", "rank 1: step", "all-gather (576 bytes)", parted):
+        assert part in told[0], told[0]
+
+
+@on_ranks(2)
+def test_models_that_differ_are_named_by_what_differs() -> None:
+    with on_hosts_of_their_own(), pytest.raises(DivergenceError) as raised:
+        step(sharded(large=16 if rank() else 24)[0])
+    told = texts_of(raised.value)
+    assert len(set(told)) == 1, told
+    assert "blocks.1.0.weight" in told[0], told[0]
+
+
+class Device:
+    """Stands for a device that a collective keeps busy until its communicator is aborted.
+
+    The host waits for it in C, where no exception reaches it.
+    """
+
+    def __init__(self) -> None:
+        self._is_free = threading.Lock()
+        self._is_free.acquire()
+        self.num_aborted = 0
+
+    def synchronize(self) -> None:
+        self._is_free.acquire()
+
+    def abort(self, group: dist.ProcessGroup) -> None:
+        self.num_aborted += 1
+        self._is_free.release()
+
+
+@pytest.mark.parametrize("num_ahead", [0, 3, 40])
+@on_ranks(2)
+def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
+    """The fake backend stands for NCCL: the host starts collectives, and never waits for them."""
+    device = Device()
+    with (
+        mock.patch.object(making_ledgers, "WITHOUT_PROCESSES", set()),
+        mock.patch("fullshard.comm.sentry.abort", device.abort),
+        on_hosts_of_their_own(),
+    ):
+        model, order, _ = sharded("fake")
+        for _ in range(3):
+            step(model)
+        asked = order.num_asked
+        step(model)
+        assert order.num_asked == asked
+        began = time.monotonic()
+        with pytest.raises(FullshardError) as raised:  # noqa: PT012  (it may come at any line)
+            for _ in range(1 + num_ahead):
+                step(model, (1, 0, 2) if rank() == 1 else (0, 1, 2))
+            device.synchronize()
+        assert time.monotonic() - began < 10
+        told = texts_of(raised.value)
+    assert len(set(told)) == 1, told
+    assert told[0].startswith("DivergenceError"), told
+    parted = "parted in step 5: rank 0 ran blocks.0 (forward); rank 1 ran blocks.1 (forward)"
+    assert parted in told[0], told[0]
+    assert device.num_aborted == (rank() == 0)
