@@ -51,6 +51,7 @@ CLEAN = {
     "weighted losses": "--does weighted accumulate",
     "a script with fewer steps": "--steps 2",
     "a script that catches everything": "--does catch",
+    "a script that spawns its ranks": "--spawn 2",
 }
 
 
@@ -117,6 +118,11 @@ FAULTS = {
     "no root": ("gradients", "all ranks", "embed.weight"),
     "no steps": ("failed", "ranks 0-1", "without a step of a torch.optim.Optimizer"),
     "nothing": ("failed", "ranks 0-1", "the script has sharded nothing"),
+    "same data": (
+        "same-batches",
+        "ranks 0-1",
+        "every rank has the same batches, in 3 steps",
+    ),
     "exit": ("failed", "ranks 0-1", "the script exited: 3"),
     "raises": (
         "failed",
@@ -135,6 +141,12 @@ def test_a_fault_is_named(fault: str, tmp_path: Path) -> None:
     assert name in found, everything
     assert found[name].where == where, everything
     assert said in found[name].measured, everything
+
+
+@on_ranks(2)
+def test_a_script_that_spawns_other_ranks_is_told(tmp_path: Path) -> None:
+    _, found = verified(tmp_path, "--spawn", "4")
+    assert "OtherRanksError: the script spawns 4 processes" in found["failed"].measured
 
 
 @on_ranks(2)

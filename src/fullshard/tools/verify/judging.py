@@ -51,6 +51,28 @@ def judge_batches(comparison: Comparison) -> Iterator[Finding]:
         )
 
 
+def judge_division(comparison: Comparison) -> Iterator[Finding]:
+    """Find a script that gives every rank the same batches, which trains on one rank's share of the data."""
+    if not comparison.options.script:
+        return
+    batches: dict[tuple[int, int], set[str]] = {}
+    ranks: set[int] = set()
+    for rank, run in comparison.ranks.items():
+        for part in run.parts:
+            if part.batch:
+                ranks.add(rank)
+                batches.setdefault((part.step, part.backward), set()).add(part.batch)
+    if len(ranks) > 1 and all(len(each) == 1 for each in batches.values()):
+        yield Finding(
+            "same-batches",
+            Severity.WARNING,
+            numbered(ranks),
+            f"every rank has the same batches, in {counted(len({step for step, _ in batches}), 'step')}",
+            "Each rank should read its own part of the data: use a DistributedSampler, or seed what shuffles by the rank. "
+            "Ranks that share one batch on purpose (tensor parallel) need nothing.",
+        )
+
+
 def judge_start(comparison: Comparison) -> Iterator[Finding]:
     """Compare first values: whole parameters after sharding, and every rank's buffers."""
     alone = comparison.alone
@@ -329,6 +351,7 @@ JUDGES: tuple[Callable[[Comparison], Iterable[Finding]], ...] = (
     judge_deaths,
     judge_failures,
     *_JUDGES_OF_INPUTS,
+    judge_division,
     judge_divide_factor,
     judge_random,
     judge_finite,

@@ -23,6 +23,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, args.width), nn.ReLU(), nn.Linear(args.width, 1))
     fully_shard(model)
+    torch.manual_seed(dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         while True:

@@ -92,14 +92,24 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--fault", default="")
     parser.add_argument("--does", nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--spawn", type=int, default=0)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parsed()
+    if args.spawn:
+        torch.multiprocessing.spawn(run, args=(args.spawn, args), nprocs=args.spawn)
+    else:
+        run(0, 0, args)
+
+
+def run(spawned: int, num_spawned: int, args: argparse.Namespace) -> None:
     does, fault = set(args.does), args.fault
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    if num_spawned:
+        assert (spawned, num_spawned) == (dist.get_rank(), dist.get_world_size())
     rank = dist.get_rank()
     if fault != "no seed":
         torch.manual_seed(rank if fault == "seeds" or "sync" in does else 0)
@@ -124,7 +134,8 @@ def main() -> None:
     make: Any = getattr(torch.optim, args.optimizer)
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     words = torch.arange(640).reshape(-1, 4) * 7 % WORDS
-    sampler: Any = DistributedSampler(TensorDataset(words), seed=1)
+    alike: Any = {"num_replicas": 1, "rank": 0} if fault == "same data" else {}
+    sampler: Any = DistributedSampler(TensorDataset(words), seed=1, **alike)
     loader = DataLoader(TensorDataset(words), batch_size=4, sampler=sampler)
     num_micro = 2 if "accumulate" in does or "no_sync" in does else 1
     batches = iter(loader)

@@ -17,6 +17,7 @@ from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.rank import leave
 from fullshard.tools.verify.record import Diary, rank_folder, whole_folder
 from fullshard.tools.verify.script.sides import Sharded, Side, Whole
+from fullshard.tools.verify.script.spawning import running_as_spawned
 from fullshard.tools.verify.script.watching import EnoughError, Watch
 from fullshard.tools.verify.supervision import Supervised
 
@@ -60,8 +61,8 @@ def side_of(options: VerifyOptions, folder: Path, rank: int, *, is_whole: bool) 
     """Return a rank's side, and make its folder."""
     if is_whole:
         diary, factor = Diary(whole_folder(folder, rank)), options.divide_factor
-        return Whole(diary, folder, seed=options.seed, divide_by=factor)
-    return Sharded(Diary(rank_folder(folder, rank)), folder, seed=options.seed)
+        return Whole(diary, folder, rank=rank, seed=options.seed, divide_by=factor)
+    return Sharded(Diary(rank_folder(folder, rank)), folder, rank=rank, seed=options.seed)
 
 
 def run_side(
@@ -80,7 +81,12 @@ def run_side(
     watch = Watch(side, options.steps, torch.device(options.device), report, on_over)
     try:
         # Not compiled: recording breaks graphs apart, which takes minutes and shows nothing of sharding.
-        with side.names(), watch.watching(), torch.compiler.set_stance("force_eager"):
+        with (
+            side.names(),
+            watch.watching(),
+            torch.compiler.set_stance("force_eager"),
+            running_as_spawned(side.rank, options.ranks),
+        ):
             _run(options.script, [each.replace("{side}", side.label) for each in options.arguments])
     except EnoughError:
         return

@@ -47,8 +47,9 @@ class Side:
 
     label = ""
 
-    def __init__(self, diary: Diary, folder: Path, *, seed: int) -> None:
+    def __init__(self, diary: Diary, folder: Path, *, rank: int, seed: int) -> None:
         self.diary = diary
+        self.rank = rank
         self.models = Models()
         self.optimizers: set[torch.optim.Optimizer] = set()  # that have taken a step
         self._seed = seed
@@ -172,9 +173,9 @@ class Whole(Side):
     label = "whole"
 
     def __init__(
-        self, diary: Diary, folder: Path, *, seed: int, divide_by: float | None = None
+        self, diary: Diary, folder: Path, *, rank: int, seed: int, divide_by: float | None = None
     ) -> None:
-        super().__init__(diary, folder, seed=seed)
+        super().__init__(diary, folder, rank=rank, seed=seed)
         self._averaging = Averaging(divide_by)
         self._casting = Casting()
         self._given: dict[int, tuple[nn.Parameter, str]] = {}
