@@ -209,3 +209,22 @@ def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
     parted = "parted in step 5: rank 0 ran blocks.0 (forward); rank 1 ran blocks.1 (forward)"
     assert parted in told[0], told[0]
     assert device.num_aborted == (rank() == 0)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@on_ranks(2)
+def test_of_several_models_the_error_names_each_ranks_own(apart: bool) -> None:
+    """Their units have the same names and sizes."""
+    with on_hosts_of_their_own() if apart else contextlib.nullcontext():
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+        policy, reference = Net(), Net()
+        for model in (policy, reference):
+            fullshard.fully_shard(model, mesh=mesh)
+            step(model)
+            step(model)
+        with pytest.raises(DivergenceError) as raised:  # noqa: PT012
+            step(policy if rank() == 0 else reference)
+            step(reference if rank() == 0 else policy)
+        told = texts_of(raised.value)
+    assert len(set(told)) == 1, told
+    assert "Of 2 models: rank 0 in 1 (FSDPNet), rank 1 in 2 (FSDPNet)." in told[0], told[0]

@@ -19,6 +19,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
@@ -162,6 +168,35 @@ def test_a_step_of_micro_batches_is_equal_and_a_change_is_named(
     )
     assert (first.unit, first.kind) == ("blocks.1", "Linear")
     assert "by 1.0e-03 of its largest value" in str(found)
+
+
+@on_ranks(4)
+def test_the_same_ranks_replay_a_tensor_parallel_model(api: Api, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def built() -> Any:
+        torch.manual_seed(0)
+        model = Net()
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], plan)
+            api.fully_shard(block, mesh=mesh["dp"])
+        return api.fully_shard(model, mesh=mesh["dp"])
+
+    def a_step(model: Any) -> None:
+        torch.manual_seed(20 + rank() // 2)  # ranks of one part of the batch draw alike
+        micro_batch(model)
+
+    record(tmp_path, built(), a_step)
+    found = fullshard.replay(tmp_path, built())
+    assert found.is_equal, found
+    assert found.ranks == (0, 1, 2, 3)
+    other = built()
+    if rank() == 3:
+        other.blocks[1].norm.register_forward_hook(lambda _, __, output: output * 1.001)
+    first = fullshard.replay(tmp_path, other).first
+    assert first is not None
+    assert (first.rank, first.what, first.path) == (3, "output", "blocks.1.norm")
 
 
 @on_ranks(2)

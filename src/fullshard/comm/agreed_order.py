@@ -15,7 +15,8 @@ something else; neither of them goes on, and their sentries, which read each oth
 difference. In a program whose steps are alike, ranks ask in the first one only.
 """
 
-import contextlib
+import datetime
+import logging
 import time
 from typing import Any
 
@@ -28,12 +29,15 @@ from fullshard.comm.notices import connected_store
 from fullshard.comm.patience import Patience
 from fullshard.comm.sentry import sentry
 
+logger = logging.getLogger("fullshard")
+
 _KEY = "fullshard/order/{}"
 # What comes next is foreseen from the last eight entries: 16 bits of a checksum move out with each.
 _SHIFT = 16
 _RECENT = (1 << 8 * _SHIFT) - 1
 _MOST_FORESEEN = 1 << 18  # contexts, after which all are forgotten, on all ranks alike
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
+_PAUSE_PER_RANK_S = 1e-4  # so that a store of many ranks answers 10,000 times a second, and no more
 _LATE_S = 0.05  # of waiting, after which a rank looks at what others do
 _LOOK_EVERY_S = 0.1
 _STILL_S = 1.0  # of waiting, after which others may come to ask what this rank has done
@@ -64,13 +68,16 @@ class AgreedOrder:
         Every rank must call it.
         """
         prefix = _KEY.format(ledger.key)
-        with contextlib.suppress(Exception):
-            store = connected_store()
+        try:
+            # Others may be as late as in any collective of the group.
+            store = connected_store(datetime.timedelta(seconds=timeout_s(group)))
             # A group of the same ranks and name may have been here before. Every rank counts for itself,
             # and all count alike.
             number = store.add(f"{prefix}/of rank {ledger.rank}", 1)
             return cls(ledger, group, store, f"{prefix}/{number}")
-        return None
+        except Exception as error:  # of any kind of store
+            logger.warning("ranks that share no memory are not compared: %s", error)
+            return None
 
     def follow(self, ledger: Ledger, place: int, checksum: int, what: str) -> None:
         """Return once all ranks of the group enter this at this place, or have agreed that they will.
@@ -104,10 +111,12 @@ class AgreedOrder:
         patience = Patience(what, self._timeout_s)
         started = looked = time.monotonic()
         pause, has_shown = _FIRST_PAUSE_S, False
+        # Asked again and again: where the store's own wait is not over in time, it prints warnings.
+        longest = max(_LONGEST_PAUSE_S, len(self._ranks) * _PAUSE_PER_RANK_S)
         with sentry().waiting(what, (ledger.key,)):
             while not self._store.check([answer]):
                 time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                pause = min(2 * pause, longest)
                 now = time.monotonic()
                 if now - started < _LATE_S or now - looked < _LOOK_EVERY_S:
                     continue

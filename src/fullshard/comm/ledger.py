@@ -148,7 +148,7 @@ class Ledger:
         self._num_noted = 0
         self._names: dict[tuple[int, int], str] = {}
         self._parameters: dict[str, list[str]] = {}  # by the unit
-        self._num_models = 0
+        self._models: list[str] = []
         _ledgers.add(self)
 
     # What all ranks have to do alike
@@ -224,13 +224,13 @@ class Ledger:
 
     # What ranks may do differently
 
-    def add_model(self, units: Sequence[tuple[str, Sequence[str]]]) -> int:
-        """Return the number of a model, for `begin` and `note`. units: their names, and their parameters'.
+    def add_model(self, kind: str, units: Sequence[tuple[str, Sequence[str]]]) -> int:
+        """Return the number of a model, for `begin` and `note`. Ranks must add theirs in the same order.
 
-        Ranks must add their models in the same order.
+        kind: its class, for messages. units: their names, and their parameters'.
         """
-        number = self._num_models & _MODELS
-        self._num_models += 1
+        number = len(self._models) & _MODELS
+        self._models.append(kind)
         self._names.update({(number, unit): name for unit, (name, _) in enumerate(units)})
         for name, parameters in units:
             self._parameters.setdefault(name, []).extend(parameters)
@@ -327,7 +327,21 @@ class Ledger:
             if text := describe_lines(dict(sorted(found.items()))):
                 return text
         parted = [first_difference(trails), *map(self._lacking, without_gradients(trails).items())]
+        parted += [self._in_models(trails)]
         return describe_difference(place, entries, " ".join(filter(None, parted)))
+
+    def _in_models(self, trails: Mapping[int, Sequence[Event]]) -> str | None:
+        """Say in which models ranks are, if there are several, whose units may have the same names."""
+        if len(self._models) < 2:
+            return None
+        numbers = {rank: trail[-1].model for rank, trail in trails.items() if trail}
+        texts = {
+            rank: f"{number + 1} ({self._models[number]})"
+            for rank, number in numbers.items()
+            if number < len(self._models)
+        }
+        seen = [f"{ranks} in {text}" for ranks, text in by_text(texts)]
+        return f"Of {len(self._models)} models: {', '.join(seen)}." if seen else None
 
     def _lacking(self, found: tuple[str, Sequence[int]]) -> str:
         """Say on which ranks a unit's parameters have no gradient."""

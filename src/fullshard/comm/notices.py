@@ -65,11 +65,11 @@ class Slots:
 _slots: "weakref.WeakSet[Slots]" = weakref.WeakSet()
 
 
-def connected_store() -> Any:
+def connected_store(timeout: datetime.timedelta) -> Any:
     """Return a new connection to the store that ranks met in: the program's may be waiting in a call."""
     store: Any = default_store()
     connection = store.clone()
-    connection.set_timeout(_STORE_TIMEOUT)
+    connection.set_timeout(timeout)
     return connection
 
 
@@ -159,7 +159,7 @@ class Board:
 
     def _connected(self) -> Any:
         if self._store is None:
-            self._store = connected_store()
+            self._store = connected_store(_STORE_TIMEOUT)
         return self._store
 
 

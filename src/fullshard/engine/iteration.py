@@ -50,10 +50,11 @@ from fullshard.torch_private import current_graph_task_id, queue_callback
 class Iteration:
     """The state that a model's units share. ``units`` are in the order of ``named_modules``.
 
-    kinds: the classes of the model's modules, which all ranks should have from the same files.
+    kind: the model's class, for messages. kinds: the classes of the model's modules, which all ranks should
+    have from the same files.
     """
 
-    def __init__(self, units: Sequence[Unit], kinds: Sequence[type] = ()) -> None:
+    def __init__(self, units: Sequence[Unit], kinds: Sequence[type] = (), kind: str = "") -> None:
         self.units = list(units)
         self.is_last_backward = True
         self.has_run = False
@@ -74,7 +75,7 @@ class Iteration:
         self.observer: Observer | None = None
         self._watch = WriteWatch(self.units)
         self._gathers = True  # whether this pass uses anything that is sharded
-        self._path = Path(self.units, kinds)
+        self._path = Path(kind, self.units, kinds)
         self._unused = UnusedWatch()
         self.connect()
 

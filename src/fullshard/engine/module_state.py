@@ -274,7 +274,9 @@ class ModuleState:
         warn_of_large_root(root, units, self.units)
         warn_of_divisors(units)
         self._watching = watch_direct_gradients(units)
-        self._own_iteration = Iteration(units, list({type(module) for module in root.modules()}))
+        kinds = list({type(module) for module in root.modules()})
+        inner: Any = root.module if self.is_wrapper else root
+        self._own_iteration = Iteration(units, kinds, type(inner).__name__)
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)

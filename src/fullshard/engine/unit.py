@@ -110,7 +110,7 @@ class Unit(UnitSetup):
         # Whole parameters that are shown take the place of unsharded ones; see `whole`.
         starts = is_resharded and bool(self.params.all) and not self.is_whole
         if starts:
-            self._start_gather(f"{self.path}: all-gather", early=early)
+            self._start_gather(f"{self.entered_as}: all-gather", early=early)
         return starts
 
     @outside_transforms
@@ -178,7 +178,9 @@ class Unit(UnitSetup):
     def refetch(self) -> None:
         """Gather again, since the shards have changed after the gather. Every rank has to do it."""
         self.settle()  # ends the first gather: it may still be writing to the same buffer
-        self._start_gather(f"{self.path}: all-gather again, as it was written to", early=False)
+        self._start_gather(
+            f"{self.entered_as}: all-gather again, as it was written to", early=False
+        )
 
     @property
     def gathering(self) -> list[torch.Tensor]:

@@ -80,6 +80,7 @@ class UnitSetup(abc.ABC):
         self.device = device
         self.config = config
         self.name = ""
+        self.entered_as = "root"  # in the ledger, the same on every rank
         self.is_root = False
         self.runtime = Runtime.of(device)
         self._scratch = self.runtime.scratch  # held, so that it is freed with the last unit
@@ -266,11 +267,20 @@ class UnitSetup(abc.ABC):
     def set_name(self, name: str) -> None:
         """Set the name: the path of the unit's module in the model, empty for the root."""
         self.name = name
-        self.gradients.set_label(self.path)
+        self._enter_as(self.path)
+
+    def set_model(self, number: int) -> None:
+        """Set which of the models of its group of ranks this is, from 0: units of others may have its name."""
+        if number:
+            self._enter_as(f"{self.path} of model {number + 1}")
+
+    def _enter_as(self, text: str) -> None:
+        self.entered_as = text
+        self.gradients.set_label(text)
 
     @property
     def path(self) -> str:
-        """The unit's name in messages and in the ledger, the same on every rank."""
+        """The unit's name in messages, the same on every rank."""
         return self.name or "root"
 
     @property

@@ -53,7 +53,7 @@ def gather_whole(unit: Unit) -> list[torch.Tensor]:
     if not unit.params:
         return []
     assert unit.params.buffers is not None
-    label = f"{unit.path}: gathering whole parameters"
+    label = f"{unit.entered_as}: gathering whole parameters"
     unit.comm.fence(label)  # all have written
     whole = unit.params.buffers.gather_whole(label)
     unit.comm.fence(label)  # all have read
@@ -79,7 +79,7 @@ def gather_one(unit: Unit, index: int) -> torch.Tensor:
     if unit.mesh.shard_group is None or unit.mesh.plan.shard_size == 1:
         whole = own.clone() if own.data_ptr() == param.local.data_ptr() else own
         return param.as_unsharded(whole.view(param.shape))
-    label = f"{unit.path}: gathering {param.name}"
+    label = f"{unit.entered_as}: gathering {param.name}"
     unit.comm.fence(
         label
     )  # where ranks share memory, one that does something else is named at once

@@ -15,18 +15,21 @@ from fullshard.plan.paths import Moment, Phase
 class Path:
     """The path of one model. Building it is collective: ranks compare what they have built.
 
-    units: of the model. kinds: the classes of its modules.
+    kind: the model's class. units: of the model. kinds: the classes of its modules.
     """
 
-    def __init__(self, units: Sequence[Unit], kinds: Sequence[type]) -> None:
+    def __init__(self, kind: str, units: Sequence[Unit], kinds: Sequence[type]) -> None:
         self._number = {id(unit): number for number, unit in enumerate(units)}
         self._step = 0  # forwards with gradients so far
         self._moment = Moment(0, Phase.BETWEEN)
         named = [(unit.path, [param.name for param in unit.params]) for unit in units]
         ledgers = dict.fromkeys(comm.ledger for comm in comms_of(units))
         # The model's number in the ledger of each of its groups.
-        self._ledgers = {each: each.add_model(named) for each in ledgers if each is not None}
+        self._ledgers = {each: each.add_model(kind, named) for each in ledgers if each is not None}
         self._notes = [each.note for each in self._ledgers]
+        for unit in units:
+            if (ledger := unit.comm.ledger or unit.replicate_comm.ledger) is not None:
+                unit.set_model(self._ledgers[ledger])
         check_alike(units, kinds, self._ledgers)
         self._freezing = FreezeWatch(units)
         self._order = ForwardOrder(units)
