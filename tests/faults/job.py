@@ -43,7 +43,8 @@ class Plan:
     """One job. fault: a name in `FAULTS`. rank, step, block: where it is planted; steps count from 1.
 
     path: how ranks communicate; "hosts" takes each rank for one on a host of its own. face: "fully_shard" or "wrapper". after: what the rank does next that
-    has run out of data: see `_leave`. timeout_s: of the process group.
+    has run out of data: see `_leave`. timeout_s: of the process group. port: of a store in rank 0's process; 0 for
+    one in a file, which outlives all ranks.
     """
 
     fault: str
@@ -55,6 +56,7 @@ class Plan:
     block: int = 1
     after: str = "exit"
     timeout_s: float = 60.0
+    port: int = 0
 
     @property
     def name(self) -> str:
@@ -414,7 +416,7 @@ def main(plan: Plan, rank: int, folder: Path, note: Callable[..., None]) -> None
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store",
+        init_method=f"tcp://127.0.0.1:{plan.port}" if plan.port else f"file://{folder}/store",
         rank=rank,
         world_size=plan.size,
         timeout=timedelta(seconds=plan.timeout_s),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 
 import pytest
 import torch
@@ -124,6 +125,17 @@ def test_a_rank_that_stalls_is_given_up_with_what_it_does(fault: str, path: str,
     assert "for rank 1, alive but not here yet" in waiting.text
     assert "step 2, backward" in waiting.text  # the last that it did with the others
     assert said in waiting.text
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("fault", ["raise_in_loss", "kill", "out_of_data", "exit"])
+def test_a_rank_that_takes_the_store_with_it_is_named(fault: str) -> None:
+    """Ranks of several hosts read what others say in the store alone."""
+    check(Plan(fault, "hosts", size=3, rank=0, port=_free_port()))
 
 
 @pytest.mark.long

@@ -77,6 +77,9 @@ def test_whoever_waits_for_a_rank_that_has_gone_is_stuck() -> None:
     ):
         assert _stuck(ours, gone) == {0}
     text = describe_stuck({0: ours, 1: replace(barrier, state=State.ENDED)}, {0}, 2)
+    assert text.startswith("Ranks do not end together: "), text
+    failed = replace(barrier, state=State.ENDED, error="KeyError")
+    text = describe_stuck({0: ours, 1: failed}, {0}, 2)
     assert "Ranks wait for rank 1, which will not come" in text
 
 

@@ -41,6 +41,6 @@ def _make_ledger(group: dist.ProcessGroup, backend: str) -> Ledger:
     ranks = dist.get_process_group_ranks(group)
     ledger = Ledger(group.rank(), ranks, None, name=group.group_name)
     if backend not in WITHOUT_PROCESSES:
-        sentry()
+        sentry().serve_other_hosts()
         ledger.order = AgreedOrder.of(ledger, group)
     return ledger

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.errors import CommError
 from fullshard.plan.standstill import GroupCounts, Notice, State
 from fullshard.torch_private import default_store
 
@@ -29,6 +30,7 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=5)
 _KEY = "fullshard/notice/{}/{}"  # epoch, rank
 _LINES = "fullshard/lines"
 _EPOCHS = "fullshard/epochs/{}"
+_ROLL = "fullshard/roll/{}"  # counts roll calls of an epoch
 
 
 class Slots:
@@ -78,7 +80,11 @@ class Board:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        # Made now: to a store that has gone, connecting would be tried for as long as ranks may take to meet.
         self._store: Any = None
+        with contextlib.suppress(Exception):
+            self._store = connected_store(_STORE_TIMEOUT)
+        self._answered = 0  # the last roll call that this rank has answered
         # Of a store that an earlier default group has used, ranks must not read what they said then.
         # All ranks count alike.
         self._epoch = 0
@@ -152,14 +158,22 @@ class Board:
                 time.sleep(0.02)
         return found
 
-    def roll_call(self, key: str, rank: int, ranks: Collection[int], timeout_s: float) -> set[int]:
-        """Say that this rank is there; return those of ``ranks`` that do not say so in time."""
-        self.post_lines(key, rank, [])
-        return set(ranks) - set(self.read_lines(key, ranks, timeout_s))
+    def call_roll(self, ranks: Collection[int], timeout_s: float) -> set[int]:
+        """Return those of ``ranks`` whose sentries do not answer in time."""
+        number = int(self._connected().add(_ROLL.format(self._epoch), 1))
+        return set(ranks) - set(self.read_lines(f"roll/{number}", ranks, timeout_s))
+
+    def answer_roll(self, rank: int) -> None:
+        """Say that this rank is there, to all who have asked since the last time."""
+        with contextlib.suppress(Exception):
+            asked = int(self._connected().add(_ROLL.format(self._epoch), 0))
+            for number in range(self._answered + 1, asked + 1):
+                self.post_lines(f"roll/{number}", rank, [])
+            self._answered = asked
 
     def _connected(self) -> Any:
         if self._store is None:
-            self._store = connected_store(_STORE_TIMEOUT)
+            raise CommError("The store that the ranks met in takes no second connection.")
         return self._store
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fullshard.comm.ledger import ledgers
-from fullshard.comm.sentry import sentry
+from fullshard.comm.sentry import final_error, sentry
 from fullshard.errors import (
     CommError,
     DivergenceError,
@@ -131,7 +131,7 @@ def loss(ranks: Iterable[int], label: str) -> FullshardError:
     words = {rank: sentry().last_words(rank) for rank in gone}
     for notice in words.values():
         if notice is not None and notice.is_final:
-            return DivergenceError(notice.error)
+            return final_error(notice)
     texts = []
     for rank, notice in words.items():
         last = _last_entry(rank)
@@ -166,8 +166,16 @@ def unreachable(ranks: Iterable[int], label: str, words: str) -> FullshardError:
     if left := [rank for rank in others if sentry().last_words(rank) is not None]:
         return loss(left, label)
     # On other hosts: those whose connection broke too are there to say so, the lost one is not.
-    if missing := sentry().missing(others, f"lost in {label}{_now()}"):
+    missing = sentry().missing(others)
+    if missing:
         return loss(missing, label)
+    if missing is None and 0 in others:
+        return PeerLostError(
+            f"{label}{_now()} (rank {dist.get_rank()}): a connection broke, and the store that the ranks met in does not "
+            "answer either: rank 0 is gone, if it has made the store (torchrun makes one of its own), or its host "
+            "is out of reach. Look at the output of rank 0 first; restart from the last checkpoint. The backend "
+            f"says: {words}"
+        )
     return CommError(
         f"{label} (rank {dist.get_rank()}): a rank could not be reached, though no process of the "
         "group has ended on this host. Look for the cause in the output of the other ranks. The "

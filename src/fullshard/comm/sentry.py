@@ -67,7 +67,9 @@ _JUDGES_AT = {*range(STEADY_BEATS, 16), *(1 << power for power in range(4, 32))}
 _TOLD_AT = {1, STEADY_BEATS}  # notices that go to the store
 _GATHER_S = 0.5  # for ranks to come to a place at which two differ
 _TELL_S = 1.5  # for the first rank at such a place to say how they differ
-_ROLL_CALL_S = 2.0  # for ranks to say that they are there, after a connection broke
+_ROLL_EVERY_S = 1.0  # at which a rank that has others on other hosts looks whether it is asked for
+_ROLL_CALL_S = 2.5  # for ranks to say that they are there, after a connection broke
+_OUTLAST_S = 5.0  # for others to read that rank 0 has ended, whose process may be the store's
 _ANSWER_S = 1.0  # for ranks to say in what they differ
 _EXIT_CODE = 1
 
@@ -94,6 +96,9 @@ class Sentry(Teller):
         self._delivered_at: float | None = None
         self._about = ""  # the ledger and place at which ranks differ, if that is what is final
         self._final = ""  # an error that all ranks raise which wait for this one
+        self._is_loss = False  # whether that is of a lost rank
+        self._has_other_hosts = False
+        self._answered_at = 0.0  # when it last looked whether it is asked for
         self._waits: dict[int, _Waiting] = {}  # by thread
         self._progress = -1
         self._still_since = time.monotonic()
@@ -112,6 +117,10 @@ class Sentry(Teller):
             # Before the interpreter ends, and also in children of multiprocessing, which call no
             # function of `atexit`. The thread must not be in C++ when the interpreter ends.
             util.Finalize(None, self._end, exitpriority=0)
+
+    def serve_other_hosts(self) -> None:
+        """Take note that some ranks share no memory with this one."""
+        self._has_other_hosts = True
 
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Whether it was made for this default group."""
@@ -187,14 +196,12 @@ class Sentry(Teller):
         """Return what these ranks have said of themselves, of those that have."""
         return self._board.read(list(ranks))
 
-    def missing(self, ranks: Iterable[int], about: str) -> set[int]:
-        """Return those of these ranks that do not answer, after a connection of all has broken.
-
-        about: what broke, the same on all ranks. Empty if the store does not answer either.
-        """
-        others = list(ranks)
-        found = self._board.roll_call(about, self._rank, others, _ROLL_CALL_S)
-        return found if self._board.is_reachable else set()
+    def missing(self, ranks: Iterable[int]) -> set[int] | None:
+        """Return those of these ranks that do not answer; None if the store does not answer either."""
+        with contextlib.suppress(Exception):
+            found = self._board.call_roll(list(ranks), _ROLL_CALL_S)
+            return found if self._board.is_reachable else None
+        return None
 
     def last_words(self, rank: int) -> Notice | None:
         """Return what a rank that has left or ended has said last; None if it has said nothing."""
@@ -211,6 +218,9 @@ class Sentry(Teller):
 
     def _tick(self) -> None:
         now = time.monotonic()
+        if self._has_other_hosts and now - self._answered_at > _ROLL_EVERY_S:
+            self._answered_at = now
+            self._board.answer_roll(self._rank)
         if (progress := _progress()) != self._progress:
             self._progress, self._still_since = progress, now
             if self._last is not None or self._final:
@@ -261,8 +271,8 @@ class Sentry(Teller):
         if self._rank not in stuck:
             return
         others = [each for rank, each in sorted(notices.items()) if rank != self._rank]
-        if final := [each.error for each in others if each.is_final]:
-            self._deliver(DivergenceError(final[0]), own, stuck)
+        if final := [final_error(each) for each in others if each.is_final]:
+            self._deliver(final[0], own, stuck)
             return
         text = describe_stuck(notices, stuck, self._world_size)
         has_failed = any(each.state is State.ENDED and each.error for each in others)
@@ -371,9 +381,23 @@ class Sentry(Teller):
         # multiprocessing the exception is still on its way.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         is_ordinary = isinstance(error, SystemExit) and error.code in (None, 0)
+        if isinstance(error, DivergenceError | PeerLostError) and not self._final:
+            self._final, self._is_loss = str(error), isinstance(error, PeerLostError)
         self._say_last("" if error is None or is_ordinary else describe_error(error))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _TICK_S)
+        if self._rank == 0 and self._has_other_hosts:
+            self._outlast_others()
+
+    def _outlast_others(self) -> None:
+        """Wait for the others to end, or to read that this rank has: the store may go with this process."""
+        others = set(range(self._world_size)) - {self._rank}
+        deadline = time.monotonic() + _OUTLAST_S
+        while time.monotonic() < deadline:
+            found = self._board.read(list(others))
+            if all(rank in found and found[rank].has_gone for rank in others):
+                return
+            time.sleep(_TICK_S / 5)
 
     def _say_last(self, error: str) -> None:
         with self._lock:
@@ -390,10 +414,15 @@ class Sentry(Teller):
                     groups=self._groups,
                     error=self._final or error,
                     is_final=bool(self._final),
+                    is_loss=self._is_loss,
                     about=self._about,
                 )
-                # Rank 0's process may be the store's.
-                self._board.post(notice, to_store=self._rank != 0)
+                self._board.post(notice)
+
+
+def final_error(notice: Notice) -> FullshardError:
+    """Return the error that ranks which wait for this one are to raise."""
+    return PeerLostError(notice.error) if notice.is_loss else DivergenceError(notice.error)
 
 
 _sentries: dict[int, Sentry] = {}

@@ -65,7 +65,8 @@ class Notice:
     has_threads: whether other threads of its process run code of the program.
     meets_all: whether it waits for every rank of the job, which no counter shows.
     error: the exception that ended it, or that it is about to raise; empty if there is none.
-    is_final: whether ``error`` is to be raised by all ranks that wait for this one.
+    is_final: whether ``error`` is to be raised by all ranks that wait for this one. is_loss: as an error
+        about a rank that is lost, not about paths that differ.
     about: the ledger and place at which ranks differ, if ``error`` says so.
     stack: of the thread that stands still, innermost call last.
     """
@@ -85,6 +86,7 @@ class Notice:
     meets_all: bool = False
     error: str = ""
     is_final: bool = False
+    is_loss: bool = False
     about: str = ""
     stack: tuple[str, ...] = ()
 
@@ -211,11 +213,14 @@ def describe_stuck(notices: Mapping[int, Notice], stuck: set[int], world_size: i
     )
     if gone:
         has_failed = any(notices[rank].error for rank in gone)
-        return f"Ranks wait for {name_ranks(gone)}, which will not come: {seen}. " + (
-            "The cause is in that rank's own output; restart from the last checkpoint."
-            if has_failed
-            else "Let every rank run as many steps, and leave together; one that has run out of data "
-            "has to tell the others."
+        if has_failed:
+            return (
+                f"Ranks wait for {name_ranks(gone)}, which will not come: {seen}. The cause is in that rank's own "
+                "output; restart from the last checkpoint."
+            )
+        return (
+            f"Ranks do not end together: {seen}. Let every rank run as many steps, and leave together; one that has "
+            "run out of data has to tell the others."
         )
     return (
         f"Ranks wait for each other, and none can go on: {seen}. Let every rank make the same calls "
