@@ -18,15 +18,15 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
 fully_shard(model[0])
 fully_shard(model)
-model(torch.ones(2, 8))
+{first}
 {then}
 """
 _NAMED = "fullshard: 0.0.weight, 0.0.bias: sharded at that moment"
 
 
-def _stderr(then: str) -> str:
+def _stderr(then: str, first: str = "model(torch.ones(2, 8))") -> str:
     out = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(then=then)],
+        [sys.executable, "-c", _PROGRAM.format(first=first, then=then)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -41,6 +41,12 @@ def test_parameters_are_named_with_the_exception() -> None:
     assert "got mixed torch.Tensor and DTensor" in said
     assert _NAMED in said
     assert said.count("fullshard: ") == 1
+
+
+def test_parameters_are_named_before_the_model_has_run() -> None:
+    said = _stderr("model[0][0](torch.ones(2, 8))", first="")
+    assert "weight, " in said
+    assert "sharded at that moment" in said
 
 
 @pytest.mark.parametrize("then", ["1 / 0", "model(torch.ones(2, 9))"])

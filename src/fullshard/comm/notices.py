@@ -165,11 +165,16 @@ class Board:
 
     def answer_roll(self, rank: int) -> None:
         """Say that this rank is there, to all who have asked since the last time."""
-        with contextlib.suppress(Exception):
-            asked = int(self._connected().add(_ROLL.format(self._epoch), 0))
-            for number in range(self._answered + 1, asked + 1):
-                self.post_lines(f"roll/{number}", rank, [])
-            self._answered = asked
+        if self._store is None:
+            return
+        try:
+            asked = int(self._store.add(_ROLL.format(self._epoch), 0))
+        except Exception:
+            self._store = None  # it has gone; torch prints a warning for each time that it is asked
+            return
+        for number in range(self._answered + 1, asked + 1):
+            self.post_lines(f"roll/{number}", rank, [])
+        self._answered = asked
 
     def _connected(self) -> Any:
         if self._store is None:

@@ -4,7 +4,7 @@ It is told of each model that runs, for what is said when memory is lacking or a
 """
 
 from fullshard.engine.module_state import ModuleState
-from fullshard.engine.observer import on_root
+from fullshard.engine.observer import on_first, on_root
 from fullshard.watch.out_of_memory import explain_lack, observe_allocator
 from fullshard.watch.recomputation import explain_recomputation
 from fullshard.watch.uncaught import (
@@ -18,8 +18,8 @@ from fullshard.watch.uncaught import (
 def _watch_root(root: ModuleState) -> None:
     roots.add(root)
     observe_allocator(root)
-    follow_exceptions()
 
 
 on_root.append(_watch_root)
+on_first.append(follow_exceptions)
 explainers.extend((explain_lack, explain_sharded_use, explain_recomputation))

@@ -1,6 +1,7 @@
 """What is added to the error for a module that activation checkpointing recomputes to something else."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,12 +21,23 @@ def explain_recomputation(error: BaseException) -> str | None:
     for frame in frames_of(error):
         checkpointed = frame.f_locals.get("frame")  # torch's record of the forward
         recompute = getattr(checkpointed, "recompute_fn", None)
-        for cell in getattr(recompute, "__closure__", None) or ():
-            function = cell.cell_contents
-            module = getattr(function, "__self__", function)
-            if isinstance(module, nn.Module):
-                return _recomputed(module, checkpointed)
+        if recompute is not None and (module := _module_in(recompute)) is not None:
+            return _recomputed(module, checkpointed)
     return None
+
+
+def _module_in(function: Any, depth: int = 3) -> nn.Module | None:
+    """Return the first module that a function has: its own object, or in its closure and what is called there."""
+    module = getattr(function, "__self__", function)
+    if isinstance(module, nn.Module):
+        return module
+    inner = inspect.unwrap(function) if callable(function) else function
+    held = [getattr(inner, "func", None), *getattr(inner, "args", ())]  # of a partial
+    for cell in getattr(inner, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            held.append(cell.cell_contents)
+    found = (_module_in(each, depth - 1) for each in held if depth and each is not None)
+    return next((each for each in found if each is not None), None)
 
 
 def _recomputed(module: nn.Module, checkpointed: Any) -> str:
@@ -66,8 +78,9 @@ def _first_difference(module: nn.Module, checkpointed: Any) -> str:
         before = expected[num_saved] if num_saved < len(expected) else "nothing"
         if now != before:
             raise _Found(
-                f" First in {_path_of(running[-1])} ({type(running[-1]).__name__}), which saves for backward "
-                f"{_shown(now)}, and in forward saved {_shown(before)}."
+                f" The first tensor saved for backward that differs is of {_path_of(running[-1])} "
+                f"({type(running[-1]).__name__}): {_shown(now)}; in forward {_shown(before)} came there, saved by it, "
+                "or by one before it that saves less now."
             )
         num_saved += 1
         return tensor

@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 
 from fullshard.engine.checks.elementwise import check_elementwise
 from fullshard.engine.checks.low_bit import check_state_precision
+from fullshard.engine.observer import on_first
 from fullshard.engine.params.managed import Count, manager_of, marks, owner_of
 from fullshard.engine.runtime import eager
 from fullshard.errors import StateError
@@ -52,6 +53,8 @@ def watch() -> None:
                 register_optimizer_step_post_hook(check_state_precision),
             )
         )
+        for begin in on_first:
+            begin()
 
 
 def is_stray(parameter: nn.Parameter | None) -> bool:
