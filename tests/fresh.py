@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
+import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
 
 from tests.harness import Fate, run_fresh
 
+_LIMIT_S = 250
+
 
 class Ended(NamedTuple):
-    """A program's exit code and standard output."""
+    """A program's exit code, standard output and standard error."""
 
     code: int
     out: str
+    err: str
 
 
 def in_fresh_python(code: str, *arguments: str, options: tuple[str, ...] = ()) -> str:
@@ -27,7 +39,7 @@ def in_fresh_python(code: str, *arguments: str, options: tuple[str, ...] = ()) -
         env={k: v for k, v in os.environ.items() if k != "FORCE_COLOR"} | {"COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=_LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -36,20 +48,141 @@ def in_fresh_python(code: str, *arguments: str, options: tuple[str, ...] = ()) -
 
 def in_fresh_forks(*programs: str) -> list[Ended]:
     """Run programs, each in a Python that has imported torch alone, and see how each ends."""
-    written = in_fresh_python(
-        """
-import os, sys
-import torch.distributed.tensor
-for program in sys.argv[1:]:
-    if not (child := os.fork()):
-        exec(program, {"__name__": "__main__"})
-        sys.exit()
-    print(end=f"\\0{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\\0", flush=True)
-""",
-        *programs,
-    )
-    said, codes = written.split("\0")[::2], written.split("\0")[1::2]
-    return [Ended(int(code), text) for code, text in zip(codes, said, strict=False)]
+    with _Forks(("torch.distributed.tensor",)) as forks:
+        return [ended for program in programs for ended in forks.run([program])]
+
+
+def in_warm_forks(
+    *programs: str, folder: Path | None = None, variables: Sequence[Mapping[str, str]] = ()
+) -> list[Ended]:
+    """Run programs at the same time, in Pythons that have imported fullshard, and see how each ends.
+
+    They end as scripts do, and cost no import: starting Python for each takes seconds, most of them
+    for torch. folder: where they run. variables: of each one's environment, or none.
+    """
+    return _warm().run(programs, folder, variables)
+
+
+def fullshard_in_fork(
+    *words: object,
+    folder: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    before: str = "",
+) -> Ended:
+    """Run the command `fullshard` as `in_warm_forks` does; before: Python that comes first."""
+    program = f"{before}\n{command(*words)}"
+    return in_warm_forks(program, folder=folder, variables=[variables or {}])[0]
+
+
+def fullshard_on_ranks(world_size: int, *words: object) -> list[Ended]:
+    """Run the command `fullshard` as the ranks that torchrun starts, in forks as above."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [common | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world_size)]
+    return in_warm_forks(*[command(*words)] * world_size, variables=ranks)
+
+
+def command(*words: object) -> str:
+    """Return a program that runs the command `fullshard`."""
+    return f"""
+import sys
+from fullshard.__main__ import main
+sys.argv = ["fullshard", *{list(map(str, words))}]
+main()
+"""
+
+
+_SERVER = """
+import json, os, sys
+
+def start(program, variables, out, err, folder):
+    if child := os.fork():
+        return child
+    for number, path, mode in ((0, os.devnull, "r"), (1, out, "w"), (2, err, "w")):
+        with open(path, mode) as file:
+            os.dup2(file.fileno(), number)
+    os.environ.update(variables)
+    os.chdir(folder)
+
+for line in sys.stdin:
+    children = []
+    for request in json.loads(line):
+        children.append(start(*request))
+        if not children[-1]:
+            break
+    else:
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+        continue
+    break
+else:
+    sys.exit()
+exec(request[0], {"__name__": "__main__"})
+"""
+
+
+class _Forks:
+    """A Python that has imported modules, and forks for each program that it is given.
+
+    A fork leaves the loop of requests before it runs its program, so that it ends as Python does.
+    """
+
+    def __init__(self, imported: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"import {', '.join(imported)}\n{_SERVER}"],
+            env={k: v for k, v in os.environ.items() if k != "FORCE_COLOR"} | {"COLUMNS": "100"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> _Forks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def run(
+        self,
+        programs: Sequence[str],
+        folder: Path | None = None,
+        variables: Sequence[Mapping[str, str]] = (),
+    ) -> list[Ended]:
+        """Run programs at the same time and return how each has ended."""
+        assert self._process.stdin
+        assert self._process.stdout
+        with tempfile.TemporaryDirectory() as place:
+            written = [(f"{place}/{n}.out", f"{place}/{n}.err") for n in range(len(programs))]
+            requests = [
+                (program, given, *paths, str(folder or Path.cwd()))
+                for program, given, paths in zip(
+                    programs, variables or ({},) * len(programs), written, strict=True
+                )
+            ]
+            self._process.stdin.write(json.dumps(requests) + "\n")
+            self._process.stdin.flush()
+            if not select.select([self._process.stdout], [], [], _LIMIT_S)[0]:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                pytest.fail(
+                    f"not within {_LIMIT_S} s: {[Path(err).read_text() for _, err in written]}"
+                )
+            codes = json.loads(self._process.stdout.readline())
+            return [
+                Ended(code, Path(out).read_text(), Path(err).read_text())
+                for code, (out, err) in zip(codes, written, strict=True)
+            ]
+
+
+@functools.cache
+def _warm() -> _Forks:
+    """Start what serves all tests of this process; it ends with it, when nothing more can come."""
+    forks = _Forks(("torch._dynamo", "torch.distributed.fsdp", "fullshard.public"))
+    atexit.register(forks.__exit__)
+    return forks
 
 
 def in_fresh_ranks(world_size: int) -> Callable[[Any], Any]:

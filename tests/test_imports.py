@@ -65,9 +65,9 @@ with warnings.catch_warnings(record=True) as caught:
 print([each.filename for each in caught], caught[0].message)
 """,
     )
-    assert unknown == (0, "module 'fullshard' has no attribute 'fully_shart'\n")
-    assert travelled == (0, "OffloadPolicy() True\n")
-    assert direct == (0, "True\n")
+    assert unknown == (0, "module 'fullshard' has no attribute 'fully_shart'\n", "")
+    assert travelled == (0, "OffloadPolicy() True\n", "")
+    assert direct == (0, "True\n", "")
     assert version.out.startswith("imported\n['<string>'] fullshard was tested with torch")
 
 

@@ -37,6 +37,7 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.reading import Reader
 from fullshard.errors import CheckpointError, DamagedCheckpointError, StateError
 from tests.api import Api
+from tests.fresh import in_warm_forks
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size
 from tests.models import mlp
 from tests.resident import peak_mib
@@ -700,9 +701,9 @@ def test_managers_give_signals_back_in_any_order(tmp_path: Path) -> None:
         "a, b = make('a'), make('b')\na.close(); b.close()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint('alive')"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGTERM, done.stderr
-    assert "alive" not in done.stdout
+    (done,) = in_warm_forks(code)
+    assert done.code == -signal.SIGTERM, done.err
+    assert "alive" not in done.out
 
 
 def test_a_program_that_ends_waits_for_its_save_or_says_what_is_lost(tmp_path: Path) -> None:
@@ -712,10 +713,8 @@ def test_a_program_that_ends_waits_for_its_save_or_says_what_is_lost(tmp_path: P
         f"fullshard.async_save_checkpoint({str(tmp_path / 'a')!r}, model)"
     )
     for lost in (False, True):  # the second time it is there already
-        done = subprocess.run(
-            [sys.executable, "-c", code], check=False, capture_output=True, text=True
-        )
-        assert ("already holds a checkpoint" in done.stderr) == lost
+        (done,) = in_warm_forks(code)
+        assert ("already holds a checkpoint" in done.err) == lost
         assert fullshard.latest_checkpoint(tmp_path) is None
         fullshard.load_checkpoint(tmp_path / "a", nn.Linear(500, 500))
 
@@ -781,6 +780,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.long  # above, saves fail by errors that are planted
 def test_a_small_disk_and_a_read_only_one_lose_nothing(tmp_path: Path) -> None:
     full, read_only = tmp_path / "full", tmp_path / "read_only"
     for path in (full, read_only):
@@ -889,7 +889,7 @@ def test_what_a_dead_save_left_is_removed(tmp_path: Path) -> None:
         "from fullshard.checkpoint.local_folder import LocalDraft\n"
         f"LocalDraft(Path({str(tmp_path / 'a')!r}), 'dead', overwrite=False)\nos._exit(1)"
     )
-    subprocess.run([sys.executable, "-c", code], check=False)
+    in_warm_forks(code)
     assert (tmp_path / "a.partial-dead").is_dir()
     fullshard.save_checkpoint(tmp_path / "a", nn.Linear(2, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

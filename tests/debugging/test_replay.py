@@ -32,6 +32,7 @@ from fullshard.debugging import recording
 from fullshard.engine.watchers import watchers
 from fullshard.errors import CheckpointError, MisuseError, StateError
 from tests.api import Api
+from tests.fresh import Ended, fullshard_in_fork
 from tests.fsdp1.models import quiet
 from tests.harness import on_ranks, rank
 from tests.tools.processes import environment
@@ -540,35 +541,34 @@ PROGRAM = """
 
 def test_one_process_replays_all_ranks_sharded_or_not(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(PROGRAM))
-
-    def call(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", *words],
-            cwd=tmp_path,
-            env=environment() | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    recorded = call(*launcher, "-m", "fullshard.run", "mine.py")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    recorded = subprocess.run(
+        [sys.executable, *launcher, "-m", "fullshard.run", "mine.py"],
+        cwd=tmp_path,
+        env=environment() | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert recorded.returncode == 0, recorded.stderr
 
+    def replay(*words: str) -> Ended:
+        return fullshard_in_fork("replay", "replays/a", *words, folder=tmp_path)
+
     for function in ("build", "plain"):
-        done = call("fullshard", "replay", "replays/a", f"mine:{function}")
-        assert done.returncode == 0, done.stderr
+        done = replay(f"mine:{function}")
+        assert done.code == 0, done.err
         assert (
             "all 2 ranks in replays/a: 12 inputs, 14 outputs, 8 gradients.\nEqual in every bit."
-            in done.stdout
+            in done.out
         )
-    done = call("fullshard", "replay", "replays/a", "mine:broken", "--rank", "1", "--json")
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
+    done = replay("mine:broken", "--rank", "1", "--json")
+    assert done.code == 1, done.err
+    found = json.loads(done.out)
     assert (found["ranks"], found["is_equal"], found["first"]["path"]) == ([1], False, "1.0")
-    done = call("fullshard", "replay", "replays/a", "mine:build", "--rank", "2")
-    assert done.returncode == 2
-    assert "fullshard replay: rank=2: 2 ranks were recorded. Give one of these.\n" in done.stderr
+    done = replay("mine:build", "--rank", "2")
+    assert done.code == 2
+    assert "fullshard replay: rank=2: 2 ranks were recorded. Give one of these.\n" in done.err
     for target in ("mine:nothing", "./mine.py:build"):
-        assert call("fullshard", "replay", "replays/a", target).returncode == 2
+        assert replay(target).code == 2

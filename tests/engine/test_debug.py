@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -78,16 +75,3 @@ def test_a_block_of_debug_ends() -> None:
             assert not StepChecks.are_on
         assert StepChecks.are_on
     assert StepChecks.are_on is before
-
-
-@pytest.mark.parametrize(("value", "expected"), [("1", "True"), ("0", "False"), ("", "False")])
-def test_the_environment_switches_debug_on(value: str, expected: str) -> None:
-    program = "import fullshard; fullshard.debug; from fullshard.engine.checks.debugging import StepChecks; print(StepChecks.are_on)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "FULLSHARD_DEBUG": value},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == expected

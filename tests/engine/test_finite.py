@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.errors import StateError
 from tests.api import Api
+from tests.fresh import in_fresh_forks
 from tests.harness import mesh_of, on_ranks, rank
 from tests.training import assert_equal, full_gradients
 
@@ -135,20 +133,26 @@ def test_a_gradient_of_a_parameter_alone(api: Api) -> None:
             out.sum().backward()
 
 
-def test_the_environment_switches_it_on() -> None:
-    program = "import fullshard; hunt = fullshard.debug._hunt; from fullshard.engine.checks.debugging import StepChecks; print(StepChecks.are_on, hunt.is_on)"
-    for value, wanted in (("nan", "False True"), ("steps,nan", "True True"), ("1", "True False")):
-        out = _run(program, value)
-        assert out.stdout.strip() == wanted, out.stderr
-    assert "FULLSHARD_DEBUG=nans: nans is none of" in _run(program, "nans").stderr
+def test_the_environment_switches_it_on_and_debug() -> None:
+    """The variable is read when fullshard.debug is first used."""
+    expected = {
+        "nan": "False True",
+        "steps,nan": "True True",
+        "1": "True False",
+        "0": "False False",
+        "": "False False",
+    }
+    *switched, wrong = in_fresh_forks(*(_PROGRAM.format(value=v) for v in (*expected, "nans")))
+    for (value, said), run in zip(expected.items(), switched, strict=True):
+        assert run.out.strip() == said, (value, run.err)
+    assert "FULLSHARD_DEBUG=nans: nans is none of" in wrong.err
 
 
-def _run(program: str, value: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "FULLSHARD_DEBUG": value},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+_PROGRAM = """
+import os
+os.environ["FULLSHARD_DEBUG"] = {value!r}
+import fullshard
+hunt = fullshard.debug._hunt
+from fullshard.engine.checks.debugging import StepChecks
+print(StepChecks.are_on, hunt.is_on)
+"""

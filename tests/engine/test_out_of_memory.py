@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +18,7 @@ from fullshard.engine.module_state import state_of
 from fullshard.engine.runtime import Runtime
 from fullshard.watch import out_of_memory
 from tests.api import Api
+from tests.fresh import in_warm_forks
 from tests.harness import mesh_of, on_ranks, rank
 
 pytestmark = pytest.mark.ours("has no such table")
@@ -122,32 +121,19 @@ out.sum().backward()
 """
 
 
-@pytest.mark.parametrize(
-    "plant",
-    ["torch.empty(1 << 60, dtype=torch.uint8, device='cpu')", "exec('raise MemoryError')"],
-)
-def test_a_program_that_host_memory_ends_says_what_took_it(plant: str) -> None:
-    out = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(plant=plant)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+def test_a_program_that_host_memory_ends_says_what_took_it_and_others_do_not() -> None:
+    plants = (
+        "torch.empty(1 << 60, dtype=torch.uint8, device='cpu')",
+        "exec('raise MemoryError')",
+        "1 / 0",
     )
-    assert out.returncode == 1
-    assert "Out of memory on cpu, rank 0: " in out.stderr
-    assert "sharded parameters  2.0 MiB\n" in out.stderr
-    assert "Traceback" in out.stderr
-
-
-def test_other_exceptions_have_no_table() -> None:
-    out = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(plant="1 / 0")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert out.returncode == 1
-    assert "ZeroDivisionError" in out.stderr
-    assert "Out of memory" not in out.stderr
+    programs = [_PROGRAM.format(plant=plant) for plant in plants]
+    *ended_by_memory, other = in_warm_forks(*programs)
+    for run in ended_by_memory:
+        assert run.code == 1
+        assert "Out of memory on cpu, rank 0: " in run.err
+        assert "sharded parameters  2.0 MiB\n" in run.err
+        assert "Traceback" in run.err
+    assert other.code == 1
+    assert "ZeroDivisionError" in other.err
+    assert "Out of memory" not in other.err

@@ -21,7 +21,8 @@ from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.weights import load_initial_weights, model_config
-from tests.tools.processes import TINY, losses, train
+from tests.fresh import fullshard_on_ranks
+from tests.tools.processes import TINY, losses
 
 
 def _model(*, tied: bool = False, seed: int = 0) -> Llama:
@@ -184,9 +185,11 @@ def test_a_run_begins_with_an_export_and_becomes_one_for_transformers(tmp_path: 
         model, tmp_path / "a", config=config_fields(SIZES["tiny"], num_positions=32)
     )
     options = (*TINY, "--steps", "2", "--save-every", "0", "--trace-steps", "0")
-    result = train(*options, "--init-from", str(tmp_path / "a"), "--out", str(tmp_path / "new"))
-    assert result.code == 0, result.err
-    assert f"beginning with the weights of {tmp_path / 'a'}" in result.err
+    first, second = fullshard_on_ranks(
+        2, "train", *options, "--init-from", tmp_path / "a", "--out", tmp_path / "new"
+    )
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert f"beginning with the weights of {tmp_path / 'a'}" in first.err
     assert losses(tmp_path / "new")[0] == pytest.approx(math.log(256), rel=1e-6)
     result = _call("export", tmp_path / "new", "--hf", tmp_path / "b", "--max-shard-size", "50KB")
     assert result.exit_code == Exit.OK, result.output

@@ -5,36 +5,26 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
-import sys
 import time
 from typing import Any
 
 import pytest
 
-from tests.tools.processes import Result, environment
+from tests.fresh import Ended, command, fullshard_in_fork, in_warm_forks
 
 
-def _start(
-    *options: str, program: str = "", changes: dict[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """Start it; program: Python that comes before."""
-    start = "from fullshard.__main__ import main\nmain()"
-    return subprocess.Popen(
-        [sys.executable, "-c", f"{program}\n{start}", "doctor", *options],
-        env={**environment(), "PYTHONWARNINGS": "error", **(changes or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+def _doctor(*options: str, before: str = "", variables: dict[str, str] | None = None) -> Ended:
+    """Run it; before: Python that comes before."""
+    return fullshard_in_fork(
+        "doctor", *options, before=f"{_STRICT}\n{before}", variables=_ALL_STRICT | (variables or {})
     )
 
 
-def _end(process: subprocess.Popen[str]) -> Result:
-    out, err = process.communicate(timeout=120)
-    return Result(process.returncode, out, err)
+_STRICT = "import warnings\nwarnings.simplefilter('error')"
+_ALL_STRICT = {"PYTHONWARNINGS": "error"}  # what it starts, too
 
 
-def _findings(result: Result) -> dict[str, dict[str, Any]]:
+def _findings(result: Ended) -> dict[str, dict[str, Any]]:
     """Return findings by their id; the worst of those that have one."""
     found: dict[str, dict[str, Any]] = {}
     for each in json.loads(result.out)["findings"]:
@@ -63,7 +53,7 @@ def port() -> int:
 
 
 def test_two_ranks_of_this_machine_are_examined_together() -> None:
-    result = _end(_start("--json"))
+    result = _doctor("--json")
     assert result.code == 0, result.err
     examined = json.loads(result.out)
     assert examined["verdict"] != "problem"
@@ -83,7 +73,7 @@ def test_two_ranks_of_this_machine_are_examined_together() -> None:
 
 def test_a_rank_that_does_not_come_is_named_in_time(port: int) -> None:
     began = time.monotonic()
-    result = _end(_start("--timeout", "1", changes=_place(0, port)))
+    result = _doctor("--timeout", "1", variables=_place(0, port))
     assert time.monotonic() - began < 60
     assert result.code == 1, result.err
     said = " ".join(result.out.split())
@@ -94,7 +84,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(port: int) -> None:
 
 def test_a_rank_that_finds_no_meeting_place_says_so(port: int) -> None:
     alone = _place(1, port, local_ranks=1)  # the only one of its host
-    result = _end(_start("--timeout", "1", "--json", changes=alone))
+    result = _doctor("--timeout", "1", "--json", variables=alone)
     assert result.code == 1
     found = _findings(result)["meeting"]
     assert (found["severity"], found["where"]) == ("problem", "rank 1")
@@ -104,10 +94,10 @@ def test_a_rank_that_finds_no_meeting_place_says_so(port: int) -> None:
 _LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))"
 
 
-@pytest.mark.parametrize("limit", [70, 20])
+@pytest.mark.parametrize("limit", [pytest.param(70, marks=pytest.mark.long), 20])
 def test_too_few_open_files_are_found(limit: int) -> None:
     """With 70 a rank runs, but could not hold a model; with 20 none can be started."""
-    result = _end(_start("--ranks", "1", "--json", program=_LIMITED.format(limit)))
+    result = _doctor("--ranks", "1", "--json", before=_LIMITED.format(limit))
     assert result.code == 1, result.err
     found = _findings(result)
     assert found["open-files"]["severity"] == "problem"
@@ -135,11 +125,10 @@ doctor.look_at_rank = look_elsewhere
 
 def test_hosts_are_connected_and_compared(port: int) -> None:
     """Two processes of this host that take themselves for two hosts, one of them 5 s ahead."""
-    ranks = [
-        _start("--json", program=_ELSEWHERE, changes=_place(rank, port, local_ranks=1))
-        for rank in range(2)
-    ]
-    first, second = map(_end, ranks)
+    first, second = in_warm_forks(
+        *[f"{_STRICT}\n{_ELSEWHERE}\n{command('doctor', '--json')}"] * 2,
+        variables=[_ALL_STRICT | _place(rank, port, local_ranks=1) for rank in range(2)],
+    )
     assert (first.code, second.code) == (0, 0), (first.err, second.err)
     assert second.out == ""
     found = _findings(first)
@@ -151,13 +140,13 @@ def test_hosts_are_connected_and_compared(port: int) -> None:
 
 
 def test_options_that_contradict_torchrun_are_refused(port: int) -> None:
-    result = _end(_start("--ranks", "3", changes=_place(0, port)))
+    result = _doctor("--ranks", "3", variables=_place(0, port))
     assert result.code == 2
     assert "torchrun has started 2 ranks" in result.err
 
 
 def test_help_has_examples_and_exit_codes() -> None:
-    result = _end(_start("--help", changes={"COLUMNS": "200"}))
+    result = _doctor("--help", variables={"COLUMNS": "200"})
     assert result.code == 0
     for words in ("--ranks", "--timeout", "--json", "torchrun --nnodes 2", "Exit codes: 0"):
         assert words in result.out

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,39 +12,25 @@ from typer.testing import CliRunner
 
 from fullshard.tools.cli import app
 from fullshard.tools.exits import Exit
-from tests.tools.processes import Result, environment
+from tests.fresh import Ended, fullshard_in_fork
 
 HERE = "tests.tools.verify.programs"
 ROOT = Path(__file__).parents[3]
 
 
-def _verify(*options: str, model: str = "build", batch: str = "batch") -> Result:
+def _verify(*options: str, model: str = "build", batch: str = "batch") -> Ended:
     """Run it with functions of `programs.py`."""
-    words = [f"{HERE}:{model}", "--batch", f"{HERE}:{batch}", *options]
-    done = subprocess.run(
-        [sys.executable, "-m", "fullshard", "verify", *words],
-        cwd=ROOT,
-        env={**environment(), "PYTHONWARNINGS": "error"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    return fullshard_in_fork(
+        *("verify", f"{HERE}:{model}", "--batch", f"{HERE}:{batch}", *options),
+        folder=ROOT,
+        before="import warnings\nwarnings.simplefilter('error')",
+        variables={"PYTHONWARNINGS": "error"},  # of the ranks
     )
-    return Result(done.returncode, done.stdout, done.stderr)
 
 
-def _verify_script(name: str, *words: str) -> Result:
+def _verify_script(name: str, *words: str) -> Ended:
     """Run it with a script of `scripts/`, from another folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", "fullshard", "verify", f"scripts/{name}.py", *words],
-        cwd=Path(__file__).parent,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
+    return fullshard_in_fork("verify", f"scripts/{name}.py", *words, folder=Path(__file__).parent)
 
 
 def _refused(*words: str) -> str:
@@ -57,6 +41,7 @@ def _refused(*words: str) -> str:
     return result.stderr
 
 
+@pytest.mark.long  # below, a model with a fault and a script that is right are told as this one is
 def test_a_model_that_is_right_is_equal_and_leaves_its_records(tmp_path: Path) -> None:
     result = _verify("--steps", "2", "--keep", str(tmp_path / "records"))
     assert result.code == Exit.OK, result.err
@@ -79,15 +64,18 @@ def test_a_model_that_is_right_is_equal_and_leaves_its_records(tmp_path: Path) -
     ]
 
 
-def test_a_fault_is_reported_with_the_first_module_and_what_to_do() -> None:
-    result = _verify("--shard", f"{HERE}:shard_with_sums", "--comm", "collectives")
+def test_a_fault_is_reported_with_the_first_module_and_what_to_do(tmp_path: Path) -> None:
+    keep = ("--keep", str(tmp_path / "records"))
+    result = _verify("--shard", f"{HERE}:shard_with_sums", "--comm", "collectives", *keep)
     assert result.code == Exit.FAILED
+    assert {path.name for path in (tmp_path / "records").iterdir()} == {"alone", "rank-0", "rank-1"}
     said = " ".join(result.out.split())
     assert "problem divide-factor unit blocks.0 gradients of 4 parameters are 2 times" in said
     assert "first module that differs: blocks.0.norm (BatchNorm1d) in step 1 on rank 0" in said
     assert "differs: divide-factor (unit blocks.0)." in said
 
 
+@pytest.mark.long  # below, the same of a script
 def test_names_of_torch_s_fsdp_are_fullshard_s_and_everything_is_one_json_object() -> None:
     shard = f"{HERE}:wrap_by_torch_s_names"
     result = _verify("--json", "--shard", shard, "--steps", "1")
@@ -118,6 +106,7 @@ def test_a_script_by_torch_s_names_runs_twice_and_is_equal() -> None:
         assert f"2 ranks: 2 steps of scripts/by_torch_names.py, {side}" in result.err
 
 
+@pytest.mark.long  # test_scripts.py has it on ranks of its own
 def test_a_script_that_shards_nothing_is_said_to() -> None:
     result = _verify_script("train", "--", "--fault", "nothing", "--steps", "2")
     assert result.code == Exit.FAILED
