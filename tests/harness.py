@@ -62,6 +62,8 @@ NUM_BODIES_SHOWN = 5  # of those that a pool ran before the one in which a rank 
 # Ranks with more process groups make room for new ones. Each group of Gloo's has threads that wake
 # up every few milliseconds: after 80 groups four idle ranks take a third of a processor.
 MAX_GROUPS = 24
+# Ranks that have had nothing to run for so long end: their groups' threads wake up all the same.
+IDLE_S = 20.0
 SERVES = b"serves"
 FAULT = "A rank died outside Python"
 PRELOADED = [
@@ -158,6 +160,7 @@ class Pool:
         self.world_size = world_size
         self.folder = Path(tempfile.mkdtemp(prefix="fullshard-tests-"))
         self.usable = True
+        self.last_used_s = time.monotonic()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.ranks = [self._start(context, rank) for rank in range(world_size)]
@@ -188,6 +191,7 @@ class Pool:
             stack = self.ranks[number].stack()
             outcomes[number] = Outcome(number, Fate.HUNG, seconds, text=stack)
         self._ran.append(f"{task.module}.{task.name}")
+        self.last_used_s = time.monotonic()
         return [outcomes[number] for number in range(self.world_size)]
 
     def close(self) -> None:
@@ -274,6 +278,7 @@ class Pools:
         return [outcome.value for outcome in outcomes]
 
     def _outcomes(self, world_size: int, task: Task, limit_s: float) -> list[Outcome]:
+        self._close_idle(but=world_size)
         pool = self._pools.get(world_size) or Pool(world_size)
         self._pools[world_size] = pool
         outcomes = pool.run(task, limit_s)
@@ -281,6 +286,12 @@ class Pools:
             del self._pools[world_size]
             pool.close()
         return outcomes
+
+    def _close_idle(self, *, but: int) -> None:
+        now = time.monotonic()
+        for size, pool in list(self._pools.items()):
+            if size != but and now - pool.last_used_s > IDLE_S:
+                self._pools.pop(size).close()
 
     def close(self) -> None:
         """Stop every rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,11 +112,29 @@ def _is_within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def every_module(*, room: str = "", but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Run a test on each module, or those of a room, but for these."""
+def every_module(
+    *, room: str = "", but: tuple[str, ...] = ()
+) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Run a test on each module, or those of a room, but for these, and name all on which it fails.
+
+    One test for all: a few thousand items take longer to collect and to report than to run.
+    """
     modules = [m for m in MODULES if room in ("", _room(m)) and _name(m) not in but]
     assert modules
-    return pytest.mark.parametrize("module", modules, ids=_name)
+
+    def decorate(test: Callable[[Path], None]) -> Callable[[], None]:
+        def test_of_all() -> None:
+            failed = []
+            for module in modules:
+                try:
+                    test(module)
+                except AssertionError as error:
+                    failed.append(f"{_name(module)}: {error}")
+            assert not failed, "\n".join(failed)
+
+        return test_of_all
+
+    return decorate
 
 
 @every_module()

@@ -21,7 +21,7 @@ from fullshard import torch_private
 from fullshard.state.values import sharded_tensor
 from fullshard.torch_private import ATTRIBUTES, Attribute, check_attributes
 from tests.harness import on_ranks
-from tests.test_architecture import MODULES, SOURCE
+from tests.test_architecture import MODULES, SOURCE, every_module
 
 OWN = SOURCE / "torch_private.py"
 TREE = ast.parse(OWN.read_text())
@@ -225,9 +225,7 @@ def _attributes(tree: ast.AST) -> Iterator[str]:
             yield from (each for each in strings if isinstance(each, str))
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in MODULES if m != OWN], ids=lambda m: str(m.relative_to(SOURCE))
-)
+@every_module(but=(str(OWN.relative_to(SOURCE)),))
 def test_private_names_of_torch_come_from_one_module(module: Path) -> None:
     tree = ast.parse(module.read_text())
     imported = {name for name in _imported_from_torch(tree) if name.split(".")[0] == "torch"}

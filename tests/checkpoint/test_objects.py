@@ -149,7 +149,7 @@ def test_a_checkpoint_is_complete_with_its_manifest(prefix: str) -> None:
 
 @pytest.mark.parametrize("fails_at", ["shard", "manifest"])
 def test_an_older_checkpoint_survives_a_store_that_fails(
-    prefix: str, monkeypatch: pytest.MonkeyPatch, fails_at: str
+    prefix: str, short_beats: None, fails_at: str
 ) -> None:
     model, _ = _trained()
     fullshard.save_checkpoint(f"{prefix}/a", model)
@@ -163,11 +163,11 @@ def test_an_older_checkpoint_survives_a_store_that_fails(
 
         return call
 
-    monkeypatch.setattr(MemoryFileSystem, "_open", failing(MemoryFileSystem._open))
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", failing(MemoryFileSystem.pipe_file))
-    with pytest.raises(CheckpointError, match=f"{fails_at}.*the store is on fire"):
-        fullshard.save_checkpoint(f"{prefix}/a", nn.Linear(2, 2), overwrite=True)
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "_open", failing(MemoryFileSystem._open))
+        patch.setattr(MemoryFileSystem, "pipe_file", failing(MemoryFileSystem.pipe_file))
+        with pytest.raises(CheckpointError, match=f"{fails_at}.*the store is on fire"):
+            fullshard.save_checkpoint(f"{prefix}/a", nn.Linear(2, 2), overwrite=True)
     fullshard.load_checkpoint(f"{prefix}/a", model)
     if fails_at == "shard":
         assert _names(prefix) == before

@@ -50,7 +50,7 @@ class Ending:
 
 
 def run(plan: Plan, limit_s: float) -> list[Ending]:
-    """Run a plan's job; ranks that still run after the limit are killed.
+    """Run a plan's job; ranks that still run after the limit, or after all but one that stalls, are killed.
 
     Asserts that nothing outlives the ranks: no process, and no memory that they shared.
     """
@@ -66,7 +66,11 @@ def run(plan: Plan, limit_s: float) -> list[Ending]:
         for each in ranks:
             each.start()
         deadline = time.monotonic() + limit_s
-        while any(each.is_alive() for each in ranks) and time.monotonic() < deadline:
+        last = None if plan.fault not in job.STALLS else ranks[plan.rank]
+        while (
+            any(each.is_alive() for each in ranks if each is not last)
+            and time.monotonic() < deadline
+        ):
             inodes |= inodes_of(each.pid for each in ranks if each.pid is not None)
             time.sleep(0.05)
         endings = [_ending(rank, each.exitcode, folder) for rank, each in enumerate(ranks)]

@@ -116,8 +116,8 @@ def test_steps_that_not_all_ranks_recorded_do_not_count() -> None:
 
 
 def _large(factor: int) -> RankTrace:
-    """So many times ten units, each gathered once in each of so many times ten steps."""
-    count, length = 10 * factor, 100
+    """So many times five units, each gathered once in each of so many times five steps."""
+    count, length = 5 * factor, 100
     gathers = [
         Transfer(Kind.ALL_GATHER, unit, step * length, step * length + 1, 8)
         for step in range(count)
