@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks of this folder."""
     for mark in (
         "ours(reason): says what PyTorch's engine lacks for this test",
-        selection.MARK,
+        *selection.MARKS,
         "apis(*names): the only implementations for which this test has a meaning",
     ):
         config.addinivalue_line("markers", mark)

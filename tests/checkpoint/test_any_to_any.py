@@ -32,6 +32,8 @@ PAIRS = [
     for number, sizes in enumerate(SIZES)
     if number % 2 == 0
 ]
+# More ranks, fewer, as many, one alone, five: the other numbers divide the same rows in other places.
+FEW_SIZES = [(1, 3), (2, 4), (3, 3), (4, 2), (5, 3)]
 HYBRID_PAIRS = [
     ("hybrid_fully_shard", "flat", (4, 3)),
     ("orig", "hybrid_flat", (3, 4)),
@@ -124,6 +126,7 @@ def _check(
         assert [losses for _, losses in read] == [losses for _, losses in written]
 
 
+@repeats(lambda s: s["ranks"] not in FEW_SIZES)
 @pytest.mark.parametrize(("first", "second", "ranks"), PAIRS)
 def test_any_number_of_ranks_loads_what_any_number_saved(
     api: str, first: str, second: str, ranks: tuple[int, int], pools: Pools, tmp_path: Path
@@ -131,6 +134,7 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
     _check(pools, tmp_path, api, first, second, ranks)
 
 
+@repeats(lambda s: s["ranks"] in ((4, 4), (5, 4)))
 @pytest.mark.parametrize(("first", "second", "ranks"), HYBRID_PAIRS)
 def test_replicas_load_and_save(
     api: str, first: str, second: str, ranks: tuple[int, int], pools: Pools, tmp_path: Path
@@ -138,6 +142,7 @@ def test_replicas_load_and_save(
     _check(pools, tmp_path, api, first, second, ranks)
 
 
+@repeats(lambda s: s["way"] not in ("orig", "flat", "fully_shard", "replicate", "hybrid_flat"))
 @pytest.mark.parametrize("way", [*ANY, "hybrid_flat", "hybrid_fully_shard"])
 def test_training_goes_on_as_if_it_had_not_stopped(
     api: str, way: str, pools: Pools, tmp_path: Path
@@ -157,7 +162,10 @@ def test_all_pairs(
 
 def _is_for_others(settings: Settings) -> bool:
     number = list(MORE_OPTIMIZERS).index(settings["optimizer"])
-    return (number + settings["steps"] // 2 + (settings["way"] == "flat")) % 4 != 0
+    # Every other optimizer, with one way, into one that has stepped or one that has not.
+    return (
+        number % 2 != 0 or (number // 2 + settings["steps"] + (settings["way"] == "flat")) % 4 != 0
+    )
 
 
 @repeats(_is_for_others)

@@ -33,7 +33,7 @@ def _check(pools: Pools, draw: Draw, ranks: int) -> None:
 def test_generated_programs(pools: Pools) -> None:
     """A few, on two ranks."""
 
-    @settings(RUN, max_examples=20)
+    @settings(RUN, max_examples=12)
     @seed(14)
     @given(draw=draws())
     def check(draw: Draw) -> None:

@@ -2,8 +2,8 @@
 
 That takes too long for every change. `make test` compares one of our paths with a single process,
 peer memory with one face and process groups with the other; both must be equal in every bit, which
-tests/parity/test_matrix.py shows with every option. What has no single process to be compared with,
-or is declared to differ, runs on every path there too.
+tests/parity/test_matrix.py shows with every option. A program takes one face, the next another. What has
+no single process to be compared with, or is declared to differ, runs on each face and every path.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def _declared(program: Program, face: str, path: str) -> str:
 def _cases() -> Iterator[object]:
     for program, face in programs_and_faces():
         paths, name = _few_paths(program, face), f"{program.theme}-{program.name}-{face}"
-        yield pytest.param(program.name, face, paths, id=name)
+        turn = program.faces[list(PROGRAMS).index(program.name) % len(program.faces)]
+        marks = [pytest.mark.long] if paths != PATHS and face != turn else []
+        yield pytest.param(program.name, face, paths, id=name, marks=marks)
         if paths != PATHS:
             every = f"{name}-every_path"
             yield pytest.param(program.name, face, PATHS, id=every, marks=pytest.mark.long)

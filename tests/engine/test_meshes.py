@@ -431,7 +431,12 @@ WHOLE_MESHES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Each kind of placement; the others name the same ones by other dims.
+FEW_WHOLE_MESHES = ("replicate", "both, shard first", "both and tp", "shard over two")
+
+
 @one_way("tests/parity/test_matrix.py")
+@repeats(lambda s: s["case"] not in FEW_WHOLE_MESHES)
 @pytest.mark.parametrize("case", WHOLE_MESHES)
 @on_ranks(4)
 def test_named_dims_of_one_mesh_train_like_one_process(api: Api, case: str) -> None:

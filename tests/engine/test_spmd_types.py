@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.api import Api
 from tests.harness import on_ranks
 from tests.releases import RELEASE, beside_pytorch
+from tests.selection import repeats
 from tests.test_architecture import MODULES
 from tests.training import (
     assert_equal,
@@ -208,6 +209,7 @@ def test_program_for_many_ranks_runs_on_one(api: Api) -> None:
 
 
 @needs_package
+@repeats(lambda s: s["api"] == "process_group")
 @on_ranks(8)
 def test_hybrid_mesh_with_every_axis_trains_like_one_process(api: Api) -> None:
     _assert_trains_like_one_process(api, _mesh((("replicate", 2), ("dp", 2), ("tp", 2))))

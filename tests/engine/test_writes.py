@@ -124,6 +124,7 @@ def _train_both(model: nn.Module, alone: nn.Module, api: Api, face: str, steps: 
         s["moment"] == "between",
     )
 )
+@repeats(lambda s: s["world_size"] == 3 and s["moment"] == "first")
 @on_ranks(2, 3)
 @pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
 @pytest.mark.parametrize("write", WRITES)

@@ -34,7 +34,7 @@ from tests.fsdp1.models import (
     wrap,
 )
 from tests.harness import mesh_of, on_ranks, rank, world_size
-from tests.selection import is_odd, repeats
+from tests.selection import each_value, is_odd, repeats
 from tests.training import assert_equal
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -169,6 +169,7 @@ def test_full_state_is_that_of_an_unwrapped_model(
         assert {**group, "params": 0} == {**other, "params": 0}
 
 
+@each_value()
 @on_default_comm
 @with_state
 @pytest.mark.parametrize("state", ON_2_RANKS)
@@ -514,6 +515,7 @@ def test_sharded_optim_state_dict_is_the_sharded_state(
     assert_equal(_values(old), _values(new))
 
 
+@each_value()
 @on_default_comm
 @pytest.mark.parametrize("function", ["shard_full", "scatter_full", "flatten_sharded"])
 @with_state

@@ -42,7 +42,7 @@ from tests.fsdp1.models import (
     wrap,
 )
 from tests.harness import Pools, Task, mesh_of, on_ranks, rank, world_size
-from tests.selection import is_odd, repeats
+from tests.selection import each_value, is_odd, repeats
 from tests.training import assert_equal
 
 # What does not depend on how bytes travel.
@@ -444,6 +444,7 @@ def _read_checkpoint(api: Api, saved: str, folder: Path) -> dict[str, Tensor]:
 # Errors
 
 
+@each_value()
 @on_default_comm
 @orig_params
 @pytest.mark.parametrize("change", ["missing", "unexpected", "both", "shape"])

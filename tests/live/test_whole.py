@@ -16,6 +16,7 @@ from tests.api import TORCH, Api
 from tests.fsdp1.models import Block, batch, clean, net, quiet
 from tests.harness import mesh_of, on_ranks, rank, world_size
 from tests.live.ways import TRAINING, sharded, without_sync
+from tests.selection import repeats
 from tests.test_transfer import HYBRID
 from tests.training import assert_equal, mean_square, my_part
 
@@ -307,6 +308,7 @@ def test_reading_between_forward_and_backward_changes_nothing(api: Api, way: str
 
 
 @ours
+@repeats(lambda s: s["way"] in ("orig", "replicate"))
 @pytest.mark.parametrize("way", TRAINING)
 @on_ranks(2)
 def test_reading_while_gradients_accumulate_changes_nothing(api: Api, way: str) -> None:

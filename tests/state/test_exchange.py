@@ -25,6 +25,7 @@ from fullshard.plan.regrid import (
 from fullshard.state.exchange import exchange
 from tests.collectives import record_traffic
 from tests.harness import on_ranks, rank, world_size
+from tests.selection import each_value
 
 CPU = torch.device("cpu")
 SHAPES = [(7, 5), (3,), (2, 6, 3), (16, 16), (1,), (0, 4), ()]
@@ -115,6 +116,7 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
+@each_value()
 @pytest.mark.parametrize("after", DIVISIONS)
 @pytest.mark.parametrize("before", DIVISIONS)
 @on_ranks(2, 4)

@@ -10,7 +10,9 @@ import pytest
 from tests.tools.processes import FOREVER, running
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+# test_train.py kills one under torchrun, verify/test_command.py has what the launcher says.
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path, rank: int) -> None:
     with running(tmp_path / "run", *FOREVER, "--save-every", "2") as run:
         run.wait_for_step(5)  # the save of step 4 waits for that of step 2

@@ -17,6 +17,7 @@ from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.script.rank import run_side, side_of
 from fullshard.tools.verify.supervision import Supervised
 from tests.harness import on_ranks, rank, world_size
+from tests.selection import repeats
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -55,6 +56,12 @@ CLEAN = {
 }
 
 
+# Of those that do in another combination, or on another face, what others here do.
+REPEATED = {"plain SGD", "FSDP1 that sends values", "kept gradients", "mixed precision"}
+REPEATED |= {"a registered method", "a script with fewer steps"}
+
+
+@repeats(lambda s: s["case"] in REPEATED)
 @pytest.mark.parametrize("case", CLEAN)
 @on_ranks(2)
 def test_what_is_right_passes(case: str, tmp_path: Path) -> None:
