@@ -9,7 +9,7 @@ running profiler). They call it at a handful of places:
     forget          an exception ended the iteration: what has begun or entered will not end
 
 Who watches all models of the process puts a function into `on_root`, which is called with the state of
-each module that becomes a root, and into `on_first`, called when a module is first sharded.
+each module that becomes a root.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ from torch.autograd import profiler
 from fullshard.plan.trace import Kind
 
 on_root: list[Callable[[Any], None]] = []
-on_first: list[Callable[[], None]] = []
 
 
 class Observer(Protocol):

@@ -3,8 +3,9 @@
 It is told of each model that runs, for what is said when memory is lacking or an exception ends the program.
 """
 
+from fullshard.engine.checks.strays import on_first
 from fullshard.engine.module_state import ModuleState
-from fullshard.engine.observer import on_first, on_root
+from fullshard.engine.observer import on_root
 from fullshard.watch.out_of_memory import explain_lack, observe_allocator
 from fullshard.watch.recomputation import explain_recomputation
 from fullshard.watch.uncaught import (

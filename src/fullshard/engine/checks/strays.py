@@ -11,6 +11,7 @@ Both look again only when something has changed, so a step pays for two comparis
 
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -27,13 +28,14 @@ from torch.optim.optimizer import (
 
 from fullshard.engine.checks.elementwise import check_elementwise
 from fullshard.engine.checks.low_bit import check_state_precision
-from fullshard.engine.observer import on_first
 from fullshard.engine.params.managed import Count, manager_of, marks, owner_of
 from fullshard.engine.runtime import eager
 from fullshard.errors import StateError
 
 _MAX_NAMES = 8  # so many names in a message
 
+# Called when a module is first sharded, by who looks after the whole process.
+on_first: list[Callable[[], None]] = []
 # Registrations since `watch`, except of managed parameters: units may register those at any time.
 registrations = Count()
 _installed: list[object] = []  # handles of the hooks
