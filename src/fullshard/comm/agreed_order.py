@@ -23,9 +23,11 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.comm.backends import timeout_s
+from fullshard.comm.exchange import exchange_through_group, exchange_through_store
 from fullshard.comm.ledger import Ledger
 from fullshard.comm.liveness import check_alive, naming_lost_ranks
 from fullshard.comm.notices import connected_store
+from fullshard.comm.own_group import is_gloo
 from fullshard.comm.patience import Patience
 from fullshard.comm.sentry import sentry
 
@@ -46,7 +48,7 @@ _STILL_S = 1.0  # of waiting, after which others may come to ask what this rank 
 class AgreedOrder:
     """Makes the ranks of a group agree on each entry of their ledgers. Called by `Ledger.enter`.
 
-    store: a connection of its own. prefix: of its keys, the same on all ranks of the group.
+    store: that the ranks met in. prefix: of its keys, the same on all ranks of the group.
     """
 
     def __init__(self, ledger: Ledger, group: dist.ProcessGroup, store: Any, prefix: str) -> None:
@@ -63,21 +65,28 @@ class AgreedOrder:
 
     @classmethod
     def of(cls, ledger: Ledger, group: dist.ProcessGroup) -> "AgreedOrder | None":
-        """Return the order of a group; None if the store that its ranks met in cannot count.
+        """Return the order of a group; None if the store that its ranks met in cannot serve all of them.
 
         Every rank must call it.
         """
-        prefix = _KEY.format(ledger.key)
+        order, problem = None, ""
         try:
             # Others may be as late as in any collective of the group.
             store = connected_store(datetime.timedelta(seconds=timeout_s(group)))
+            prefix = _KEY.format(ledger.key)
             # A group of the same ranks and name may have been here before. Every rank counts for itself,
             # and all count alike.
             number = store.add(f"{prefix}/of rank {ledger.rank}", 1)
-            return cls(ledger, group, store, f"{prefix}/{number}")
-        except Exception as error:  # of any kind of store
-            logger.warning("ranks that share no memory are not compared: %s", error)
+            order = cls(ledger, group, store, f"{prefix}/{number}")
+        except Exception as error:  # of any kind of store; or this rank may open no more files
+            problem = f"rank {dist.get_rank()}: {error}"
+        # Otherwise some would ask, and wait for others that do not.
+        exchange = exchange_through_group if is_gloo(group) else exchange_through_store
+        problems = [each for each in exchange(problem, group) if each]
+        if problems:
+            logger.warning("Ranks that share no memory are not compared: %s", problems[0])
             return None
+        return order
 
     def follow(self, ledger: Ledger, place: int, checksum: int, what: str) -> None:
         """Return once all ranks of the group enter this at this place, or have agreed that they will.

@@ -276,7 +276,7 @@ class UnitSetup(abc.ABC):
 
     def _enter_as(self, text: str) -> None:
         self.entered_as = text
-        self.gradients.set_label(text)
+        self.gradients.set_label(self.path, text)
 
     @property
     def path(self) -> str:

@@ -84,6 +84,7 @@ class UnitGradients:
         runtime: Runtime,
     ) -> None:
         self.label = ""
+        self._entered_as = ""
         self.runtime = runtime
         self.buckets = GradientBuckets(mesh, shard_comm, replicate_comm, runtime)
         self.unreduced = Unreduced()
@@ -105,9 +106,9 @@ class UnitGradients:
             return RowsAccumulation(params, self.buckets.sum_dtypes())
         return FlatAccumulation(flat_layout, params, self.runtime.device)
 
-    def set_label(self, label: str) -> None:
+    def set_label(self, label: str, entered_as: str) -> None:
         """Change how messages and profilers call the unit."""
-        self.label = label
+        self.label, self._entered_as = label, entered_as
         self.buckets.forget_recipes()  # they contain the label
 
     @property
@@ -182,7 +183,7 @@ class UnitGradients:
         buckets = self.buckets.current()
         # All are asked before the first is handed over: a unit goes one way or the other as a whole.
         for each in buckets:
-            recipe = self.buckets.recipe(each, config, accumulated=False, label=self.label)
+            recipe = self.buckets.recipe(each, config, accumulated=False, label=self._entered_as)
             if (
                 not recipe.is_final
                 or recipe.reduce_dtype != each.bucket.dtype
@@ -253,7 +254,7 @@ class UnitGradients:
             self._presence.look(self.buckets, each, full, config)
             # Sums have the reduce dtype already, and what came wider is not to be rounded.
             is_wide = accumulated or each.comes_wider(full)
-            recipe = self.buckets.recipe(each, config, accumulated=is_wide, label=self.label)
+            recipe = self.buckets.recipe(each, config, accumulated=is_wide, label=self._entered_as)
             bucket = each.bucket
             shards, total = each.destination(recipe)
             if config.comm_hook is not None:
