@@ -20,6 +20,7 @@ import fullshard
 from fullshard.comm import liveness, making_ledgers, shared_memory
 from fullshard.comm.ledgers import known_ledger
 from fullshard.errors import DivergenceError, FullshardError
+from tests.fresh import in_fresh_ranks
 from tests.harness import on_ranks, rank
 
 WIDTH = 8
@@ -134,7 +135,7 @@ def texts_of(error: BaseException) -> list[str]:
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])
-@on_ranks(3)
+@in_fresh_ranks(3)
 def test_another_unit_of_another_size_is_named_on_every_rank(at: int) -> None:
     """Gloo would abort the rank that gets more bytes than it expects."""
     with on_hosts_of_their_own():
@@ -153,7 +154,7 @@ def test_another_unit_of_another_size_is_named_on_every_rank(at: int) -> None:
         assert part in told[0], told[0]
 
 
-@on_ranks(2)
+@in_fresh_ranks(2)
 def test_models_that_differ_are_named_by_what_differs() -> None:
     with on_hosts_of_their_own(), pytest.raises(DivergenceError) as raised:
         step(sharded(large=16 if rank() else 24)[0])
@@ -182,7 +183,7 @@ class Device:
 
 
 @pytest.mark.parametrize("num_ahead", [0, 3, 40])
-@on_ranks(2)
+@in_fresh_ranks(2)
 def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
     """The fake backend stands for NCCL: the host starts collectives, and never waits for them."""
     device = Device()
@@ -212,7 +213,7 @@ def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
 
 
 @pytest.mark.parametrize("apart", [True, False])
-@on_ranks(2)
+@in_fresh_ranks(2)
 def test_of_several_models_the_error_names_each_ranks_own(apart: bool) -> None:
     """Their units have the same names and sizes."""
     with on_hosts_of_their_own() if apart else contextlib.nullcontext():
