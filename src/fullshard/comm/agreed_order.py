@@ -81,8 +81,15 @@ class AgreedOrder:
         except Exception as error:  # of any kind of store; or this rank may open no more files
             problem = f"rank {dist.get_rank()}: {error}"
         # Otherwise some would ask, and wait for others that do not.
-        exchange = exchange_through_group if is_gloo(group) else exchange_through_store
-        problems = [each for each in exchange(problem, group) if each]
+        try:
+            exchange = exchange_through_group if is_gloo(group) else exchange_through_store
+            problems = [each for each in exchange(problem, group) if each]
+        except RuntimeError:
+            if is_gloo(group):
+                raise
+            problems = [
+                problem
+            ]  # of a store that exchanges nothing, as that of fake process groups
         if problems:
             logger.warning("Ranks that share no memory are not compared: %s", problems[0])
             return None
