@@ -134,6 +134,11 @@ def test_a_rank_that_stalls_is_given_up_with_what_it_does(fault: str, path: str,
     assert said in waiting.text
 
 
+def test_a_rank_of_another_host_that_leaves_before_it_has_run_is_named() -> None:
+    """Others wait for it in the store, and not over a connection that would break."""
+    check(Plan("out_of_data", "hosts", size=3, rank=0, step=1, after="destroy"))
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

@@ -28,7 +28,7 @@ from fullshard.comm.ledger import Ledger
 from fullshard.comm.liveness import check_alive, naming_lost_ranks
 from fullshard.comm.notices import connected_store
 from fullshard.comm.own_group import is_gloo
-from fullshard.comm.patience import Patience
+from fullshard.comm.patience import Patience, loss
 from fullshard.comm.sentry import sentry
 
 logger = logging.getLogger("fullshard")
@@ -87,9 +87,7 @@ class AgreedOrder:
         except RuntimeError:
             if is_gloo(group):
                 raise
-            problems = [
-                problem
-            ]  # of a store that exchanges nothing, as that of fake process groups
+            problems = [problem]  # of fake process groups, whose store exchanges nothing
         if problems:
             logger.warning("Ranks that share no memory are not compared: %s", problems[0])
             return None
@@ -125,6 +123,7 @@ class AgreedOrder:
 
     def _wait_for(self, answer: str, ledger: Ledger, place: int, what: str) -> None:
         patience = Patience(what, self._timeout_s)
+        others = [rank for rank in self._ranks if rank != dist.get_rank()]
         started = looked = time.monotonic()
         pause, has_shown = _FIRST_PAUSE_S, False
         # Asked again and again: where the store's own wait is not over in time, it prints warnings.
@@ -142,4 +141,13 @@ class AgreedOrder:
                     has_shown = True
                 sentry().check()
                 check_alive(self._group, what)
-                patience.check(dict.fromkeys(set(self._ranks) - {dist.get_rank()}))
+                if now - started > _STILL_S:
+                    self._check_ended(others, answer, what)
+                patience.check(dict.fromkeys(others))
+
+    def _check_ended(self, others: list[int], answer: str, what: str) -> None:
+        """Raise the error for ranks that have said their last, and so will not come to ask."""
+        gone = [rank for rank in others if sentry().last_words(rank) is not None]
+        # Read after the words: all may have asked before one of them ended.
+        if gone and not self._store.check([answer]):
+            raise loss(gone, what)
