@@ -109,7 +109,13 @@ def make_units(
         units = []
         for place, forms, own_config in prepared:
             managed = [
-                DTensorParameter(parameter, parameters.slots[parameter], form, place.plan)
+                DTensorParameter(
+                    parameter,
+                    parameters.slots[parameter],
+                    form,
+                    place.plan,
+                    is_offloaded=config.offload_to_cpu,
+                )
                 for parameter, form in forms.items()
             ]
             name_below(roots, managed)

@@ -33,13 +33,21 @@ class DTensorParameter(ManagedParameter):
     The DTensor's local tensor is this rank's rows of ``shape`` along ``form.shard_dim``, as
     ``torch.chunk`` cuts them.
 
+    is_offloaded: whether the shard is on the host, wherever the parameter is that it is cut from.
     own_grad_dtype: what users said of the dtype of its gradients.
     """
 
     def __init__(
-        self, original: nn.Parameter, slots: list[Slot], form: ParamForm, mesh: MeshPlan
+        self,
+        original: nn.Parameter,
+        slots: list[Slot],
+        form: ParamForm,
+        mesh: MeshPlan,
+        *,
+        is_offloaded: bool = False,
     ) -> None:
         super().__init__(original, slots, form)
+        self._is_offloaded = is_offloaded
         self._post_forward: nn.Parameter | None = None
         self._mesh = mesh
         assert form.spec is not None
@@ -195,6 +203,8 @@ class DTensorParameter(ManagedParameter):
         # A view would keep the whole tensor alive. This copy lives until `move_shard` has copied it
         # to the unit's memory, which does not exist yet.
         local = part.new_zeros(part.shape).copy_(part)
+        if self._is_offloaded and not local.is_meta:
+            local = local.cpu()  # before the DTensor is made, which notes where it is
         parameter = nn.Parameter(self.wrap_shard(local), requires_grad=requires_grad)
         mark_owner(parameter, self)
         return parameter
