@@ -362,12 +362,14 @@ class UnitGradients:
     def frees_unused(self) -> bool:
         """Whether large gradient memory that nobody uses is freed before forward.
 
-        On the CPU over process groups it is: unsharded parameters come and go with every unit, and
-        get the same pages from the allocator. With peer memory, gradient memory is kept for the next
-        backward, since new memory costs page faults. On devices it is kept too: making the views of
-        small parameters anew costs more than their memory is worth.
+        In a device's memory it is: activations need the room until the next backward, and new memory
+        costs its allocator little. So on the CPU over process groups, where unsharded parameters come
+        and go with every unit and get the same pages from the allocator. With peer memory on the CPU,
+        and for gradients that are offloaded, memory is kept: new one costs page faults, or pinning.
         """
-        return self.buckets.shard_comm.overlaps and not self.runtime.has_streams
+        if self.runtime.has_streams:
+            return not self.are_on_host
+        return self.buckets.shard_comm.overlaps
 
     def free_unused(self) -> None:
         """Free gradient memory that nobody uses, except where it is small."""
