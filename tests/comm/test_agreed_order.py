@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -19,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard
 from fullshard.comm import liveness, making_ledgers, shared_memory
 from fullshard.comm.ledgers import known_ledger
+from fullshard.comm.sentry import sentry
 from fullshard.errors import DivergenceError, FullshardError
 from tests.fresh import in_fresh_ranks
-from tests.harness import on_ranks, rank
+from tests.harness import Fate, on_ranks, rank, run_fresh
 
 WIDTH = 8
 NUM_BLOCKS = 3
@@ -210,6 +212,74 @@ def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
     parted = "parted in step 5: rank 0 ran blocks.0 (forward); rank 1 ran blocks.1 (forward)"
     assert parted in told[0], told[0]
     assert device.num_aborted == (rank() == 0)
+
+
+@in_fresh_ranks(2)
+def test_over_nccl_ranks_of_which_none_moves_are_told_of_each_other() -> None:
+    """One waits for its device, which looks as if it computed, so it is no error."""
+    with (
+        mock.patch.object(making_ledgers, "WITHOUT_PROCESSES", set()),
+        mock.patch("fullshard.comm.sentry._REPORTED_AT", 4),
+        mock.patch("fullshard.comm.sentry.runs_program_beside", return_value=False),
+        mock.patch("fullshard.comm.sentry.logger.warning") as warned,
+        on_hosts_of_their_own(),
+    ):
+        model, _, _ = sharded("fake")
+        for _ in range(3):
+            step(model)
+        if rank() == 0:
+            time.sleep(5)
+        dist.barrier()
+    assert warned.call_count == (rank() == 0)
+    for call in warned.mock_calls:
+        text = call.args[0] % call.args[1:]
+        assert text.startswith("No rank has moved for 3 s: "), text
+        assert "rank 0: running (step 3, " in text
+        assert "; rank 1: in torch.distributed's barrier (step 3, " in text
+
+
+def _rank_1_ends(how: str) -> None:
+    """Train over what stands for NCCL until rank 1 ends."""
+    device = Device()
+    with (
+        mock.patch.object(making_ledgers, "WITHOUT_PROCESSES", set()),
+        mock.patch("fullshard.comm.sentry.abort", device.abort),
+        on_hosts_of_their_own(),
+    ):
+        model, _, group = sharded("fake")
+        ledger = known_ledger(group)
+        assert ledger is not None
+        if how == "killed":  # as of ranks that share a host
+            pids: list[Any] = [None, None]
+            dist.all_gather_object(pids, os.getpid())
+            ledger.pids = dict(enumerate(pids))
+        for _ in range(4):
+            step(model)
+        if rank() == 1:
+            if how == "raised":
+                sentry()._say_last("ValueError: planted")
+            os._exit(1)
+        step(model)
+        device.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("raised", "with ValueError: planted"), ("killed", "with a signal, or by os._exit")],
+)
+def test_over_nccl_a_rank_that_ends_is_named_to_one_that_waits_for_its_device(
+    how: str, said: str
+) -> None:
+    waiting, ended = run_fresh(2, _rank_1_ends, how=how)
+    assert ended.fate is Fate.DIED
+    assert waiting.error[0] == "PeerLostError"
+    assert waiting.seconds < 10
+    for part in (
+        "Ranks wait for rank 1, which will not come: rank 0: running (step 5, ",
+        "; rank 1: ended",
+        said,
+    ):
+        assert part in waiting.text
 
 
 @pytest.mark.parametrize("apart", [True, False])

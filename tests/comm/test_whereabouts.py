@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from fullshard.comm.whereabouts import line_in_program, raise_in, runs_program_beside
 from fullshard.errors import DivergenceError
+from tests.autograd_thread import waiting_for_backward
 
 
 @pytest.fixture
@@ -41,6 +43,19 @@ def test_threads_of_libraries_do_not_count_as_the_program(
     in_thread(of_program)
     assert runs_program_beside(here)
     ended.set()
+
+
+def test_a_thread_that_waits_for_its_backward_does_not_count_as_the_program(
+    in_thread: Callable[[Callable[[], object]], threading.Thread],
+) -> None:
+    """On a device, hooks of a backward run in a thread of autograd's."""
+    here, ended = threading.get_ident(), threading.Lock()
+    before = runs_program_beside(here)
+    ended.acquire()
+    in_thread(lambda: waiting_for_backward(ended.acquire))
+    time.sleep(0.1)
+    assert runs_program_beside(here) is before
+    ended.release()
 
 
 def test_an_error_reaches_a_thread_with_its_words(

@@ -18,15 +18,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard.comm import liveness, shared_memory
+from fullshard.engine.gradients.queue import ReductionQueue
 from tests.api import Api, use_api
+from tests.autograd_thread import backward_in_a_thread
+from tests.gpu.place import nccl_host
 
 NUM_STEPS = 6
 WIDTH = 16
@@ -42,9 +47,11 @@ class PlantedError(ValueError):
 class Plan:
     """One job. fault: a name in `FAULTS`. rank, step, block: where it is planted; steps count from 1.
 
-    path: how ranks communicate; "hosts" takes each rank for one on a host of its own. face: "fully_shard" or "wrapper". after: what the rank does next that
-    has run out of data: see `_leave`. timeout_s: of the process group. port: of a store in rank 0's process; 0 for
-    one in a file, which outlives all ranks.
+    path: how ranks communicate; "hosts" takes each rank for one on a host of its own. "nccl" and "nccl_hosts" are
+    the same on one GPU, and on "cuda" ranks share its memory. "like_cuda" has on the CPU what stands out there: a
+    process group for each unit, a backward that a thread of autograd's runs, no reduction that is waited for late. face: "fully_shard" or "wrapper". after: what the rank does next that has run out of data:
+    see `_leave`. timeout_s: of the process group. port: of a store in rank 0's process; 0 for one in a file, which
+    outlives all ranks.
     """
 
     fault: str
@@ -57,6 +64,17 @@ class Plan:
     after: str = "exit"
     timeout_s: float = 60.0
     port: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks compute."""
+        is_cuda = self.path in ("cuda", "nccl", "nccl_hosts")
+        return torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether each rank counts for one on a host of its own."""
+        return self.path in ("hosts", "nccl_hosts")
 
     @property
     def name(self) -> str:
@@ -141,12 +159,13 @@ def build(plan: Plan, rank: int, folder: Path) -> Net:
     if is_here and plan.fault == "layers":
         hidden.append(WIDTH)
     model = Net(hidden)
+    model.to(plan.device)
     if is_here and plan.fault == "dtype":
         model.blocks[plan.block].to(torch.bfloat16)
     if is_here and plan.fault == "frozen":
         model.blocks[plan.block].up.weight.requires_grad_(False)
     if plan.fault == "code":
-        model.blocks[plan.block] = _from_a_file(plan, rank, folder)()
+        model.blocks[plan.block] = _from_a_file(plan, rank, folder)().to(plan.device)
     return model
 
 
@@ -169,6 +188,9 @@ def _shard(api: Api, plan: Plan, rank: int, folder: Path) -> tuple[nn.Module, Ne
     model = build(plan, rank, folder)
     is_here = rank == plan.rank
     options: dict[str, Any] = {}
+    of_units: list[dict[str, Any]] = [{} for _ in model.blocks]
+    if plan.path == "like_cuda":
+        of_units = [{"mesh": DeviceMesh.from_group(dist.new_group(), "cpu")} for _ in model.blocks]
     if is_here and plan.fault == "precision":
         options["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     if is_here and plan.fault == "reshard":
@@ -176,9 +198,9 @@ def _shard(api: Api, plan: Plan, rank: int, folder: Path) -> tuple[nn.Module, Ne
     if plan.face == "fully_shard":
         for number, block in enumerate(model.blocks):
             if not (is_here and plan.fault == "units" and number == plan.block):
-                api.fully_shard(block, **options)
+                api.fully_shard(block, **options, **of_units[number])
         return api.fully_shard(model, **options), model
-    wrap = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    wrap = {"use_orig_params": True, "device_id": plan.device}
     for number, block in enumerate(model.blocks):
         if not (is_here and plan.fault == "units" and number == plan.block):
             model.blocks[number] = api.FullyShardedDataParallel(block, **wrap)
@@ -226,7 +248,7 @@ class Job:
         if fault in ("raise_in_hook", "raise_and_go_on"):
             handle = self._block().register_forward_hook(_raise)
         try:
-            output = self.model(batch_of(step, self.rank), route_of(plan, step, self.rank))
+            output = self.model(self.batch(step), route_of(plan, step, self.rank))
         finally:
             if fault == "raise_and_go_on":
                 handle.remove()
@@ -240,6 +262,9 @@ class Job:
         if fault == "no_sync":
             with self._without_sync():
                 loss.backward()
+        elif plan.path == "like_cuda":
+            with mock.patch.object(ReductionQueue, "add", _add_and_finish):
+                backward_in_a_thread(loss)
         else:
             loss.backward()
         if fault == "clip":
@@ -250,6 +275,11 @@ class Job:
                 norm.full_tensor()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        float(loss.detach())  # as a log would, so that the host never runs far ahead of a device
+
+    def batch(self, step: int) -> Tensor:
+        """Return this rank's inputs of a step, on its device."""
+        return batch_of(step, self.rank).to(self.plan.device)
 
     def _block(self) -> nn.Module:
         return self.inner.blocks[self.plan.block]
@@ -265,10 +295,9 @@ class Job:
         if after == "barrier":
             dist.barrier()
         elif after == "metric":
-            dist.all_reduce(torch.ones(1))
+            _count(self)
         elif after == "evaluate":
-            with torch.no_grad():
-                self.model(batch_of(0, self.rank), [0, 1, 2])
+            _evaluate(self)
         elif after == "save":
             fullshard.save_checkpoint(self.folder / "checkpoint", self.model, self.optimizer)
         elif after == "destroy":
@@ -276,7 +305,14 @@ class Job:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the whole parameters. Collective."""
-        return {name: value.clone() for name, value in fullshard.iter_full_state(self.model)}
+        return {name: value.cpu() for name, value in fullshard.iter_full_state(self.model)}
+
+
+_add = ReductionQueue.add
+
+
+def _add_and_finish(queue: ReductionQueue, in_flight: Any, **_: object) -> None:
+    _add(queue, in_flight, keep=0)
 
 
 class _NoSync:
@@ -304,11 +340,15 @@ def _unshard(job: Job) -> None:
 
 def _evaluate(job: Job) -> None:
     with torch.no_grad():
-        job.model(batch_of(0, job.rank), [0, 1, 2])
+        job.model(job.batch(0), [0, 1, 2])
+
+
+def _count(job: Job) -> None:
+    dist.all_reduce(torch.ones(1, device=job.plan.device))
 
 
 def _generate(job: Job) -> None:
-    x = batch_of(0, job.rank)
+    x = job.batch(0)
     with torch.no_grad():
         for _ in range(3):
             x = x + job.model(x, [0, 1, 2]).repeat(1, WIDTH // 4)
@@ -355,12 +395,12 @@ BETWEEN_STEPS: dict[str, Callable[[Job], Any]] = {
         job.folder / "checkpoint", job.model, job.optimizer
     ),
     "barrier": lambda _: dist.barrier(),
-    "metric": lambda _: dist.all_reduce(torch.ones(1)),
+    "metric": _count,
     "objects": lambda job: dist.all_gather_object([None] * job.plan.size, "metric"),
     "freeze": _freeze,
     "nan": _nan,
     "no_gradient": _no_gradient,
-    "other_call": lambda _: dist.all_reduce(torch.ones(1)),
+    "other_call": _count,
     "kill": _kill,
     "stop": _stop,
     "exit": lambda _: sys.exit(3),
@@ -414,8 +454,11 @@ def random_plan(seed: int) -> Plan:
 def main(plan: Plan, rank: int, folder: Path, note: Callable[..., None]) -> None:
     """Run a plan's job on one rank. note: is told how it ended."""
     torch.set_num_threads(1)
+    if plan.device.type == "cuda":
+        os.environ.update(nccl_host(rank))
+        torch.cuda.set_device(plan.device)
     dist.init_process_group(
-        "gloo",
+        "nccl" if plan.path.startswith("nccl") else "gloo",
         init_method=f"tcp://127.0.0.1:{plan.port}" if plan.port else f"file://{folder}/store",
         rank=rank,
         world_size=plan.size,
@@ -423,10 +466,17 @@ def main(plan: Plan, rank: int, folder: Path, note: Callable[..., None]) -> None
     )
     began = time.monotonic()
     job: Job | None = None
-    if plan.path == "hosts":
+    if plan.has_hosts:
         for module in (shared_memory, liveness):
             module.host_identity = lambda: f"host {rank}"
-    with use_api("auto" if plan.path == "hosts" else plan.path) as api:
+    path = {
+        "hosts": "auto",
+        "cuda": "auto",
+        "like_cuda": "auto",
+        "nccl": "process_group",
+        "nccl_hosts": "process_group",
+    }
+    with use_api(path.get(plan.path, plan.path)) as api:
         try:
             job = Job(api, plan, rank, folder)
             job.run()

@@ -95,6 +95,7 @@ def _plans() -> list[Plan]:
         Plan("swap", "process_group"),
         Plan("skip", "process_group"),
         Plan("evaluate", "process_group"),
+        *(Plan(fault, "like_cuda") for fault in ("swap", "skip")),
         *(Plan(fault, "hosts") for fault in ("swap", "frozen", "freeze", "barrier")),
         *(Plan(fault, "hosts", size=3) for fault in ("kill", "raise_in_loss")),
         Plan("state_dict", "process_group", size=3, rank=0),
@@ -132,6 +133,25 @@ def test_a_rank_that_stalls_is_given_up_with_what_it_does(fault: str, path: str,
     assert "for rank 1, alive but not here yet" in waiting.text
     assert "step 2, backward" in waiting.text  # the last that it did with the others
     assert said in waiting.text
+
+
+def _plans_on_a_gpu() -> list[Plan]:
+    """Return every fault over NCCL, where ranks of a host read each other's ledger and where they cannot."""
+    return [
+        Plan(
+            fault, path, ("fully_shard", "wrapper")[number % 2 and fault not in job.OF_FULLY_SHARD]
+        )
+        for number, fault in enumerate(job.FAULTS)
+        if fault not in job.STALLS
+        for path in ("nccl_hosts", "nccl")
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("plan", _plans_on_a_gpu(), ids=lambda plan: plan.name)
+def test_a_fault_is_named_over_nccl(plan: Plan) -> None:
+    check(plan)
 
 
 def test_a_rank_of_another_host_that_leaves_before_it_has_run_is_named() -> None:

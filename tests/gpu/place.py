@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fullshard
@@ -59,6 +58,19 @@ class Place:
     def own(self, tokens: Tensor) -> Tensor:
         """Cut this rank's part of a batch."""
         return tokens.chunk(self.size)[self.rank]
+
+
+def nccl_host(host: int) -> dict[str, str]:
+    """Return the environment in which NCCL takes a process for one on this host, reached through sockets.
+
+    NCCL refuses two ranks of one host on one GPU, but lets two hosts name theirs alike.
+    """
+    return {
+        "NCCL_HOSTID": f"host-{host}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NET": "Socket",
+    }
 
 
 @contextlib.contextmanager
@@ -143,11 +155,12 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, fullshard.FullyShardedDataParallel):
         with fullshard.FullyShardedDataParallel.summon_full_params(model):
             return {clean(name): p.detach().cpu().clone() for name, p in model.named_parameters()}
-    found = {}
-    for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        found[clean(name)] = value.full_tensor() if isinstance(value, DTensor) else value
-    return {name: value.cpu() for name, value in found.items()}
+    if isinstance(model, fullshard.FSDPModule):
+        # Not by `full_tensor`: over Gloo, with tensors on a GPU, torch 2.11 dies in it.
+        names = {name for name, _ in model.named_parameters()}
+        found = fullshard.iter_full_state(model)
+        return {clean(name): value.cpu() for name, value in found if name in names}
+    return {clean(name): p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 def clean(name: str) -> str:

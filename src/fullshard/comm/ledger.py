@@ -13,7 +13,7 @@ it has moved any data, and the other one while it waits.
 Beside its entries, a rank keeps a **trail** there: which units it ran, which need not be the same.
 Where entries differ, the trails tell at which unit the paths parted, often earlier.
 
-Ranks of one host keep all that in memory that they share. Where they share none, each has its own. They
+Ranks of one host keep all that in memory that they share. Where they share none, and over NCCL, each has its own. They
 agree on what comes next before they do it (see `agreed_order`), and where they do not, each shows
 others the last that it entered (`tail`): see `sentry`.
 
@@ -140,6 +140,7 @@ class Ledger:
         # Entries of a rank that shares no memory, by slot: checksum, moment, text.
         self._alone = [(0, 0, b"")] * _KEPT_ALONE
         self.order: Order | None = None  # for ranks that share no memory
+        self.is_on_device = False  # whether what is entered runs there, behind the host
         # The last place at which ranks differed and have been told. What they do after an error that the
         # program catches is compared from there.
         self.settled_at = 0

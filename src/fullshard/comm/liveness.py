@@ -9,12 +9,12 @@ import contextlib
 import os
 import time
 import weakref
-from pathlib import Path
 
 import torch.distributed as dist
 
 from fullshard.comm.ledgers import known_ledger
 from fullshard.comm.patience import loss, unreachable
+from fullshard.comm.processes import is_running
 from fullshard.comm.shared_memory import SharedMemory, host_identity
 from fullshard.errors import CommError, DivergenceError
 from fullshard.torch_private import default_group, default_store
@@ -107,16 +107,7 @@ def _lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[in
                     processes[rank] = int(pid)
     deadline = time.monotonic() + within_s
     while True:
-        lost = [rank for rank, pid in processes.items() if not _is_running(pid)]
+        lost = [rank for rank, pid in processes.items() if not is_running(pid)]
         if lost or not processes or time.monotonic() >= deadline:
             return lost
         time.sleep(0.02)
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether a process of this host runs; True if that cannot be found out."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # gone before, or while it was read
-        return not Path("/proc/self").exists()  # without /proc, every process seems to be gone
-    return state not in "ZX"  # zombie or dead: its parent has not asked for its exit status yet

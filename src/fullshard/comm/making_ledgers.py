@@ -1,4 +1,8 @@
-"""Making the ledger of a group: in memory that its ranks share, or one on each rank."""
+"""Making the ledger of a group: in memory that its ranks share, or one on each rank.
+
+Over NCCL each rank has its own, also on one host. A host starts collectives far ahead of its device: in a
+shared ledger, whoever comes late would find the other one waiting for a device that never comes free.
+"""
 
 import logging
 
@@ -20,8 +24,8 @@ WITHOUT_PROCESSES = {"fake"}
 def ledger_of(group: dist.ProcessGroup, backend: str) -> Ledger | None:
     """Return the ledger of a group, the same one every time; None if its ranks may be threads.
 
-    backend: of the group. Ranks of one host share the ledger's memory; others have one each, and agree
-    on the order of what they do. Every rank of the group must call it.
+    backend: of the group. Over Gloo, ranks of one host share the ledger's memory; others have one each, and
+    agree on the order of what they do. Every rank of the group must call it.
     """
     if type(group) is not dist.ProcessGroup:
         return None
@@ -29,18 +33,23 @@ def ledger_of(group: dist.ProcessGroup, backend: str) -> Ledger | None:
 
 
 def _make_ledger(group: dist.ProcessGroup, backend: str) -> Ledger:
+    shared: SharedMemory | None = None
     try:
         if backend == "gloo":
             return SharedMemory.connect(group).ledger
         if backend == "nccl":
             # Its collectives want a device, which may be another one later.
-            return SharedMemory.connect(group, exchange_through_store).ledger
+            shared = SharedMemory.connect(group, exchange_through_store)
     # RuntimeError of a store that cannot exchange anything, as that of fake process groups.
     except (UnavailableError, RuntimeError) as reason:
         logger.info("ranks share no ledger: %s", reason)
     ranks = dist.get_process_group_ranks(group)
     ledger = Ledger(group.rank(), ranks, None, name=group.group_name)
+    if shared is not None:
+        ledger.slots, ledger.pids = shared.slots, shared.pids
     if backend not in WITHOUT_PROCESSES:
-        sentry().serve_other_hosts()
+        if shared is None:
+            sentry().serve_other_hosts()
+        ledger.is_on_device = backend != "gloo"
         ledger.order = AgreedOrder.of(ledger, group)
     return ledger

@@ -198,5 +198,6 @@ def _decoded(text: bytes) -> Notice:
     fields = json.loads(text)
     fields["state"] = State(fields["state"])
     fields["groups"] = {key: GroupCounts(**counts) for key, counts in fields["groups"].items()}
-    fields["stack"], fields["waited"] = tuple(fields["stack"]), tuple(fields["waited"])
+    for name in ("stack", "waited", "on_device"):
+        fields[name] = tuple(fields[name])
     return Notice(**fields)

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from multiprocessing import util
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ from fullshard.comm import tails
 from fullshard.comm.backends import abort
 from fullshard.comm.ledger import Ledger, Teller, group_key, ledgers, tellers
 from fullshard.comm.notices import Board
+from fullshard.comm.processes import is_running
 from fullshard.comm.whereabouts import (
     call_of,
     counts_of_groups,
@@ -51,7 +52,9 @@ from fullshard.plan.standstill import (
     GroupCounts,
     Notice,
     State,
+    describe_still,
     describe_stuck,
+    ended_without,
     find_stuck,
 )
 from fullshard.torch_private import default_group, distributed_world
@@ -64,6 +67,7 @@ _HOLD_S = 1.5  # for other ranks to come to their verdicts too
 _GRACE_S = 4.0  # for a call of torch.distributed to end after the verdict
 # Notices at which it looks at those of others: often at first, seldom in a long wait.
 _JUDGES_AT = {*range(STEADY_BEATS, 16), *(1 << power for power in range(4, 32))}
+_REPORTED_AT = 14  # notices, of ranks whose collectives run on a device
 _TOLD_AT = {1, STEADY_BEATS}  # notices that go to the store
 _GATHER_S = 0.5  # for ranks to come to a place at which two differ
 _TELL_S = 1.5  # for the first rank at such a place to say how they differ
@@ -265,18 +269,32 @@ class Sentry(Teller):
             self._about = found.about
             self._deliver(DivergenceError(found.text), own, found.ranks)
             return
-        if not own.is_blocked:
-            return
-        stuck = find_stuck(notices, self._world_size)
+        _add_killed(notices)
+        # The collectives on its device will never end, though it may not wait for them yet.
+        ended = ended_without(own, notices)
+        stuck = {self._rank} if ended else find_stuck(notices, self._world_size)
         if self._rank not in stuck:
+            if own.beat == _REPORTED_AT and own.on_device and self._rank == min(notices):
+                self._report_still(notices)
             return
         others = [each for rank, each in sorted(notices.items()) if rank != self._rank]
         if final := [final_error(each) for each in others if each.is_final]:
             self._deliver(final[0], own, stuck)
             return
-        text = describe_stuck(notices, stuck, self._world_size)
+        text = describe_stuck(notices, stuck, self._world_size, ended)
         has_failed = any(each.state is State.ENDED and each.error for each in others)
         self._deliver(PeerLostError(text) if has_failed else DivergenceError(text), own, stuck)
+
+    def _report_still(self, notices: Mapping[int, Notice]) -> None:
+        """Log what ranks do of which none moves, though some may only compute."""
+        if text := describe_still(notices, self._world_size):
+            logger.warning(
+                "No rank has moved for %.0f s: %s. A rank that runs may wait for its device, and that for another "
+                "rank. If none of them computes, let every rank make the same calls in the same order; else the "
+                "process group's timeout will end the job.",
+                _STILL_S + _TICK_S * _REPORTED_AT,
+                text,
+            )
 
     def _deliver(self, verdict: FullshardError, own: Notice, stuck: Iterable[int] = ()) -> None:
         """Have the rank raise a verdict. stuck: ranks that will find one too."""
@@ -284,9 +302,10 @@ class Sentry(Teller):
             # Before others learn of it: one that ends breaks this rank's call.
             self._delivered, self._delivered_at = verdict, time.monotonic()
             raise_in(self._thread_looked_at(), verdict)
+            # Its own, and one of torch.distributed's too if it is on the device.
+            self._free_device(own.on_device)
         if own.state is State.RUNS:  # perhaps waiting for its device, and so not to be reached
             logger.error("rank %d, at %s: %s", self._rank, own.at, verdict)
-            self._free_device(tails.key_of(self._about))
         if isinstance(verdict, DivergenceError):
             self._final = str(verdict)
             self._post(
@@ -296,13 +315,10 @@ class Sentry(Teller):
             self._hold(set(stuck) - {self._rank})
             self._verdict = verdict
 
-    def _free_device(self, key: str) -> None:
-        """End a group's collectives on the device, which ranks never started together.
-
-        So that the host goes on that waits for the device.
-        """
+    def _free_device(self, keys: Collection[str]) -> None:
+        """End groups' collectives on the device, so that the host goes on that waits for the device."""
         for group in list(distributed_world.pg_map):
-            if group_key(group.group_name, dist.get_process_group_ranks(group)) == key:
+            if group_key(group.group_name, dist.get_process_group_ranks(group)) in keys:
                 with contextlib.suppress(Exception):
                     abort(group)
 
@@ -331,17 +347,22 @@ class Sentry(Teller):
 
     # What this rank does
 
-    def _thread_looked_at(self) -> int:
+    @property
+    def _usual_thread(self) -> int:
+        """The thread that runs the model."""
         threads = [ledger.thread for ledger in ledgers()]
-        usual = next((each for each in threads if each is not None), threading.get_ident())
-        waiting = list(self._waits)  # of threads
+        return next((each for each in threads if each is not None), threading.get_ident())
+
+    def _thread_looked_at(self) -> int:
+        usual, waiting = self._usual_thread, list(self._waits)
         return usual if usual in waiting or not waiting else waiting[0]
 
     def _look(self) -> Notice:
         """Return a notice of what this rank does now."""
         thread = self._thread_looked_at()
         waiting = self._waits.get(thread)
-        frame = sys._current_frames().get(thread)
+        frames = sys._current_frames()
+        frame = frames.get(thread)
         state, where, op, meets_all = State.RUNS, "", "", False
         waited: tuple[str, ...] = ()
         if self._group() is None or not dist.is_initialized():
@@ -359,7 +380,8 @@ class Sentry(Teller):
             beat=1,
             where=where,
             op=op,
-            at=line_in_program(frame),
+            # A thread of autograd's runs no line of the program's, but one that called backward does.
+            at=line_in_program(frame) or line_in_program(frames.get(self._usual_thread)),
             moment=_moment(),
             groups=self._groups,
             waited=waited,
@@ -367,6 +389,7 @@ class Sentry(Teller):
             tails={each.key: each.tail() for each in ledgers() if not each.is_shared},
             has_threads=runs_program_beside(thread),
             meets_all=meets_all,
+            on_device=tuple(each.key for each in ledgers() if each.is_on_device),
             error=self._final,
             is_final=bool(self._final),
             about=self._about,
@@ -405,13 +428,14 @@ class Sentry(Teller):
                 return
             self._ended.set()
             with contextlib.suppress(Exception):
-                if dist.is_initialized():
+                if has_groups := dist.is_initialized():
                     self._groups = counts_of_groups()
                 notice = Notice(
                     self._rank,
                     State.ENDED,
                     moment=_moment(),
                     groups=self._groups,
+                    has_left=not has_groups,
                     error=self._final or error,
                     is_final=bool(self._final),
                     is_loss=self._is_loss,
@@ -441,6 +465,18 @@ def sentry() -> Sentry:
         tellers[1:] = [_sentries[pid]]
         _sentries[pid].start()
     return _sentries[pid]
+
+
+def _add_killed(notices: dict[int, Notice]) -> None:
+    """Add notices for ranks of this host whose processes have ended without a word."""
+    for ledger in ledgers():
+        for rank, pid in ledger.pids.items() if ledger.is_on_device else ():
+            notice = notices.get(rank)
+            if (notice is None or not notice.has_gone) and not is_running(pid):
+                counts = {ledger.key: GroupCounts(len(ledger.ranks), 0, 0)}
+                notices[rank] = Notice(
+                    rank, State.ENDED, groups=counts, error="a signal, or by os._exit"
+                )
 
 
 def _progress() -> int:

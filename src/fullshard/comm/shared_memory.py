@@ -122,13 +122,19 @@ class SharedMemory:
         for pidfd in self._rank_of_pidfd:
             self._pidfds.register(pidfd, select.POLLIN)
         ranks = [peer.global_rank for peer in introductions]
-        self.ledger = Ledger(
-            rank, ranks, memoryview(control)[counters_nbytes:ledger_end], self._fence, name
-        )
-        self.ledger.slots = Slots(rank, ranks, memoryview(control)[ledger_end:])
-        self.ledger.pids = {peer.global_rank: peer.pid for peer in introductions}
+        self._name = name
+        self._entries = memoryview(control)[counters_nbytes:ledger_end]
+        self.slots = Slots(rank, ranks, memoryview(control)[ledger_end:])
+        self.pids = {peer.global_rank: peer.pid for peer in introductions}
         self._sentry = sentry()
         self._connections.add(self)
+
+    @functools.cached_property
+    def ledger(self) -> Ledger:
+        """The ledger of the group, in this memory."""
+        made = Ledger(self.rank, self.slots.ranks, self._entries, self._fence, self._name)
+        made.slots, made.pids = self.slots, self.pids
+        return made
 
     @classmethod
     def give_up(cls, lost_rank: int) -> None:
@@ -308,7 +314,7 @@ class SharedMemory:
                     self.ledger.compare()
                     self._sentry.check()
                     self._check_alive(counter, value, label)
-                    patience.check({peer: self.ledger.pids.get(peer) for peer in late})
+                    patience.check({peer: self.pids.get(peer) for peer in late})
 
     def _fence(self) -> None:
         """Order what this thread wrote and read before with what it writes and reads after.

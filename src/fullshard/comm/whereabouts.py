@@ -35,6 +35,8 @@ _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_obj
 _BETWEEN_TWO |= {"recv_object_list", "_coalescing_manager"}
 # They meet all ranks of the job through the store, which counts nothing.
 _MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "init_process_group"}
+# The innermost Python function of a thread that waits for a backward.
+_BACKWARD, _AUTOGRAD = "_engine_run_backward", _TORCH + "autograd" + os.sep
 
 
 class Call(NamedTuple):
@@ -113,13 +115,20 @@ def line_in_program(frame: types.FrameType | None) -> str:
 
 
 def runs_program_beside(thread: int) -> bool:
-    """Whether another thread than this one runs code of the program, libraries left out."""
+    """Whether another thread than this one runs code of the program, libraries left out.
+
+    One that called backward does not: on a device, threads of autograd's run it, and this is one of them.
+    """
     return any(
         _is_program(frame) and "site-packages" not in frame.f_code.co_filename
         for ident, innermost in sys._current_frames().items()
-        if ident not in (thread, threading.get_ident())
+        if ident not in (thread, threading.get_ident()) and not _waits_for_backward(innermost)
         for frame, _ in traceback.walk_stack(innermost)
     )
+
+
+def _waits_for_backward(frame: types.FrameType) -> bool:
+    return frame.f_code.co_name == _BACKWARD and _is_in(frame, _AUTOGRAD)
 
 
 def stack_of(frame: types.FrameType | None) -> tuple[str, ...]:

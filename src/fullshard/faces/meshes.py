@@ -26,7 +26,7 @@ from fullshard.engine.params.form import ParamForm
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, MisuseError, ShardingError, UnsupportedError
 from fullshard.plan.mesh import MeshPlan
-from fullshard.torch_private import DTensorSpec, StridedShard, TensorMeta
+from fullshard.torch_private import DTensorSpec, StridedShard, TensorMeta, default_group
 
 
 @dataclasses.dataclass
@@ -122,12 +122,29 @@ class ShardPlacementResult:
 
 
 def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return a 1-D mesh of all ranks, and initialise the process group if nobody has."""
+    """Return a 1-D mesh of all ranks, and initialise the process group if nobody has.
+
+    The same one as long as somebody has it. Where there is a GPU and the default group is Gloo's, each new mesh
+    has a process group of its own, and each group its own memory, connections and ledger.
+    """
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=dim_names)
+    world = default_group()
+    for_group, known = _default_meshes.get((device_type, dim_names), (None, None))
+    mesh = known() if known is not None and for_group is not None and for_group() is world else None
+    if mesh is None:
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=dim_names)
+        _default_meshes[device_type, dim_names] = weakref.ref(world), weakref.ref(mesh)
+    return mesh
+
+
+# The default group that each was made for, and the mesh. Neither is kept alive.
+_default_meshes: dict[
+    tuple[str, tuple[str, ...] | None],
+    tuple["weakref.ref[dist.ProcessGroup]", "weakref.ref[DeviceMesh]"],
+] = {}
 
 
 def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:

@@ -15,7 +15,7 @@ all its ranks have issued may still be moving bytes. Neither is ever called stuc
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fullshard.plan.paths import by_text, name_ranks
 
@@ -64,6 +64,8 @@ class Notice:
     tails: of each group whose ledger is not in shared memory.
     has_threads: whether other threads of its process run code of the program.
     meets_all: whether it waits for every rank of the job, which no counter shows.
+    on_device: keys of the groups whose collectives run on a device, for which it may wait while it runs.
+    has_left: whether it destroyed its process groups before it ended, so that ``groups`` are of before.
     error: the exception that ended it, or that it is about to raise; empty if there is none.
     is_final: whether ``error`` is to be raised by all ranks that wait for this one. is_loss: as an error
         about a rank that is lost, not about paths that differ.
@@ -84,6 +86,8 @@ class Notice:
     tails: Tails = dataclasses.field(default_factory=dict)
     has_threads: bool = False
     meets_all: bool = False
+    on_device: tuple[str, ...] = ()
+    has_left: bool = False
     error: str = ""
     is_final: bool = False
     is_loss: bool = False
@@ -177,6 +181,36 @@ def find_stuck(notices: Mapping[int, Notice], world_size: int) -> set[int]:
             del waits[rank]
 
 
+def ended_without(notice: Notice, notices: Mapping[int, Notice]) -> set[int]:
+    """Return ranks that ended before a collective that this rank has started on a device.
+
+    It will never be complete, and the host that waits for the device cannot be told otherwise.
+    """
+    if notice.state is not State.RUNS or notice.beat < STEADY_BEATS:
+        return set()
+    return {
+        rank
+        for rank, each in notices.items()
+        if each.state is State.ENDED and not each.has_left
+        for key in notice.on_device
+        if key in each.groups and _waits(notice, each, key)
+    }
+
+
+def describe_still(notices: Mapping[int, Notice], world_size: int) -> str:
+    """Say what ranks do that stand still, one of them in a collective; empty if one moves.
+
+    For ranks whose collectives run on a device: one that waits there looks like one that computes.
+    """
+    are_all_still = len(notices) == world_size and all(
+        each.beat >= STEADY_BEATS and not each.has_gone for each in notices.values()
+    )
+    if not are_all_still or not any(each.is_blocked for each in notices.values()):
+        return ""
+    seen = by_text({rank: str(each) for rank, each in notices.items()})
+    return "; ".join(f"{ranks}: {text}" for ranks, text in seen)
+
+
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
     """A place at which ledgers differ. key: of the group. entries: moments and texts, by rank."""
@@ -202,9 +236,14 @@ def first_mismatch(tails: Mapping[int, Tails]) -> Mismatch | None:
     return None
 
 
-def describe_stuck(notices: Mapping[int, Notice], stuck: set[int], world_size: int) -> str:
-    """Say what each stuck rank does and who is missing. The same words on every rank."""
-    involved = set(stuck)
+def describe_stuck(
+    notices: Mapping[int, Notice], stuck: set[int], world_size: int, ended: Collection[int] = ()
+) -> str:
+    """Say what each stuck rank does and who is missing. The same words on every rank.
+
+    ended: ranks that they wait for on a device.
+    """
+    involved = {*stuck, *ended}
     for rank in stuck:
         involved |= waits_for(notices[rank], notices, world_size) or set()
     gone = {rank for rank in involved if notices[rank].has_gone}
