@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -18,8 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.gpu import over_nccl  # noqa: F401  (adds its checks)
 from tests.gpu.checks import CHECKS
-from tests.gpu.place import Place
+from tests.gpu.place import Place, nccl_host
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 150.0
@@ -55,12 +57,16 @@ def main(arguments: list[str] | None = None) -> int:
         print("no GPU: torch.cuda.is_available() is False, so no check was run", file=sys.stderr)
         return NO_GPU
     names = [name for name in CHECKS if options.only in name]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        results = []
-        for result in pool.map(lambda name: run_check(name, options.device), names):
-            results.append(result)
-            print(f"{result.outcome:7} {result.seconds:6.1f} s  {result.name}: {_first(result)}")
-            sys.stdout.flush()
+    timed = [name for name in names if CHECKS[name].is_timed]
+    results = []
+    for together, jobs in (([n for n in names if n not in timed], options.jobs), (timed, 1)):
+        with ThreadPoolExecutor(jobs) as pool:
+            for result in pool.map(lambda name: run_check(name, options.device), together):
+                results.append(result)
+                print(
+                    f"{result.outcome:7} {result.seconds:6.1f} s  {result.name}: {_first(result)}"
+                )
+                sys.stdout.flush()
     failed = [result for result in results if result.outcome == "failed"]
     for result in failed:
         print(f"\n--- {result.name}\n{result.text}")
@@ -94,7 +100,7 @@ def run_check(name: str, device: str) -> Result:
             subprocess.Popen(
                 [*command, str(rank)],
                 cwd=ROOT,
-                env=_environment(),
+                env=_environment(rank if check.is_apart else None),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -112,6 +118,7 @@ def run_check(name: str, device: str) -> Result:
 
 def run_rank(options: argparse.Namespace) -> int:
     """Be one rank of a check."""
+    faulthandler.enable()
     check = CHECKS[options.run]
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if options.device == "cuda":
@@ -144,7 +151,8 @@ def _collect(rank: subprocess.Popen[str], deadline: float) -> str:
     return text
 
 
-def _environment() -> dict[str, str]:
+def _environment(host: int | None) -> dict[str, str]:
+    """Return the environment of a rank. host: the number of its host, where it has one of its own."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -152,6 +160,7 @@ def _environment() -> dict[str, str]:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for equal bits
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **({} if host is None else nccl_host(host)),
     }
 
 
