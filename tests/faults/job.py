@@ -80,7 +80,7 @@ class Plan:
     def name(self) -> str:
         """A short name, for tests' ids."""
         after = f"-{self.after}" if self.fault == "out_of_data" else ""
-        return f"{self.fault}{after}-{self.path}-{self.face}-{self.size}ranks"
+        return f"{self.fault}{after}-{self.path}-{self.face}-{self.size}ranks-step{self.step}"
 
     def is_at(self, step: int, rank: int) -> bool:
         """Whether the fault is planted here."""

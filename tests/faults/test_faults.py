@@ -98,6 +98,9 @@ def _plans() -> list[Plan]:
         *(Plan(fault, "like_cuda") for fault in ("swap", "skip")),
         *(Plan(fault, "hosts") for fault in ("swap", "frozen", "freeze", "barrier")),
         *(Plan(fault, "hosts", size=3) for fault in ("kill", "raise_in_loss")),
+        *(
+            Plan("kill", "hosts", size=3, step=step) for step in (1, 2)
+        ),  # while others ask in the store
         Plan("state_dict", "process_group", size=3, rank=0),
         Plan("barrier", "auto", size=3, rank=2),
     ]
@@ -133,6 +136,14 @@ def test_a_rank_that_stalls_is_given_up_with_what_it_does(fault: str, path: str,
     assert "for rank 1, alive but not here yet" in waiting.text
     assert "step 2, backward" in waiting.text  # the last that it did with the others
     assert said in waiting.text
+
+
+def test_a_rank_of_another_host_that_is_stopped_is_not_lost() -> None:
+    """Its connections stay, and it may go on."""
+    (waiting, stopped) = run(Plan("stop", "hosts", step=1, timeout_s=6.0), limit_s=20.0)
+    assert stopped.exit_code is None
+    assert waiting.kinds[0] == "PeerTimeoutError", waiting.words
+    assert "rank 1" in waiting.text
 
 
 def _plans_on_a_gpu() -> list[Plan]:

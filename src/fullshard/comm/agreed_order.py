@@ -146,8 +146,9 @@ class AgreedOrder:
                 patience.check(dict.fromkeys(others))
 
     def _check_ended(self, others: list[int], answer: str, what: str) -> None:
-        """Raise the error for ranks that have said their last, and so will not come to ask."""
-        gone = [rank for rank in others if sentry().last_words(rank) is not None]
+        """Raise the error for ranks that have ended, and so will not come to ask."""
+        gone = {rank for rank in others if sentry().last_words(rank) is not None}
+        gone |= sentry().lost(others)
         # Read after the words: all may have asked before one of them ended.
         if gone and not self._store.check([answer]):
             raise loss(gone, what)

@@ -49,7 +49,7 @@ def _make_ledger(group: dist.ProcessGroup, backend: str) -> Ledger:
         ledger.slots, ledger.pids = shared.slots, shared.pids
     if backend not in WITHOUT_PROCESSES:
         if shared is None:
-            sentry().serve_other_hosts()
+            sentry().serve_other_hosts(ranks)
         ledger.is_on_device = backend != "gloo"
         ledger.order = AgreedOrder.of(ledger, group)
     return ledger

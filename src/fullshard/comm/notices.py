@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import socket
 import time
 import weakref
 import zlib
@@ -30,6 +31,7 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=5)
 _KEY = "fullshard/notice/{}/{}"  # epoch, rank
 _LINES = "fullshard/lines"
 _EPOCHS = "fullshard/epochs/{}"
+_LOST = "fullshard/lost/{}"  # there if a rank is, under whose number there is another key
 _ROLL = "fullshard/roll/{}"  # counts roll calls of an epoch
 
 
@@ -157,6 +159,34 @@ class Board:
                         )
                 time.sleep(0.02)
         return found
+
+    def own_addresses(self) -> list[str]:
+        """Return the address by which this host reaches the store's, if that is known."""
+        store = self._store
+        while (inner := getattr(store, "underlying_store", None)) is not None:
+            store = inner
+        try:
+            kind = socket.SOCK_DGRAM
+            family, _, _, _, address = socket.getaddrinfo(store.host, store.port, type=kind)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # chooses a route, and sends nothing
+                return [str(probe.getsockname()[0])]
+        except (OSError, AttributeError):  # of stores without a host
+            return []
+
+    def post_lost(self, rank: int) -> None:
+        """Tell all ranks that one has ended without a word."""
+        with contextlib.suppress(Exception):
+            self._connected().set(f"{_LOST.format(self._epoch)}/{rank}", "")
+            self._connected().set(_LOST.format(self._epoch), "")
+
+    def lost(self, ranks: Collection[int]) -> set[int]:
+        """Return those of ``ranks`` of which a rank has said that they ended without a word."""
+        with contextlib.suppress(Exception):
+            key = _LOST.format(self._epoch)
+            if self._connected().check([key]):
+                return {rank for rank in ranks if self._connected().check([f"{key}/{rank}"])}
+        return set()
 
     def call_roll(self, ranks: Collection[int], timeout_s: float) -> set[int]:
         """Return those of ``ranks`` whose sentries do not answer in time."""

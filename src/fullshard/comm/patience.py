@@ -15,7 +15,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fullshard.comm.ledger import ledgers
-from fullshard.comm.sentry import final_error, sentry
+from fullshard.comm.sentry import sentry
+from fullshard.comm.verdicts import final_error
 from fullshard.errors import (
     CommError,
     DivergenceError,

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from multiprocessing import util
 from typing import NamedTuple
 
@@ -35,8 +35,9 @@ import torch.distributed as dist
 from fullshard.comm import tails
 from fullshard.comm.backends import abort
 from fullshard.comm.ledger import Ledger, Teller, group_key, ledgers, tellers
+from fullshard.comm.neighbours import Neighbours
 from fullshard.comm.notices import Board
-from fullshard.comm.processes import is_running
+from fullshard.comm.verdicts import find_verdict, report_still
 from fullshard.comm.whereabouts import (
     call_of,
     counts_of_groups,
@@ -52,10 +53,6 @@ from fullshard.plan.standstill import (
     GroupCounts,
     Notice,
     State,
-    describe_still,
-    describe_stuck,
-    ended_without,
-    find_stuck,
 )
 from fullshard.torch_private import default_group, distributed_world
 
@@ -90,6 +87,7 @@ class Sentry(Teller):
     """What this process knows of standing still. One per process: `sentry()`."""
 
     def __init__(self) -> None:
+        self._rank = dist.get_rank()
         self._group = weakref.ref(default_group())
         self._board = Board(dist.get_world_size())
         self._ended = threading.Event()
@@ -102,13 +100,13 @@ class Sentry(Teller):
         self._final = ""  # an error that all ranks raise which wait for this one
         self._is_loss = False  # whether that is of a lost rank
         self._has_other_hosts = False
+        self._neighbours = Neighbours(self._rank, self._board)
         self._answered_at = 0.0  # when it last looked whether it is asked for
         self._waits: dict[int, _Waiting] = {}  # by thread
         self._progress = -1
         self._still_since = time.monotonic()
         self._last: Notice | None = None
         self._groups: dict[str, GroupCounts] = {}
-        self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
 
     def start(self) -> None:
@@ -122,9 +120,10 @@ class Sentry(Teller):
             # function of `atexit`. The thread must not be in C++ when the interpreter ends.
             util.Finalize(None, self._end, exitpriority=0)
 
-    def serve_other_hosts(self) -> None:
-        """Take note that some ranks share no memory with this one."""
+    def serve_other_hosts(self, ranks: Sequence[int]) -> None:
+        """Look after ranks of a group that share no memory. Every rank of the group must call it."""
         self._has_other_hosts = True
+        self._neighbours.meet(ranks)
 
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Whether it was made for this default group."""
@@ -133,6 +132,7 @@ class Sentry(Teller):
     def stop(self) -> None:
         """End the thread, without a word."""
         self._ended.set()
+        self._neighbours.close()
 
     # For the thread that trains
 
@@ -207,6 +207,10 @@ class Sentry(Teller):
             return found if self._board.is_reachable else None
         return None
 
+    def lost(self, ranks: Collection[int]) -> set[int]:
+        """Return those of ``ranks`` that share no memory with some rank, and have ended without a word."""
+        return self._board.lost(ranks) if self._has_other_hosts else set()
+
     def last_words(self, rank: int) -> Notice | None:
         """Return what a rank that has left or ended has said last; None if it has said nothing."""
         notice = self._board.read([rank]).get(rank)
@@ -225,6 +229,9 @@ class Sentry(Teller):
         if self._has_other_hosts and now - self._answered_at > _ROLL_EVERY_S:
             self._answered_at = now
             self._board.answer_roll(self._rank)
+        for rank in self._neighbours.ended():
+            if self.last_words(rank) is None:
+                self._board.post_lost(rank)
         if (progress := _progress()) != self._progress:
             self._progress, self._still_since = progress, now
             if self._last is not None or self._final:
@@ -256,45 +263,14 @@ class Sentry(Teller):
 
     def _judge(self, own: Notice) -> None:
         """Deliver a verdict if the ranks' ledgers differ, or this rank can never go on."""
-        if own.is_blocked:
-            for ledger in ledgers():
-                try:
-                    ledger.compare()
-                except DivergenceError as error:
-                    self._deliver(error, own)
-                    return
         notices = self._board.read(range(self._world_size))
         notices[self._rank] = own
-        if (found := tails.find_difference(self._board, self._rank, notices)) is not None:
-            self._about = found.about
-            self._deliver(DivergenceError(found.text), own, found.ranks)
-            return
-        _add_killed(notices)
-        # The collectives on its device will never end, though it may not wait for them yet.
-        ended = ended_without(own, notices)
-        stuck = {self._rank} if ended else find_stuck(notices, self._world_size)
-        if self._rank not in stuck:
-            if own.beat == _REPORTED_AT and own.on_device and self._rank == min(notices):
-                self._report_still(notices)
-            return
-        others = [each for rank, each in sorted(notices.items()) if rank != self._rank]
-        if final := [final_error(each) for each in others if each.is_final]:
-            self._deliver(final[0], own, stuck)
-            return
-        text = describe_stuck(notices, stuck, self._world_size, ended)
-        has_failed = any(each.state is State.ENDED and each.error for each in others)
-        self._deliver(PeerLostError(text) if has_failed else DivergenceError(text), own, stuck)
-
-    def _report_still(self, notices: Mapping[int, Notice]) -> None:
-        """Log what ranks do of which none moves, though some may only compute."""
-        if text := describe_still(notices, self._world_size):
-            logger.warning(
-                "No rank has moved for %.0f s: %s. A rank that runs may wait for its device, and that for another "
-                "rank. If none of them computes, let every rank make the same calls in the same order; else the "
-                "process group's timeout will end the job.",
-                _STILL_S + _TICK_S * _REPORTED_AT,
-                text,
-            )
+        verdict = find_verdict(own, notices, self._board, self._world_size)
+        if verdict is not None:
+            self._about = verdict.about or self._about
+            self._deliver(verdict.error, own, verdict.ranks)
+        elif own.beat == _REPORTED_AT and own.on_device and self._rank == min(notices):
+            report_still(notices, self._world_size, _STILL_S + _TICK_S * _REPORTED_AT)
 
     def _deliver(self, verdict: FullshardError, own: Notice, stuck: Iterable[int] = ()) -> None:
         """Have the rank raise a verdict. stuck: ranks that will find one too."""
@@ -411,6 +387,7 @@ class Sentry(Teller):
             self._thread.join(timeout=2 * _TICK_S)
         if self._rank == 0 and self._has_other_hosts:
             self._outlast_others()
+        self._neighbours.close()
 
     def _outlast_others(self) -> None:
         """Wait for the others to end, or to read that this rank has: the store may go with this process."""
@@ -444,11 +421,6 @@ class Sentry(Teller):
                 self._board.post(notice)
 
 
-def final_error(notice: Notice) -> FullshardError:
-    """Return the error that ranks which wait for this one are to raise."""
-    return PeerLostError(notice.error) if notice.is_loss else DivergenceError(notice.error)
-
-
 _sentries: dict[int, Sentry] = {}
 
 
@@ -465,18 +437,6 @@ def sentry() -> Sentry:
         tellers[1:] = [_sentries[pid]]
         _sentries[pid].start()
     return _sentries[pid]
-
-
-def _add_killed(notices: dict[int, Notice]) -> None:
-    """Add notices for ranks of this host whose processes have ended without a word."""
-    for ledger in ledgers():
-        for rank, pid in ledger.pids.items() if ledger.is_on_device else ():
-            notice = notices.get(rank)
-            if (notice is None or not notice.has_gone) and not is_running(pid):
-                counts = {ledger.key: GroupCounts(len(ledger.ranks), 0, 0)}
-                notices[rank] = Notice(
-                    rank, State.ENDED, groups=counts, error="a signal, or by os._exit"
-                )
 
 
 def _progress() -> int:
