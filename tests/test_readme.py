@@ -170,8 +170,8 @@ def test_it_begins_with_two_sentences_and_gives_three_reasons() -> None:
     assert re.findall(r"^(\d)\. \*\*", reasons, re.MULTILINE) == ["1", "2", "3"]
 
 
-def test_the_first_screen_says_that_no_gpu_has_run_it() -> None:
-    assert "no GPU has run this code yet" in " ".join(README.splitlines()[:40])
+def test_the_first_screen_says_that_one_gpu_has_run_it() -> None:
+    assert "several GPUs: it has run on **one** only" in " ".join(README.splitlines()[:40])
 
 
 def test_its_program_is_about_ten_lines() -> None:
