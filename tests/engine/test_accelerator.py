@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.faces import meshes
 from tests.api import Api
 from tests.harness import mesh_of, on_ranks
 from tests.models import mlp
@@ -103,3 +104,14 @@ def test_a_device_that_is_asked_for_and_missing_is_refused(api: Api, device: str
     with _built_for_cuda(), refused:
         api.FullyShardedDataParallel(model, device_id=device)
     assert dict(model.named_parameters()) == before
+
+
+@pytest.mark.ours("makes one in each call, and beside a GPU a process group with it")
+@on_ranks(2)
+def test_calls_without_a_mesh_share_one(api: Api) -> None:
+    model = mlp()
+    with mock.patch.object(meshes, "init_device_mesh", wraps=meshes.init_device_mesh) as made:
+        for layer in model:
+            api.fully_shard(layer)
+        _train(api.fully_shard(model))
+    assert made.call_count <= 1  # none, if a test before has one that is still alive
