@@ -19,6 +19,7 @@ from tests.training import (
     assert_equal,
     assert_gradients_are_parts_of,
     assert_parameters_are_parts_of,
+    full,
     full_parameters,
     gradients_alone,
     local,
@@ -33,6 +34,41 @@ pytestmark = one_way("the other files of this folder; tests/parity; tests/differ
 def _check_step(model: nn.Module, batch: Tensor, expected: dict[str, Tensor]) -> None:
     mean_square(model(my_part(batch))).backward()
     assert_gradients_are_parts_of(model, expected)
+
+
+@pytest.mark.parametrize("reshards", [None, False, True])
+@pytest.mark.parametrize("frozen", ["0.0.weight", "0.", "2.0.weight", "2.", ""])
+@on_ranks(2)
+def test_what_is_frozen_from_forward_to_backward_trains_again(
+    api: Api, frozen: str, reshards: bool | None
+) -> None:
+    """As a GAN's discriminator is while the generator learns, in the form that is in sight then."""
+    model, alone = mlp(), mlp()
+    alone.load_state_dict(model.state_dict())
+    for number, layer in enumerate(model):
+        if number < 2:
+            api.fully_shard(layer, reshard_after_forward=reshards)
+    api.fully_shard(model)  # the last layer's are the root's, which stay whole
+
+    def freeze(which: nn.Module, trained: bool) -> None:
+        for name, parameter in which.named_parameters():
+            if name.startswith(frozen):
+                parameter.requires_grad_(trained)
+
+    for step in range(4):
+        batch = make_batch(16, seed=step)
+        losses = {model: mean_square(model(my_part(batch))), alone: mean_square(alone(batch))}
+        for each, loss in losses.items():
+            if step == 1:
+                freeze(each, False)
+            loss.backward()
+            if step == 1:
+                freeze(each, True)
+        expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+        found = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        assert_equal(found, expected, rtol=1e-4, atol=1e-7)
+        model.zero_grad()
+        alone.zero_grad()
 
 
 @on_ranks(2)

@@ -106,7 +106,7 @@ def _cause(module: nn.Module, inputs: Any) -> str:
         if found := _unlike(tensor):
             return (
                 f"Its input {number} has {found}, which no module has returned: look at the data, and at "
-                "what is computed between modules."
+                "what forward hooks and code between modules compute."
             )
         sizes.append(f"{tensor.detach().abs().max().item():.3g}" if tensor.numel() else "empty")
     return (

@@ -94,6 +94,13 @@ class ShownForm:
         self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
+        # Users had the unsharded parameters in sight and may have frozen some of them. Later it could not be
+        # told from what they do to the sharded ones.
+        self.follow_switch()
+        if self._switch is None:
+            for param in self._params:
+                if param.unsharded is not None:
+                    param.current_unsharded()
         for each in (self._switch,) if self._switch is not None else self._registrars():
             each.show_sharded()
 
@@ -199,7 +206,9 @@ class ShownForm:
         names = [
             param.name
             for param in self._params
-            if param.unsharded is not None and param.requires_grad and is_captured(param.unsharded)
+            if param.unsharded is not None
+            and param.unsharded.requires_grad  # not the sharded one: it may be frozen since forward
+            and is_captured(param.unsharded)
         ]
         if names:
             warnings.warn(
