@@ -147,7 +147,10 @@ class AgreedOrder:
 
     def _check_ended(self, others: list[int], answer: str, what: str) -> None:
         """Raise the error for ranks that have ended, and so will not come to ask."""
-        gone = {rank for rank in others if sentry().last_words(rank) is not None}
+        words = {rank: sentry().last_words(rank) for rank in others}
+        # Not one that is about to raise an error: this rank's sentry will raise the same here, once all who
+        # have to are ready to. A rank that ends breaks the calls of others.
+        gone = {rank for rank, each in words.items() if each is not None and each.has_ended}
         gone |= sentry().lost(others)
         # Read after the words: all may have asked before one of them ended.
         if gone and not self._store.check([answer]):

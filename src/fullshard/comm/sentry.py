@@ -37,11 +37,12 @@ from fullshard.comm.backends import abort
 from fullshard.comm.ledger import Ledger, Teller, group_key, ledgers, tellers
 from fullshard.comm.neighbours import Neighbours
 from fullshard.comm.notices import Board
-from fullshard.comm.verdicts import find_verdict, report_still
+from fullshard.comm.verdicts import final_error, find_verdict, report_still
 from fullshard.comm.whereabouts import (
     call_of,
     counts_of_groups,
     describe_error,
+    is_of_distributed,
     line_in_program,
     raise_in,
     runs_program_beside,
@@ -380,6 +381,9 @@ class Sentry(Teller):
         # multiprocessing the exception is still on its way.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         is_ordinary = isinstance(error, SystemExit) and error.code in (None, 0)
+        if is_of_distributed(error) and (cause := self._cause_of_failure()) is not None:
+            logger.error("rank %d: that call failed because ranks part: %s", self._rank, cause)
+            error = cause
         if isinstance(error, DivergenceError | PeerLostError) and not self._final:
             self._final, self._is_loss = str(error), isinstance(error, PeerLostError)
         self._say_last("" if error is None or is_ordinary else describe_error(error))
@@ -388,6 +392,17 @@ class Sentry(Teller):
         if self._rank == 0 and self._has_other_hosts:
             self._outlast_others()
         self._neighbours.close()
+
+    def _cause_of_failure(self) -> FullshardError | None:
+        """Return what this rank was to raise, or what others have raised, whose ends broke its call."""
+        if self._delivered is not None:
+            return self._delivered
+        with contextlib.suppress(Exception):
+            notices = self._board.read(range(self._world_size))
+            for _, notice in sorted(notices.items()):
+                if notice.rank != self._rank and notice.is_final:
+                    return final_error(notice)
+        return None
 
     def _outlast_others(self) -> None:
         """Wait for the others to end, or to read that this rank has: the store may go with this process."""

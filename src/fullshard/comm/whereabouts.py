@@ -161,6 +161,14 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{at}"[:1000]
 
 
+def is_of_distributed(error: BaseException | None) -> bool:
+    """Whether an error comes from a call of torch.distributed, such as that of a broken connection."""
+    if not isinstance(error, RuntimeError) or isinstance(error, FullshardError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and _is_in(frames[-1], _DISTRIBUTED)
+
+
 def raise_in(thread: int, error: FullshardError) -> None:
     """Have a thread raise an error as soon as it runs Python code again."""
     kind, text = type(error), str(error)

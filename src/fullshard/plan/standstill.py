@@ -104,9 +104,14 @@ class Notice:
         return is_in_collective and self.beat >= STEADY_BEATS and not self.has_threads
 
     @property
+    def has_ended(self) -> bool:
+        """Whether its program, or its process groups, are no more."""
+        return self.state in (State.LEFT, State.ENDED)
+
+    @property
     def has_gone(self) -> bool:
         """Whether it will take part in nothing any more."""
-        return self.state in (State.LEFT, State.ENDED) or self.is_final
+        return self.has_ended or self.is_final
 
     def __str__(self) -> str:
         moment = f" ({self.moment})" if self.moment else ""
