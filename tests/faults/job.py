@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard.comm import liveness, shared_memory
+from fullshard.comm.sentry import sentry
 from fullshard.engine.gradients.queue import ReductionQueue
 from tests.api import Api, use_api
 from tests.autograd_thread import backward_in_a_thread
@@ -384,6 +385,11 @@ def _stop(job: Job) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _barrier_unjudged(_: Job) -> None:
+    sentry()._judge = lambda *_: None  # type: ignore[method-assign]
+    dist.barrier()
+
+
 # What the rank does before its step.
 BETWEEN_STEPS: dict[str, Callable[[Job], Any]] = {
     "unshard": _unshard,
@@ -395,6 +401,7 @@ BETWEEN_STEPS: dict[str, Callable[[Job], Any]] = {
         job.folder / "checkpoint", job.model, job.optimizer
     ),
     "barrier": lambda _: dist.barrier(),
+    "barrier_unjudged": _barrier_unjudged,
     "metric": _count,
     "objects": lambda job: dist.all_gather_object([None] * job.plan.size, "metric"),
     "freeze": _freeze,
