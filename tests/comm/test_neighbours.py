@@ -40,10 +40,9 @@ def doors() -> Doors:
 def ring(doors: Doors) -> Iterator[list[Neighbours]]:
     """Return three ranks, numbers 4, 5 and 7, that have met."""
     members = [Neighbours(rank, cast("Board", doors)) for rank in (4, 5, 7)]
-    for each in (
-        *members,
-        *members,
-    ):  # of this process, the first has to meet one that is not there yet
+    for each in members:
+        each.open()
+    for each in members:
         each.meet([4, 5, 7])
     yield members
     for each in members:
@@ -78,6 +77,7 @@ def test_a_stranger_is_sent_away(ring: list[Neighbours], doors: Doors) -> None:
 
 def test_without_the_next_rank_it_goes_on(doors: Doors) -> None:
     alone = Neighbours(0, cast("Board", doors))
+    alone.open()
     alone.meet([0, 1])
     assert ended(alone) == set()
     doors.lines["door", 1] = ["token", "1", "127.0.0.1"]  # where nobody listens

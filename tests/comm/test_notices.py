@@ -74,3 +74,21 @@ def test_a_notice_always_fits_its_slot(frames: int, error: int, groups: int) -> 
 def test_a_board_needs_the_store_for_ranks_that_share_no_memory(board: Board) -> None:
     assert not board.needs_store
     assert Board(3).needs_store
+
+
+def test_a_store_that_has_gone_is_asked_no_more_and_kept(board: Board) -> None:
+    """A store in a file opens it once more when it is dropped, and ends the process if it cannot."""
+
+    class Gone:
+        num_asked = 0
+
+        def add(self, *_: object) -> int:
+            self.num_asked += 1
+            raise RuntimeError("Too many open files")
+
+    board._store = gone = Gone()
+    for _ in range(2):
+        board.answer_roll(10)
+    assert gone.num_asked == 1
+    assert board._store is gone
+    assert not board.is_reachable

@@ -47,9 +47,12 @@ def _make_ledger(group: dist.ProcessGroup, backend: str) -> Ledger:
     ledger = Ledger(group.rank(), ranks, None, name=group.group_name)
     if shared is not None:
         ledger.slots, ledger.pids = shared.slots, shared.pids
-    if backend not in WITHOUT_PROCESSES:
-        if shared is None:
-            sentry().serve_other_hosts(ranks)
-        ledger.is_on_device = backend != "gloo"
-        ledger.order = AgreedOrder.of(ledger, group)
+    if backend in WITHOUT_PROCESSES:
+        return ledger
+    ledger.is_on_device = backend != "gloo"
+    if shared is None:
+        sentry().serve_other_hosts()
+    ledger.order = AgreedOrder.of(ledger, group)
+    if shared is None and ledger.order is not None:
+        sentry().meet(ranks)
     return ledger

@@ -24,7 +24,7 @@ from fullshard.comm.notices import Board
 logger = logging.getLogger("fullshard")
 
 _DOOR = "door"  # under which ranks say where they can be reached
-_FIND_S = 5.0  # for the next rank to say so
+_FIND_S = 1.0  # for what it has said to be read
 _CONNECT_S = 2.0
 _IDLE_S, _PROBE_S, _NUM_PROBES = 4, 1, 3
 _HELLO_NBYTES = 64
@@ -41,19 +41,24 @@ class Neighbours:
         self._ranks: dict[socket.socket, int | None] = {}  # None until it has said who it is
         _all.add(self)
 
+    def open(self) -> None:
+        """Say where this rank can be reached, unless it has."""
+        if self._server is None:
+            try:
+                self._open()
+            except OSError as reason:
+                logger.info("rank %d cannot be reached by others: %s", self._rank, reason)
+
     def meet(self, ranks: Sequence[int]) -> None:
-        """Connect this rank to the next one of a group. Every rank of the group must call it.
+        """Connect this rank to the next one of a group. To be called once all ranks of the group are open.
 
         Where no connection can be had, as through a firewall, ranks go on without.
         """
         following = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
-        if following == self._rank:
+        if following == self._rank or following in self._ranks.values():
             return
         try:
-            if self._server is None:
-                self._open()
-            if following not in self._ranks.values():
-                self._connect(following)
+            self._connect(following)
         except (OSError, KeyError, ValueError) as reason:
             logger.info("rank %d is not connected to rank %d: %s", self._rank, following, reason)
 

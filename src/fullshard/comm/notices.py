@@ -84,6 +84,7 @@ class Board:
         self._world_size = world_size
         # Made now: to a store that has gone, connecting would be tried for as long as ranks may take to meet.
         self._store: Any = None
+        self._is_store_gone = False
         with contextlib.suppress(Exception):
             self._store = connected_store(_STORE_TIMEOUT)
         self._answered = 0  # the last roll call that this rank has answered
@@ -195,20 +196,24 @@ class Board:
 
     def answer_roll(self, rank: int) -> None:
         """Say that this rank is there, to all who have asked since the last time."""
-        if self._store is None:
+        if self._store is None or self._is_store_gone:
             return
         try:
             asked = int(self._store.add(_ROLL.format(self._epoch), 0))
         except Exception:
-            self._store = None  # it has gone; torch prints a warning for each time that it is asked
+            # torch prints a warning for each time that it is asked. Kept all the same: a store in a file that
+            # is dropped while no file can be opened ends the process.
+            self._is_store_gone = True
             return
         for number in range(self._answered + 1, asked + 1):
             self.post_lines(f"roll/{number}", rank, [])
         self._answered = asked
 
     def _connected(self) -> Any:
-        if self._store is None:
-            raise CommError("The store that the ranks met in takes no second connection.")
+        if self._store is None or self._is_store_gone:
+            raise CommError(
+                "The store that the ranks met in has gone, or takes no second connection."
+            )
         return self._store
 
 

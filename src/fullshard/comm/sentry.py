@@ -121,9 +121,13 @@ class Sentry(Teller):
             # function of `atexit`. The thread must not be in C++ when the interpreter ends.
             util.Finalize(None, self._end, exitpriority=0)
 
-    def serve_other_hosts(self, ranks: Sequence[int]) -> None:
-        """Look after ranks of a group that share no memory. Every rank of the group must call it."""
+    def serve_other_hosts(self) -> None:
+        """Let ranks that share no memory with this one reach it."""
         self._has_other_hosts = True
+        self._neighbours.open()
+
+    def meet(self, ranks: Sequence[int]) -> None:
+        """Connect the ranks of a group, all of which serve each other. Every rank of the group must call it."""
         self._neighbours.meet(ranks)
 
     def serves(self, group: dist.ProcessGroup) -> bool:
