@@ -6,7 +6,7 @@ that the other has ended, and can tell all ranks. Nothing is sent but who it is.
 that holds the interpreter's lock, keeps its connections: it is slow, not lost.
 
 If a host is cut off or loses its power, nobody closes anything. The system then finds out by itself, after
-`_IDLE_S` plus `_NUM_PROBES` times `_PROBE_S`.
+7 s (`_PROBES`).
 """
 
 import contextlib
@@ -26,7 +26,8 @@ logger = logging.getLogger("fullshard")
 _DOOR = "door"  # under which ranks say where they can be reached
 _FIND_S = 1.0  # for what it has said to be read
 _CONNECT_S = 2.0
-_IDLE_S, _PROBE_S, _NUM_PROBES = 4, 1, 3
+# Seconds of silence, seconds between probes, and their number. Not every system has all of them.
+_PROBES = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
 _HELLO_NBYTES = 64
 
 
@@ -110,9 +111,9 @@ class Neighbours:
     def _keep(self, connection: socket.socket, rank: int | None) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+        for name, value in _PROBES.items():
+            if (option := getattr(socket, name, None)) is not None:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._ranks[connection] = rank
 
     def _is_over(self, connection: socket.socket) -> bool:
