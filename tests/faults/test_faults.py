@@ -95,7 +95,7 @@ def _plans() -> list[Plan]:
         Plan("swap", "process_group"),
         Plan("skip", "process_group"),
         Plan("evaluate", "process_group"),
-        *(Plan(fault, "like_cuda") for fault in ("swap", "skip")),
+        *(Plan(fault, "like_cuda") for fault in ("swap", "skip", "barrier", "clip")),
         *(Plan(fault, "hosts") for fault in ("swap", "frozen", "freeze", "barrier")),
         *(Plan(fault, "hosts", size=3) for fault in ("kill", "raise_in_loss")),
         *(
@@ -155,21 +155,21 @@ def test_a_rank_of_another_host_that_is_stopped_is_not_lost() -> None:
 
 
 def _plans_on_a_gpu() -> list[Plan]:
-    """Return every fault over NCCL, where ranks of a host read each other's ledger and where they cannot."""
+    """Return every fault over NCCL, where ranks read each other's ledger and where not, and over CUDA IPC."""
     return [
         Plan(
             fault, path, ("fully_shard", "wrapper")[number % 2 and fault not in job.OF_FULLY_SHARD]
         )
         for number, fault in enumerate(job.FAULTS)
         if fault not in job.STALLS
-        for path in ("nccl_hosts", "nccl")
+        for path in ("nccl_hosts", "nccl", "cuda")
     ]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("plan", _plans_on_a_gpu(), ids=lambda plan: plan.name)
-def test_a_fault_is_named_over_nccl(plan: Plan) -> None:
+def test_a_fault_is_named_on_a_gpu(plan: Plan) -> None:
     check(plan)
 
 

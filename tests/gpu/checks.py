@@ -341,10 +341,10 @@ for _name, _options in {
 
 @check("one-rank-offload-overlaps", needs_cuda=True, is_timed=True)
 def _overlaps(place: Place) -> str:
-    """Copies to and from the host run beside kernels."""
+    """Copies to and from the host run beside kernels, which keep the device busy, so that hosts run ahead."""
     config = LlamaConfig(**{**vars(SIZES["125m"]), "vocab_size": 4096})
     model = shard(place.model(config), mp_policy=MIXED, offload_policy=OFFLOAD)
-    tokens = torch.randint(4096, (8, 1025), device=place.device)
+    tokens = torch.randint(4096, (48, 1025), device=place.device)
     for _ in range(2):
         loss_of(model, tokens).backward()
         model.zero_grad()

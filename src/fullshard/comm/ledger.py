@@ -238,8 +238,11 @@ class Ledger:
         return number
 
     def begin(self, model: int, step: int, phase: Phase) -> None:
-        """Set the moment of what is entered and noted from now on, by the thread that calls."""
-        if phase is not Phase.BACKWARD:  # which may have a thread of autograd's
+        """Set the moment of what is entered and noted from now on."""
+        if phase in (
+            Phase.FORWARD,
+            Phase.EVALUATION,
+        ):  # backward may run in a thread of autograd's, to its end
             self.thread = threading.get_ident()
         self._moment = ((step & _STEPS) << 4 | phase) << 36 | model << 24
 
