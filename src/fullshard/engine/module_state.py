@@ -414,6 +414,11 @@ def state_of_unit(unit: Unit) -> ModuleState | None:
     return reference() if reference is not None else None
 
 
+def is_anything_sharded() -> bool:
+    """Whether this process has a sharded module, of either API."""
+    return len(_owners) > 0
+
+
 def flat_states() -> list[ModuleState]:
     """Return all states in this process whose units have their parameters in flat ones."""
     found = (reference() for unit, reference in _owners.items() if unit.params.is_flat)

@@ -109,10 +109,12 @@ def annotated_form(
 def leave_unchecked(*functions: Callable[..., Any]) -> None:
     """Keep the engine's own work, and these functions, out of type checking.
 
-    Does nothing before the program has imported the package; each call to shard comes here again.
+    Does nothing before the program has imported the package; each call to shard comes here again. Versions
+    before 0.3, which torchtitan 0.3 pins, cannot leave out functions: where types are checked, they stop
+    in the engine.
     """
     spmd = sys.modules.get("spmd_types")
-    if spmd is None:
+    if spmd is None or not hasattr(spmd, "register_no_typecheck"):
         return
     _register_engine(spmd)
     for function in functions:

@@ -35,6 +35,7 @@ class UnitDescription:
     keeps_storage: whether the memory of unsharded parameters is kept while they are sharded.
     unused: what follows for parameters without a gradient; "" if nothing was said.
     divide_factor: what summed gradients are divided by.
+    shard_size, replicate_size: ranks on each axis of the mesh.
     """
 
     name: str
@@ -58,6 +59,8 @@ class UnitDescription:
     unsharded_nbytes: int
     divide_factor: float
     unused: str = ""
+    shard_size: int = 1
+    replicate_size: int = 1
 
     def __str__(self) -> str:
         place = " (read in place)" if self.in_place else ""
@@ -204,6 +207,8 @@ def _describe(shown: _Shown) -> UnitDescription:
         unsharded_nbytes=layout.unsharded_nbytes,
         divide_factor=unit.config.gradient_divide_factor or float(plan.data_parallel_size),
         unused=_unused(unit.config),
+        shard_size=plan.shard_size,
+        replicate_size=plan.replicate_size,
     )
 
 

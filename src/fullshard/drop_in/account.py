@@ -1,0 +1,160 @@
+"""What `python -m fullshard.run` says of a script: what was sharded, and why nothing was.
+
+A script may be written for FSDP and still train otherwise, as its library passes FSDP by, or as it was
+started without ranks. Nothing in its output would tell.
+"""
+
+import multiprocessing.spawn
+import os
+import sys
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from fullshard.drop_in.on_cpu import accelerate_wants_fsdp
+from fullshard.engine.module_state import is_anything_sharded
+from fullshard.engine.watchers import PassWatcher, watchers
+from fullshard.fsdp1.module import FullyShardedDataParallel
+from fullshard.fsdp2.classes import sharded_classes
+from fullshard.watch.describe import Description, UnitDescription, describe, format_nbytes
+
+
+class Account(PassWatcher):
+    """Watches a program from its start, and says on rank 0 what it has sharded, once a model.
+
+    rank: as far as the launcher has said.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._running: weakref.ref[nn.Module] | None = None
+        self._has_told = False
+        self._has_ddp = False
+        self._has_children = False
+        watchers.append(self)
+        register_module_module_registration_hook(self._look_for_ddp)
+        self._follow_children()
+
+    def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Remember the root."""
+        self._running = weakref.ref(module)
+
+    def forward_ends(self, iteration: Any, output: Any) -> None:
+        """Tell of the root, when what is in effect is settled."""
+        module = self._running() if self._running is not None else None
+        if module is None or module in self._told:
+            return
+        self._told.add(module)
+        self._has_told = True
+        self._rank = dist.get_rank()
+        if self._rank == 0:
+            _say(summary(_class_of(module), describe(module)))
+
+    def end(self, *, has_failed: bool = False) -> None:
+        """Say that nothing was sharded, with the reason, if that is so. For the end of the program.
+
+        has_failed: by an exception, perhaps before it came to shard.
+        """
+        if dist.is_available() and dist.is_initialized():
+            self._rank = dist.get_rank()
+        if self._rank == 0 and not self._has_told and (reason := self._reason(has_failed)):
+            _say(f"nothing was sharded. {reason}")
+
+    def _look_for_ddp(self, module: nn.Module, name: str, submodule: Any) -> None:
+        self._has_ddp |= isinstance(module, nn.parallel.DistributedDataParallel)
+
+    def _follow_children(self) -> None:
+        """Have processes that `multiprocessing` starts tell of theirs; this one cannot know then."""
+        prepare = multiprocessing.spawn.get_preparation_data
+
+        def prepare_with_account(name: str) -> dict[str, Any]:
+            self._note_child()
+            return {**prepare(name), "fullshard_account": _Begun()}
+
+        multiprocessing.spawn.get_preparation_data = prepare_with_account
+        os.register_at_fork(after_in_parent=self._note_child)
+
+    def _note_child(self) -> None:
+        self._has_children = True
+
+    def _reason(self, has_failed: bool) -> str:
+        """Return why nothing was sharded; empty if it may have been, or may have come to be."""
+        if self._accelerate_passed_by():
+            how = "with DistributedDataParallel" if self._has_ddp else "on each rank by itself"
+            return (
+                f"Accelerate was to use FSDP, but does so on accelerators alone, so the model was trained {how}. "
+                "On CPUs, start it with --cpu: python -m fullshard.run --cpu SCRIPT."
+            )
+        if self._has_ddp:
+            return (
+                "The model was trained with DistributedDataParallel: each rank held all of it. Where a library chose "
+                "that, its own option for FSDP was not set, or needs another strategy."
+            )
+        if has_failed or self._has_children:  # one of them may have
+            return ""
+        if is_anything_sharded():
+            return "Modules were, but none of them ran a forward."
+        if not (dist.is_available() and dist.is_initialized()):
+            return (
+                "The program left no process group, and called neither fully_shard nor FullyShardedDataParallel. "
+                "Start ranks, if it did not: torchrun --nproc-per-node 2 -m fullshard.run SCRIPT."
+            )
+        return (
+            "The program called neither fully_shard nor FullyShardedDataParallel, by none of the names that "
+            "torch.distributed.fsdp has for them."
+        )
+
+    def _accelerate_passed_by(self) -> bool:
+        """Whether Accelerate was to use FSDP and has not, as there is no accelerator."""
+        state = sys.modules.get("accelerate.state")
+        if state is None or torch.accelerator.is_available():
+            return False
+        return accelerate_wants_fsdp() and str(
+            state.PartialState._shared_state.get("distributed_type", "")
+        ).endswith((".MULTI_CPU", ".NO"))
+
+
+class _Begun:
+    """Pickles as a call of `Account`, in the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Account, ()
+
+
+def _say(text: str) -> None:
+    print(f"[fullshard] {text}", file=sys.stderr, flush=True)
+
+
+def _class_of(module: nn.Module) -> str:
+    """Return the name of a model's class, without what sharding makes of it."""
+    if isinstance(module, FullyShardedDataParallel):
+        module = module.module
+    kind = type(module)
+    made = (pair for pairs in sharded_classes.values() for pair in pairs.items())
+    return next((own.__name__ for own, its in made if its is kind), kind.__name__)
+
+
+def summary(name: str, description: Description) -> str:
+    """Say in one line what a model is divided into, and over what.
+
+    Llama: 9 units, sharded over 2 ranks (peer memory); this rank holds 19.7 MiB of parameters
+    """
+    units = description.units
+    over = " and ".join(dict.fromkeys(_over(unit) for unit in units))
+    comms = ", ".join(dict.fromkeys(unit.communication for unit in units))
+    held = format_nbytes(sum(unit.shard_nbytes for unit in units))
+    count = f"{len(units)} unit{'s' * (len(units) != 1)}"
+    return f"{name}: {count}, {over} ({comms}); this rank holds {held} of parameters"
+
+
+def _over(unit: UnitDescription) -> str:
+    shards, replicas = unit.shard_size, unit.replicate_size
+    if shards == 1 and replicas > 1:
+        return f"replicated on {replicas} ranks"
+    text = f"sharded over {shards} rank{'s' * (shards != 1)}"
+    return f"{text}, {replicas} times" if replicas > 1 else text

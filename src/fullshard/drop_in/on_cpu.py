@@ -1,0 +1,146 @@
+"""Lets libraries that shard on accelerators alone do so on CPUs: `install(cpu=True)`.
+
+Where there is no accelerator, PyTorch's FSDP had little to offer, so libraries pass it by there:
+
+    Accelerate (Trainer, TRL)   trains with DDP on several CPU ranks, and each rank by itself unless told
+                                that it is to use CPUs
+    Lightning                   refuses its FSDP strategy
+
+Both decide by the kind of device, in one place each, which is changed here as soon as it is imported.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fullshard.errors import StateError
+
+Change = Callable[[Any], None]
+_undo: list[tuple[Any, str, Any]] = []
+
+
+def shard_on_cpus() -> None:
+    """Have Accelerate and Lightning shard on this machine's CPUs, now or once they are imported.
+
+    Raises StateError if there is an accelerator, which they would use.
+    """
+    if torch.accelerator.is_available():
+        raise StateError(
+            f"There is an accelerator ({torch.accelerator.current_accelerator(check_available=True)}), and libraries would use it. "
+            "Hide it (CUDA_VISIBLE_DEVICES=''), or leave out cpu=True, or --cpu."
+        )
+    if is_sharding_on_cpus():
+        return
+    sys.meta_path.insert(0, _Finder())
+    for name, change in _CHANGES.items():
+        if name in sys.modules:
+            change(sys.modules[name])
+
+
+def is_sharding_on_cpus() -> bool:
+    """Whether `shard_on_cpus` is in effect."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def shard_as_libraries_do() -> None:
+    """Undo `shard_on_cpus`."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    while _undo:
+        owner, name, value = _undo.pop()
+        setattr(owner, name, value)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    _undo.append((owner, name, vars(owner)[name]))
+    setattr(owner, name, value)
+
+
+def _change_accelerate(state: Any) -> None:
+    """Start every state on CPUs, and have those that are to use FSDP treated as an accelerator's."""
+    begin, begin_whole = state.PartialState.__init__, state.AcceleratorState.__init__
+
+    @functools.wraps(begin)
+    def begin_on_cpus(self: Any, cpu: bool = True, **kwargs: Any) -> None:  # noqa: ARG001
+        begin(self, True, **kwargs)
+        _go_on_to_fsdp(self)
+
+    @functools.wraps(begin_whole)
+    def begin_whole_on_cpus(self: Any, *args: Any, **kwargs: Any) -> None:
+        if state.PartialState._shared_state:  # begun before anybody wanted FSDP, as Trainer's is
+            _go_on_to_fsdp(state.PartialState())
+        begin_whole(self, *args, **kwargs)
+
+    def _go_on_to_fsdp(partial: Any) -> None:
+        if accelerate_wants_fsdp() and partial.distributed_type == state.DistributedType.MULTI_CPU:
+            # From here Accelerate goes on to DistributedType.FSDP. The device stays the CPU.
+            partial.distributed_type = state.DistributedType.MULTI_GPU
+
+    _set(state.PartialState, "__init__", begin_on_cpus)
+    _set(state.AcceleratorState, "__init__", begin_whole_on_cpus)
+
+
+def accelerate_wants_fsdp() -> bool:
+    """Whether Accelerate was told to use FSDP: by its launcher, or by a plugin in the program."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
+
+
+def _change_lightning(connector: Any) -> None:
+    """Leave the check out that wants a GPU for FSDP, when a strategy is an object."""
+    names = ("_AcceleratorConnector", "_Connector")
+    owner = next(getattr(connector, name) for name in names if hasattr(connector, name))
+    check = owner._check_strategy_and_fallback
+
+    @functools.wraps(check)
+    def check_others(self: Any) -> None:
+        if type(self._strategy_flag) is not connector.FSDPStrategy:
+            check(self)
+
+    _set(owner, "_check_strategy_and_fallback", check_others)
+
+
+_CONNECTORS = ("trainer.connectors.accelerator_connector", "connector")  # Trainer's and Fabric's
+_CHANGES: dict[str, Change] = {
+    "accelerate.state": _change_accelerate,
+    **{
+        f"{package}.{_CONNECTORS[package.endswith('fabric')]}": _change_lightning
+        for package in (
+            "lightning.pytorch",
+            "lightning.fabric",
+            "pytorch_lightning",
+            "lightning_fabric",
+        )
+    },
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Changes a module of `_CHANGES` once it has run."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        change = _CHANGES.get(fullname)
+        if change is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_change(module: types.ModuleType) -> None:
+            run(module)
+            change(module)
+
+        spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,288 @@
+"""`python -m fullshard.run` says what a script has sharded, or why nothing was, and shards on CPUs if asked."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+from fullshard.drop_in.account import summary
+from fullshard.drop_in.on_cpu import is_sharding_on_cpus, shard_on_cpus
+from fullshard.errors import StateError
+from tests.fresh import Ended, in_fresh_ranks, in_warm_forks
+from tests.harness import on_ranks
+from tests.tools.processes import environment
+
+FEW_LINES = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    dist.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+"""
+END = "dist.destroy_process_group()"
+
+
+def _run(
+    folder: Path,
+    script: str,
+    *options: str,
+    ranks: int = 2,
+    variables: Mapping[str, str] | None = None,
+) -> list[Ended]:
+    """Run a script as torchrun's ranks run `-m fullshard.run`."""
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    program = f"""
+import runpy, sys
+sys.argv = ["run", *{options!r}, "script.py"]
+sys.path.insert(0, {str(folder)!r})
+runpy.run_module("fullshard.run", run_name="__main__")
+"""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    of_ranks = [
+        {**common, **(variables or {}), "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)
+    ]
+    return in_warm_forks(*[program] * ranks, folder=folder, variables=of_ranks)
+
+
+def _said(ended: list[Ended], code: int = 0) -> list[str]:
+    """Return what the first rank said; the others say nothing."""
+    assert [each.code for each in ended] == [code] * len(ended), ended
+    lines = [
+        [line for line in each.err.splitlines() if line.startswith("[fullshard]")] for each in ended
+    ]
+    assert not any(lines[1:])
+    return lines[0]
+
+
+def test_each_model_is_told_of_once(tmp_path: Path) -> None:
+    script = f"""
+    {FEW_LINES}
+    fully_shard(model[0])
+    fully_shard(model)
+    wrapped = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+        wrapped(torch.ones(2, 8)).sum().backward()
+    {END}
+    """
+    first, second = _said(_run(tmp_path, script))
+    assert first == (
+        "[fullshard] Sequential: 2 units, sharded over 2 ranks (peer memory (one host)); "
+        "this rank holds 16.2 KiB of parameters"
+    )
+    assert second.startswith("[fullshard] Linear: 1 unit, sharded over 2 ranks")
+
+
+@on_ranks(4)
+def test_a_line_says_over_what() -> None:
+    mesh = torch.distributed.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+    hybrid, copied = nn.Linear(8, 8), nn.Linear(8, 8)
+    fullshard.fully_shard(hybrid, mesh=mesh)
+    fullshard.replicate(copied)
+    assert "1 unit, sharded over 2 ranks, 2 times (" in summary("A", fullshard.describe(hybrid))
+    assert "1 unit, replicated on 4 ranks (" in summary("A", fullshard.describe(copied))
+
+
+def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -> None:
+    ddp = f"""
+    {FEW_LINES}
+    nn.parallel.DistributedDataParallel(model)(torch.ones(2, 64)).sum().backward()
+    {END}
+    """
+    (line,) = _said(_run(tmp_path, ddp))
+    assert line.startswith(
+        "[fullshard] nothing was sharded. The model was trained with Distributed"
+    )
+    (line,) = _said(_run(tmp_path, f"{FEW_LINES}\n    fully_shard(model)"))
+    assert line.endswith("Modules were, but none of them ran a forward.")
+    (line,) = _said(_run(tmp_path, f"{FEW_LINES}"))
+    assert "called neither fully_shard nor FullyShardedDataParallel, by none of the names" in line
+    (line,) = _said(_run(tmp_path, "import sys\nsys.exit()", ranks=1))
+    assert "Start ranks, if it did not: torchrun" in line
+
+
+def test_a_script_that_fails_before_it_shards_says_nothing_more(tmp_path: Path) -> None:
+    assert _said(_run(tmp_path, "raise ValueError('early')"), code=1) == []
+    assert _said(_run(tmp_path, "import sys\nsys.exit(3)"), code=3) == []
+
+
+def test_pytorch_s_engine_runs_the_same_command_in_silence(tmp_path: Path) -> None:
+    script = f"""
+    {FEW_LINES}
+    fully_shard(model)(torch.ones(2, 64)).sum().backward()
+    print(fully_shard.__module__)
+    {END}
+    """
+    ended = _run(tmp_path, script, "--engine", "torch")
+    assert _said(ended) == []
+    assert ended[0].out.startswith("torch.distributed.fsdp")
+
+
+STARTING = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+def train(rank):
+    os.environ["RANK"] = str(rank)
+    dist.init_process_group("gloo")
+    fully_shard(nn.Linear(8, 8))(torch.ones(2, 8)).sum().backward()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    os.environ["WORLD_SIZE"] = "2"
+    torch.multiprocessing.start_processes(train, nprocs=2, start_method="{method}")
+"""
+
+
+def test_processes_that_a_script_forks_tell_of_theirs(tmp_path: Path) -> None:
+    (line,) = _said(_run(tmp_path, STARTING.format(method="fork"), ranks=1))
+    assert line.startswith("[fullshard] Linear: 1 unit, sharded over 2 ranks")
+
+
+@pytest.mark.long  # Python starts three times
+def test_processes_that_a_script_spawns_tell_of_theirs(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STARTING.format(method="spawn"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "fullshard.run", "script.py"],
+        env=environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("[fullshard]")]
+    assert line.startswith("[fullshard] Linear: 1 unit, sharded over 2 ranks")
+
+
+# Accelerate decides so: what it would be on CPUs, and where it goes on from there.
+ACCELERATE = """
+import enum, os, torch, torch.distributed as dist
+
+class DistributedType(enum.Enum):
+    NO, MULTI_CPU, MULTI_GPU, FSDP = range(4)
+
+class PartialState:
+    _shared_state = {}
+    def __init__(self, cpu=False, **kwargs):
+        self.__dict__ = self._shared_state
+        if not self._shared_state:
+            self.distributed_type = DistributedType.MULTI_CPU if cpu else DistributedType.NO
+            if cpu:
+                dist.init_process_group("gloo")
+
+class AcceleratorState:
+    def __init__(self, cpu=False, fsdp_plugin=None):
+        if not PartialState._shared_state:
+            PartialState(cpu)
+        self.distributed_type = PartialState().distributed_type
+        if self.distributed_type is DistributedType.MULTI_GPU and fsdp_plugin:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+"""
+LIKE_TRAINER = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+{first}
+os.environ["ACCELERATE_USE_FSDP"] = "true"  # as its Accelerator does for a plugin
+state = AcceleratorState(fsdp_plugin=True)
+model = nn.Linear(8, 8)
+if state.distributed_type is DistributedType.FSDP:
+    from torch.distributed.fsdp import fully_shard
+    fully_shard(model)
+elif dist.is_initialized():
+    model = nn.parallel.DistributedDataParallel(model)
+model(torch.ones(2, 8)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("first", ["", "PartialState(cpu=True)"])
+def test_accelerate_shards_on_cpus_if_asked_and_is_told_of_otherwise(
+    tmp_path: Path, first: str
+) -> None:
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").touch()
+    (tmp_path / "accelerate" / "state.py").write_text(ACCELERATE)
+    script = LIKE_TRAINER.format(first=first)
+    (line,) = _said(_run(tmp_path, script, "--cpu"))
+    assert line.startswith("[fullshard] Linear: 1 unit, sharded over 2 ranks")
+    (line,) = _said(_run(tmp_path, script))
+    how = "with DistributedDataParallel" if first else "on each rank by itself"
+    assert f"on accelerators alone, so the model was trained {how}" in line
+    assert "python -m fullshard.run --cpu SCRIPT" in line
+
+
+def test_lightning_s_fsdp_strategy_passes_on_cpus_if_asked(tmp_path: Path) -> None:
+    (tmp_path / "lightning" / "fabric").mkdir(parents=True)
+    for folder in ("lightning", "lightning/fabric"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "lightning" / "fabric" / "connector.py").write_text(
+        textwrap.dedent(
+            """
+            class FSDPStrategy: ...
+            class _Connector:
+                def __init__(self, strategy):
+                    self._strategy_flag = strategy
+                    self._check_strategy_and_fallback()
+                def _check_strategy_and_fallback(self):
+                    raise ValueError(f"checked {type(self._strategy_flag).__name__}")
+            """
+        )
+    )
+    script = """
+    from lightning.fabric.connector import FSDPStrategy, _Connector
+    _Connector(FSDPStrategy())
+    try:
+        _Connector(1)
+    except ValueError as error:
+        print(error)
+    """
+    (ended,) = _run(tmp_path, script, "--cpu", ranks=1)
+    assert ended.out == "checked int\n", ended.err
+    (ended,) = _run(tmp_path, script, ranks=1)
+    assert "ValueError: checked FSDPStrategy" in ended.err
+
+
+@in_fresh_ranks(1)
+def test_uninstall_has_libraries_decide_themselves_again() -> None:
+    from types import ModuleType
+
+    state: Any = ModuleType("accelerate.state")
+    exec(ACCELERATE, state.__dict__)
+    sys.modules["accelerate.state"] = state
+    begins = [state.PartialState.__init__, state.AcceleratorState.__init__]
+    fullshard.install(cpu=True)
+    fullshard.install(cpu=True)
+    assert begins[0] is not state.PartialState.__init__
+    fullshard.uninstall()
+    assert begins == [state.PartialState.__init__, state.AcceleratorState.__init__]
+    assert not is_sharding_on_cpus()
+
+
+def test_an_accelerator_is_not_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(
+        StateError, match=r"There is an accelerator .* leave out cpu=True, or --cpu"
+    ):
+        shard_on_cpus()
