@@ -5,6 +5,7 @@ and `--help` has no use for it.
 
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
+srun ... fullshard train            be one of the ranks that Slurm started
 fullshard doctor                    examine this machine, and what ranks can do together
 fullshard verify train.py           compare a script's steps, sharded and not sharded
 fullshard verify M:F                compare a sharded model with one process
@@ -46,6 +47,8 @@ Examples:
     fullshard train --init-from runs/books --data letters/  begin with its weights
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fullshard train --model 1b --out /shared/run
+
+    srun --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 fullshard train --model 1b --out /shared/run
 
 Text is trained on byte by byte. A .jsonl or .ndjson file is text in JSON lines: of each line, the field that --text-field names, and a newline. A folder's hidden, binary and empty files are skipped, and named.
 
@@ -233,6 +236,15 @@ def train(
         Path | None,
         option("Continue the run in this folder, with its options.", panel="Results"),
     ] = None,
+    auto_resume: Annotated[
+        bool,
+        flag(
+            "--auto-resume",
+            "Continue the run in --out if it has a checkpoint, and else begin it: for launchers that "
+            "start a run again.",
+            panel="Results",
+        ),
+    ] = False,
     save_every: Annotated[
         int, option("Steps between checkpoints; 0: only at the end.", panel="Results")
     ] = _DEFAULT.save_every,
@@ -257,7 +269,7 @@ def train(
 ) -> None:
     """Train a language model whose parameters are sharded over all ranks.
 
-    Starts one rank per GPU, or two on the CPU; under torchrun it is one of torchrun's ranks.
+    Starts one rank per GPU, or two on the CPU; under torchrun, or as one of srun's tasks, it is one rank.
     Ctrl-C or SIGTERM saves and stops; --resume continues exactly there.
     """
     from fullshard.tools import commands
@@ -267,7 +279,7 @@ def train(
     options["data"] = (*(data or ()), *(more_data or ()))
     if more_data:
         typed.add("data")
-    typing = commands.Typed(options, typed, sys.argv[2:], out, resume)
+    typing = commands.Typed(options, typed, sys.argv[2:], out, resume, auto_resume)
     raise typer.Exit(commands.train(typing, os.environ, as_json=as_json))
 
 

@@ -19,13 +19,16 @@ from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import (
     Job,
+    NothingLeftError,
     check_local_ranks,
     default_local_ranks,
     new_job,
+    restarted_job,
     resumed_job,
 )
 from fullshard.tools.launch import LAUNCHER_PID, Ending, Place, launch
 from fullshard.tools.report import metrics_of, write_report
+from fullshard.tools.slurm import variables_of_rank
 
 
 class Typed(NamedTuple):
@@ -36,17 +39,25 @@ class Typed(NamedTuple):
     words: Sequence[str]
     out: Path | None
     resume: Path | None
+    auto_resume: bool = False
 
 
 def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exit:
-    """Start this machine's ranks, or be one of those that torchrun has started."""
-    place = _place(environment)
+    """Start this machine's ranks, or be one of those that torchrun or srun has started."""
+    place = None
     try:
+        place = _place(environment)
         job = _job(typed, place)
         if place is None:
             check_local_ranks(job.config.device, job.config.ranks)
             return _finish(_launch(job, typed, environment), job)
         _check_place(job.config, place)
+    except NothingLeftError as error:
+        if not typed.auto_resume:
+            return _refuse(error, quiet=place is not None and place.local_rank != 0)
+        if place is None or place.rank == 0:
+            print(f"{typed.out}: the run has finished; nothing is left to do.", file=sys.stderr)
+        return Exit.OK
     except OptionError as error:
         return _refuse(error, quiet=place is not None and place.local_rank != 0)
     from fullshard.tools.worker import run_worker  # the engine, which a launcher does not need
@@ -59,9 +70,10 @@ def migrate_report(target: str, environment: Mapping[str, str], *, as_json: bool
     """Print what the model that MODULE:FUNCTION returns would be with `fully_shard`."""
     from fullshard.tools.migration import report_on  # the engine, as above
 
-    place = _place(environment)
-    is_first = place is None or place.rank == 0
+    is_first = True
     try:
+        place = _place(environment)
+        is_first = place is None or place.rank == 0
         found = report_on(target, under_torchrun=place is not None)
     except OptionError as error:
         return _refuse(error, quiet=not is_first, command="migrate-report")
@@ -80,9 +92,10 @@ def replay(
     """Replay a recorded step with the model that MODULE:FUNCTION returns, and print what differs first."""
     from fullshard.tools.replay import replay_step  # the engine, as above
 
-    place = _place(environment)
-    is_first = place is None or place.rank == 0
+    is_first = True
     try:
+        place = _place(environment)
+        is_first = place is None or place.rank == 0
         found = replay_step(folder, target, rank=rank, place=place)
     except OptionError as error:
         return _refuse(error, quiet=not is_first, command="replay")
@@ -153,12 +166,15 @@ def doctor(
     as_json: bool,
 ) -> Exit:
     """Examine this machine and what ranks do on it, or be one of the ranks that torchrun started."""
-    place = _place(environment)
-    if place is not None and ranks not in (None, place.num_ranks):
-        error = OptionError(
-            f"--ranks {ranks}: torchrun has started {place.num_ranks} ranks. Leave --ranks out."
-        )
-        return _refuse(error, quiet=place.local_rank != 0, command="doctor")
+    place = None
+    try:
+        place = _place(environment)
+        if place is not None and ranks not in (None, place.num_ranks):
+            raise OptionError(
+                f"--ranks {ranks}: {place.started_by} has started {place.num_ranks} ranks. Leave --ranks out."
+            )
+    except OptionError as error:
+        return _refuse(error, quiet=place is not None and place.local_rank != 0, command="doctor")
     from fullshard.tools.doctor.rank import report_without_ranks, run_rank  # imports the engine
 
     if place is not None:
@@ -195,11 +211,12 @@ def verify(
     """
     from fullshard.tools.verify.options import VerifyOptions
 
-    place = _place(environment)
+    place = None
     try:
+        place = _place(environment)
         options = VerifyOptions(**given)
         if place is not None and (place.launcher_pid is None or keep is None):
-            raise OptionError("verify starts its ranks itself. Run it without torchrun.")
+            raise OptionError(f"verify starts its ranks itself. Run it without {place.started_by}.")
         check_local_ranks(options.device, options.ranks)
         threads = _threads_for(options.ranks, environment)
         if place is not None and keep is not None:
@@ -226,11 +243,18 @@ def _job(typed: Typed, place: Place | None) -> Job:
         )
     if place is not None and options["ranks"] is None:
         options["ranks"] = place.num_ranks
-    if resume is None:
-        return new_job(options, out or _default_out())
     changes = {k: options[k] for k in typed.given & options.keys()}
     if place is not None:
         changes["ranks"] = place.num_ranks
+    if typed.auto_resume:
+        if resume is not None or out is None:
+            raise OptionError(
+                "--auto-resume: continues the run in --out, or begins it there. Name the folder with --out, "
+                "and leave out --resume."
+            )
+        return restarted_job(options, out, changes)
+    if resume is None:
+        return new_job(options, out or _default_out())
     return resumed_job(resume, changes)
 
 
@@ -273,9 +297,19 @@ def _refuse(error: OptionError | TraceError, *, quiet: bool, command: str = "tra
 
 
 def _place(environment: Mapping[str, str]) -> Place | None:
-    """Read what torchrun tells its ranks, or None in a process it did not start."""
+    """Read what torchrun or srun tells ranks, or None in a process that is to start its own.
+
+    Raises OptionError for Slurm's variables in disorder.
+    """
+    started_by = "torchrun"
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        return None
+        variables = variables_of_rank(environment)
+        if variables is None:
+            return None
+        for name, value in variables.items():  # torch reads them too, to join the other ranks
+            os.environ[name] = value
+        environment = {**environment, **variables}
+        started_by = "srun"
     num_ranks = int(environment["WORLD_SIZE"])
     launcher = environment.get(LAUNCHER_PID)
     return Place(
@@ -286,16 +320,25 @@ def _place(environment: Mapping[str, str]) -> Place | None:
         master_host=environment["MASTER_ADDR"],
         master_port=int(environment["MASTER_PORT"]),
         launcher_pid=int(launcher) if launcher else None,
+        started_by=started_by,
     )
 
 
 def _check_place(config: TrainConfig, place: Place) -> None:
     if config.ranks != place.num_ranks:
         raise OptionError(
-            f"--ranks {config.ranks}: torchrun has started {place.num_ranks} ranks. Leave --ranks "
-            "out under torchrun."
+            f"--ranks {config.ranks}: {place.started_by} has started {place.num_ranks} ranks. Leave "
+            f"--ranks out under {place.started_by}."
         )
-    check_local_ranks(config.device, place.num_local_ranks)
+    try:
+        check_local_ranks(config.device, place.num_local_ranks)
+    except OptionError as error:
+        if place.started_by != "srun":
+            raise
+        raise OptionError(
+            f"{error} Each of srun's tasks has to see the GPUs of all tasks on its host: ask for them with "
+            "--gpus-per-node, without --gpus-per-task and --gpu-bind."
+        ) from error
 
 
 def _threads_for(ranks: int, environment: Mapping[str, str]) -> int:

@@ -19,6 +19,10 @@ from fullshard.tools.weights import check_initial_weights
 _DEFAULT_CPU_RANKS = 2
 
 
+class NothingLeftError(OptionError):
+    """A run that is to go on has all its steps behind it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A checked run: what to compute, where to put it, on which text, and from which step."""
@@ -33,9 +37,10 @@ class Job:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-def new_job(options: dict[str, Any], out: Path) -> Job:
+def new_job(options: dict[str, Any], out: Path, *, may_have_begun: bool = False) -> Job:
     """Prepare a fresh run from its options; `auto` and None become what this machine has.
 
+    may_have_begun: `out` may hold what an attempt without a checkpoint has left, which is written over.
     Raises OptionError for options that cannot work and for a folder that is taken.
     """
     options = with_defaults(options)
@@ -52,7 +57,7 @@ def new_job(options: dict[str, Any], out: Path) -> Job:
         ranks = max(1, num_gpus) if device != "cpu" else _DEFAULT_CPU_RANKS
     config = TrainConfig(**{**options, "device": device, "dtype": dtype, "ranks": ranks})
     folder = RunFolder(out)
-    folder.check_new()
+    folder.check_new(may_have_begun=may_have_begun)
     if config.init_from:
         check_initial_weights(config)
     return Job(config, folder, _open_corpus(config))
@@ -79,7 +84,7 @@ def resumed_job(path: Path, changes: dict[str, Any]) -> Job:
     changes = {key: value for key, value in changes.items() if value not in ("auto", None)}
     config = folder.read_config().resumed_with(changes)
     if config.steps <= checkpoint.step:
-        raise OptionError(
+        raise NothingLeftError(
             f"--resume {path}: has {checkpoint.step} of {config.steps} steps behind it, so nothing "
             f"is left to do. Ask for more, for example --steps {2 * checkpoint.step}."
         )
@@ -91,6 +96,17 @@ def resumed_job(path: Path, changes: dict[str, Any]) -> Job:
             "--data, resume with the Python that started the run."
         )
     return Job(config, folder, corpus, checkpoint)
+
+
+def restarted_job(options: dict[str, Any], out: Path, changes: dict[str, Any]) -> Job:
+    """Prepare to continue the run in `out` if it has a complete checkpoint, and else to begin it.
+
+    Raises OptionError as `new_job` and `resumed_job` do.
+    """
+    folder = RunFolder(out)
+    if folder.config_file.is_file() and fullshard.latest_checkpoint(folder.checkpoints):
+        return resumed_job(out, changes)
+    return new_job(options, out, may_have_begun=True)
 
 
 def default_local_ranks() -> int:

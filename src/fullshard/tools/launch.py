@@ -37,6 +37,7 @@ class Place:
     master_host: str
     master_port: int
     launcher_pid: int | None
+    started_by: str = "torchrun"
 
 
 @dataclasses.dataclass(frozen=True)

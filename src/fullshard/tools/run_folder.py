@@ -53,9 +53,9 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def check_new(self) -> None:
-        """Raise OptionError if a run is already here or the folder cannot be."""
-        if self.config_file.exists() or self.checkpoints.exists():
+    def check_new(self, *, may_have_begun: bool = False) -> None:
+        """Raise OptionError if a run is already here (unless it may) or the folder cannot be."""
+        if not may_have_begun and (self.config_file.exists() or self.checkpoints.exists()):
             raise OptionError(
                 f"--out {self.path}: already holds a run. Continue it with --resume {self.path}, "
                 "or name another folder."

@@ -81,6 +81,7 @@ class Trainer:
         if self.corpus.skipped:
             report.note(f"of --data, not trained on: {self.corpus.skipped}")
         self._check_same_corpus()
+        self._check_same_start(job)
         self._speed = Speed()
         self.model = build_model(config, self.device)
         num_params = sum(param.numel() for param in self.model.parameters())
@@ -217,6 +218,17 @@ class Trainer:
                 raise TrainingError(
                     f"--data: rank {rank} reads other text than rank 0. Give every host the same "
                     "files; without --data, the same Python version."
+                )
+
+    def _check_same_start(self, job: Job) -> None:
+        steps = [0] * dist.get_world_size()
+        dist.all_gather_object(steps, job.done)
+        for rank, step in enumerate(steps):
+            if step != steps[0]:
+                raise TrainingError(
+                    f"rank {rank} would begin after step {step}, rank 0 after step {steps[0]}: their hosts "
+                    f"see different checkpoints in {self.folder.checkpoints}. Use a folder that all hosts "
+                    "share, and start again."
                 )
 
 
