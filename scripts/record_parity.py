@@ -188,8 +188,8 @@ CASES = [
         why=_ROUNDING,
     ),
 ]
-# It samples on each rank what it learns from, so nothing else does the same steps.
-WITHOUT_PARITY = {"grpo"}
+# One samples on each rank what it learns from, so nothing else does the same steps; one is about restarting.
+WITHOUT_PARITY = {"grpo", "ray_train"}
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -255,7 +255,8 @@ def _page(rows: Sequence[str]) -> str:
             "| --- | --- | --- | --- | --- | --- |",
             *rows,
             "",
-            "Not compared: [grpo](../examples/grpo.py), which learns from what it samples on each rank.",
+            "Not compared: [grpo](../examples/grpo.py), which learns from what it samples on each rank, and",
+            "[ray_train](../examples/ray_train.py), which shows how a run starts again ([launch.md](launch.md)).",
             "",
         ]
     )

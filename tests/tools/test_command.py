@@ -38,6 +38,7 @@ except SystemExit as end:
         "ckpt diff --help",
         "export --help",
         "doctor --help",
+        "launch --help",
         "migrate-report --help",
         "train --no-such-option",
     ],

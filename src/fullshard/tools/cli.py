@@ -6,6 +6,7 @@ and `--help` has no use for it.
 fullshard train                     start this machine's ranks and train
 torchrun ... -m fullshard train     be one of the ranks that torchrun started
 srun ... fullshard train            be one of the ranks that Slurm started
+fullshard launch --print slurm ...  print what starts a run under Slurm, Kubernetes, Ray or SkyPilot
 fullshard doctor                    examine this machine, and what ranks can do together
 fullshard verify train.py           compare a script's steps, sharded and not sharded
 fullshard verify M:F                compare a sharded model with one process
@@ -29,6 +30,7 @@ from fullshard.tools.checkpoint_cli import app as checkpoint_app
 from fullshard.tools.cli_options import flag, option
 from fullshard.tools.config import TINY_DEFAULTS, TrainConfig
 from fullshard.tools.exits import Exit
+from fullshard.tools.launch_cli import LAUNCH_EXAMPLES, launch
 from fullshard.versions import installed
 
 _EXAMPLES = """
@@ -49,6 +51,8 @@ Examples:
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fullshard train --model 1b --out /shared/run
 
     srun --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 fullshard train --model 1b --out /shared/run
+
+    fullshard launch --help              a script for Slurm, Kubernetes, Ray or SkyPilot
 
 Text is trained on byte by byte. A .jsonl or .ndjson file is text in JSON lines: of each line, the field that --text-field names, and a newline. A folder's hidden, binary and empty files are skipped, and named.
 
@@ -307,6 +311,7 @@ def doctor(
 
 app.command(epilog=VERIFY_EXAMPLES)(verify)
 app.command(epilog=REPLAY_EXAMPLES)(replay)
+app.command(epilog=LAUNCH_EXAMPLES)(launch)
 
 
 @app.command(epilog=_MIGRATE_EXAMPLES)

@@ -1,0 +1,122 @@
+"""`fullshard launch`: what can be typed. It prints; it starts nothing."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from fullshard.tools.cli_options import option
+from fullshard.tools.config import OptionError
+from fullshard.tools.exits import Exit
+from fullshard.tools.launchers import by_torchrun, kubernetes, ray, sky, slurm
+from fullshard.tools.launchers.request import Request, plain, program_of
+
+LAUNCH_EXAMPLES = """
+Examples, each for a file that is then submitted:
+
+    fullshard launch --print slurm --nodes 2 -- train --model 1b --out /shared/run > run.sbatch
+
+    fullshard launch --print k8s --nodes 2 --image registry/me/train -- train.py --lr 1e-3 > run.yaml
+
+    fullshard launch --print ray --ranks-per-node 2 --cpu -- train --model tiny --out runs/ray > run.py
+
+    fullshard launch --print sky --nodes 2 --gpu H100 -- -m my_package.train > run.yaml
+
+    fullshard launch --print torchrun --nodes 2 -- doctor > run.sh
+
+After `--` stands what torchrun is given: a script or -m MODULE, with its arguments, or a command of fullshard (train, doctor, replay). Of train, options are checked, and --out names a folder that all hosts share; --auto-resume is added, so that what is started again goes on from its newest checkpoint.
+
+Exit codes: 0 printed, 2 unusable options.
+"""
+
+_PRINTERS = {
+    "torchrun": by_torchrun.script,
+    "slurm": slurm.script,
+    "k8s": kubernetes.manifest,
+    "ray": ray.program,
+    "sky": sky.task,
+}
+
+
+def launch(
+    context: typer.Context,
+    kind: Annotated[
+        str, typer.Option("--print", help=f"What to print: {', '.join(_PRINTERS)}.", metavar="KIND")
+    ],
+    program: Annotated[
+        list[str] | None, typer.Argument(help="What each rank runs.", metavar="-- PROGRAM")
+    ] = None,
+    nodes: Annotated[int, option("Hosts.", panel="Ranks")] = 1,
+    ranks_per_node: Annotated[int, option("Ranks of a host: one per GPU.", panel="Ranks")] = 8,
+    on_cpu: Annotated[
+        bool, typer.Option("--cpu", help="Ask for no GPUs.", rich_help_panel="Ranks")
+    ] = False,
+    name: Annotated[str, option("The job's name.", panel="Job")] = "fullshard",
+    setup: Annotated[
+        str, option("Shell that comes first (slurm, sky, torchrun).", panel="Job")
+    ] = "",
+    gpu: Annotated[str, option("Kind of GPU, such as H100 (sky).", panel="Job")] = "",
+    image: Annotated[str, option("Container image (k8s).", panel="Job")] = "",
+    volume: Annotated[
+        str,
+        typer.Option(
+            help="Persistent volume claim that all pods mount, and where (k8s).",
+            metavar="CLAIM:/PATH",
+            rich_help_panel="Job",
+        ),
+    ] = "",
+    time_limit: Annotated[
+        str, typer.Option("--time", help="Time limit (slurm).", rich_help_panel="Job")
+    ] = "",
+    partition: Annotated[str, option("Partition (slurm).", panel="Job")] = "",
+    cpus_per_rank: Annotated[
+        int | None, option("Processors (slurm). Default: the site's, with --cpu 1.", panel="Job")
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        option(
+            "How often all ranks start again after a failure (ray: 3; slurm, torchrun: 0).",
+            panel="Job",
+        ),
+    ] = None,
+) -> None:
+    """Print what starts a run on Slurm, Kubernetes, Ray or SkyPilot, or with torchrun on several hosts.
+
+    Nothing is started, and nobody is asked: read it, add what your site needs, and submit it.
+    """
+    given = {key: value for key, value in context.params.items() if key != "program"}
+    words = plain(program or [])
+    try:
+        if kind not in _PRINTERS:
+            raise OptionError(f"--print {kind}: choose from {', '.join(_PRINTERS)}.")
+        typed = sys.argv[2:]
+        goes_on = _check_train(context, words)
+        ready = program_of(words, goes_on=goes_on)
+        text = _PRINTERS[kind](Request(program=ready, typed=tuple(typed), **given))
+    except OptionError as error:
+        for line in str(error).splitlines():
+            print(f"fullshard launch: {line}", file=sys.stderr)
+        print("Options: fullshard launch --help", file=sys.stderr)
+        raise typer.Exit(Exit.USAGE) from None
+    print(text, end="")
+
+
+def _check_train(context: typer.Context, words: Sequence[str]) -> bool:
+    """Check the options if it is `fullshard train`, and return whether --auto-resume is to be added.
+
+    Raises OptionError, or what typer raises for options that there are not.
+    """
+    if words[:1] != ["train"] or context.parent is None:
+        return False
+    command: Any = context.parent.command
+    given = command.commands["train"].make_context("train", list(words[1:])).params
+    if given["ranks"] is not None:
+        raise OptionError(
+            f"train --ranks {given['ranks']}: leave it out; the ranks are --nodes times --ranks-per-node."
+        )
+    if given["out"] is None and given["resume"] is None:
+        raise OptionError(
+            "train: name a folder that all hosts share, with --out; a run that is started again goes on there."
+        )
+    return given["resume"] is None and not given["auto_resume"]
