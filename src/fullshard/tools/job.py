@@ -13,6 +13,7 @@ import torch
 import fullshard
 from fullshard.tools.config import OptionError, TrainConfig, with_defaults
 from fullshard.tools.corpus import Corpus, open_corpus
+from fullshard.tools.loggers.choosing import check_loggers
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.weights import check_initial_weights
 
@@ -60,6 +61,7 @@ def new_job(options: dict[str, Any], out: Path, *, may_have_begun: bool = False)
     folder.check_new(may_have_begun=may_have_begun)
     if config.init_from:
         check_initial_weights(config)
+    check_loggers(config.log)
     return Job(config, folder, _open_corpus(config))
 
 
@@ -83,6 +85,7 @@ def resumed_job(path: Path, changes: dict[str, Any]) -> Job:
         )
     changes = {key: value for key, value in changes.items() if value not in ("auto", None)}
     config = folder.read_config().resumed_with(changes)
+    check_loggers(config.log)
     if config.steps <= checkpoint.step:
         raise NothingLeftError(
             f"--resume {path}: has {checkpoint.step} of {config.steps} steps behind it, so nothing "
@@ -129,7 +132,12 @@ def check_local_ranks(device: str, ranks: int) -> None:
 
 
 def _open_corpus(config: TrainConfig) -> Corpus:
-    return open_corpus(config.data, seq=config.seq, text_field=config.text_field)
+    return open_corpus(
+        config.data,
+        seq=config.seq,
+        text_field=config.text_field,
+        val_fraction=config.val_fraction,
+    )
 
 
 def _why_no_gpu() -> str:

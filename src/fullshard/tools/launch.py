@@ -70,6 +70,7 @@ def launch(arguments: Sequence[str], *, ranks: int, threads: int) -> Ending:
             "--rdzv-endpoint=127.0.0.1:0",
             "--local-addr=127.0.0.1",
             "--module",
+            "--",  # else it takes --log for an abbreviation of two options of its own
             "fullshard",
             *arguments,
         ]

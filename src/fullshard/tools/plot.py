@@ -1,6 +1,6 @@
 """The loss curve of a run as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -11,12 +11,20 @@ import matplotlib.pyplot as plt
 
 
 def plot_loss(
-    path: Path, steps: Sequence[int], losses: Sequence[float], *, unigram_entropy: float, title: str
+    path: Path,
+    steps: Sequence[int],
+    losses: Sequence[float],
+    *,
+    held_out: Mapping[int, float],
+    unigram_entropy: float,
+    title: str,
 ) -> None:
-    """Draw each step's loss, a running mean of them, and the entropy that only context beats."""
+    """Draw each step's loss, a running mean, that of text held out, and the entropy that only context beats."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="each step")
     axes.plot(steps, running_mean(losses), color="#08519c", linewidth=2, label="running mean")
+    if held_out:
+        axes.plot([*held_out], [*held_out.values()], "o-", color="#238b45", label="held out", ms=4)
     axes.axhline(unigram_entropy, color="#d94801", linestyle="--", linewidth=1.2)
     axes.annotate(
         f"unigram entropy {unigram_entropy:.2f}",

@@ -5,6 +5,7 @@ the step number, or the one all-reduce at the end of each step that carries the 
 anybody was asked to stop.
 """
 
+import dataclasses
 import math
 import resource
 import signal
@@ -24,8 +25,10 @@ import fullshard
 from fullshard.errors import FullshardError
 from fullshard.models.generation import generate
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.corpus import draw_batch
+from fullshard.tools.corpus import draw_batch, held_out_batch
 from fullshard.tools.job import Job
+from fullshard.tools.loggers.choosing import make_loggers
+from fullshard.tools.loggers.interface import RunInfo
 from fullshard.tools.progress import SPEED_STEPS, Reporter, Speed
 from fullshard.tools.recipe import build_model, build_optimizer, learning_rate
 from fullshard.tools.recording import StepRecorder, steps_to_trace
@@ -83,6 +86,8 @@ class Trainer:
         self._check_same_corpus()
         self._check_same_start(job)
         self._speed = Speed()
+        self.val_loss: float | None = None  # the last one, on rank 0
+        self.loggers = make_loggers(config.log if self.rank == 0 else (), report.note)
         self.model = build_model(config, self.device)
         num_params = sum(param.numel() for param in self.model.parameters())
         report.note(
@@ -116,14 +121,15 @@ class Trainer:
                 seconds = time.perf_counter() - started
                 recorder.end_step(done)
                 done += 1
-                self._record(done, result, seconds)
+                is_last = result.stop or done == config.steps
+                self._record(done, result, seconds, self._validate(done, is_last=is_last))
                 if not math.isfinite(result.loss):
                     raise TrainingError(
                         f"step {done}: the loss is {result.loss}. Lower --lr (now {config.lr}), or "
                         f"raise --warmup (now {config.warmup}); the last checkpoint is from before."
                     )
                 regular = config.save_every and done % config.save_every == 0
-                if regular or result.stop or done == config.steps:
+                if regular or is_last:
                     self.checkpoints.save(done)
                 if result.stop:
                     break
@@ -165,24 +171,54 @@ class Trainer:
         loss_sum, stops = shared.tolist()
         return StepReport(loss_sum / config.ranks, float(norm), stops > 0)
 
-    def _record(self, done: int, result: StepReport, seconds: float) -> None:
+    @torch.no_grad()
+    def _validate(self, done: int, *, is_last: bool) -> float | None:
+        """Return the mean loss of the text that is held out, if it is due; collective."""
+        config = self.config
+        is_due = is_last or (config.val_every and done % config.val_every == 0)
+        if not config.val_fraction or not is_due:
+            return None
+        total = torch.zeros((), device=self.device)
+        # All ranks run as many forwards: where sequences do not suffice, the last ones count nothing.
+        for first in range(0, config.val_sequences, config.ranks * config.batch):
+            own = first + self.rank * config.batch
+            tokens = held_out_batch(
+                self.corpus,
+                seq=config.seq,
+                count=config.val_sequences,
+                indices=range(own, own + config.batch),
+            ).to(self.device)
+            logits = self.model(tokens[:, :-1])
+            targets = tokens[:, 1:].flatten()
+            losses = F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="none")
+            count = min(config.batch, max(0, config.val_sequences - own))
+            total += losses.view(len(tokens), -1)[:count].sum()
+        total = total.double()
+        dist.all_reduce(total)
+        return total.item() / (config.val_sequences * config.seq)
+
+    def _record(
+        self, done: int, result: StepReport, seconds: float, val_loss: float | None
+    ) -> None:
         if self.rank != 0:
             return
         num_tokens = self.config.tokens_per_step
         memory = peak_memory_nbytes(self.device)
-        self.folder.add_metrics(
-            {
-                "step": done,
-                "loss": result.loss,
-                "lr": learning_rate(self.config, done - 1),
-                "grad_norm": result.grad_norm,
-                "seconds": round(seconds, 6),
-                "tokens_per_second": round(num_tokens / seconds, 1),
-                "peak_memory": memory,
-            }
-        )
+        values = {
+            "loss": result.loss,
+            "lr": learning_rate(self.config, done - 1),
+            "grad_norm": result.grad_norm,
+            "seconds": round(seconds, 6),
+            "tokens_per_second": round(num_tokens / seconds, 1),
+            "peak_memory": memory,
+        }
+        if val_loss is not None:
+            values["val_loss"] = self.val_loss = val_loss
+        self.folder.add_metrics({"step": done, **values})
+        self.loggers.log(done, values)
         figures = {
             "loss": f"{result.loss:.3f}",
+            **({"val": f"{self.val_loss:.3f}"} if self.val_loss is not None else {}),
             f"tokens/s (last {SPEED_STEPS} steps)": f"{self._speed.after(num_tokens, seconds):,.0f}",
             "peak": f"{memory / 2**30:.2f} GiB",
         }
@@ -256,6 +292,18 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
     dist.barrier()  # nobody may still be checking the folder when rank 0 starts to write
     if trainer.rank == 0:
         folder.start(config, fingerprint=job.corpus.survey.fingerprint, done=job.done)
+        trainer.loggers.start(RunInfo(folder.path, dataclasses.asdict(config), job.done))
+    try:
+        summary = _run(job, trainer, report)
+    except BaseException:
+        trainer.loggers.finish({"status": "failed"})
+        raise
+    trainer.loggers.finish(summary)
+    return summary
+
+
+def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
+    config, folder = job.config, job.folder
     started = time.perf_counter()
     done = trainer.train(done=job.done)
     seconds = time.perf_counter() - started
@@ -272,6 +320,7 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
         "step": done,
         "steps": config.steps,
         "loss": _final_loss(folder) if trainer.rank == 0 else None,
+        "val_loss": trainer.val_loss,
         "unigram_entropy": job.corpus.survey.unigram_entropy,
         "tokens_per_second": (done - job.done) * config.tokens_per_step / seconds,
         "seconds": seconds,
@@ -298,6 +347,7 @@ def _finish_folder(folder: RunFolder, config: TrainConfig, summary: dict[str, An
         folder.plot_file,
         [entry["step"] for entry in metrics],
         [entry["loss"] for entry in metrics],
+        held_out={e["step"]: e["val_loss"] for e in metrics if "val_loss" in e},
         unigram_entropy=summary["unigram_entropy"],
         title=f"{config.model}, {config.ranks} {config.device} ranks, {config.dtype}, "
         f"{config.tokens_per_step} bytes a step",

@@ -1,0 +1,109 @@
+"""`--config`: options from a TOML file, or from another run's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fullshard.tools import cli, commands
+from fullshard.tools.config import OptionError
+from fullshard.tools.config_file import read_options
+from fullshard.tools.exits import Exit
+
+KNOWN = ("grad_accum", "data", "lr", "model", "steps", "tie_embeddings")
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> list[commands.Typed]:
+    """Keep what a command line comes to, in place of training."""
+    kept: list[commands.Typed] = []
+
+    def train(typed: commands.Typed, *_: object, **__: object) -> Exit:
+        kept.append(typed)
+        return Exit.OK
+
+    monkeypatch.setattr(commands, "train", train)
+    return kept
+
+
+def _written(folder: Path, text: str, name: str = "run.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_file_gives_every_kind_of_option(tmp_path: Path, typed: list[commands.Typed]) -> None:
+    path = _written(
+        tmp_path,
+        'model = "tiny"\ngrad-accum = 3\nlr = 1e-3\ndata = ["a", "b"]\ntie_embeddings = true\n'
+        'out = "runs/x"\nlog = ["wandb"]\nval-fraction = 0.1\n',
+    )
+    result = CliRunner().invoke(cli.app, ["train", "--config", str(path)])
+    assert result.exit_code == 0, result.output
+    (found,) = typed
+    wanted = {"model": "tiny", "grad_accum": 3, "lr": 1e-3, "data": ("a", "b"), "log": ("wandb",)}
+    wanted |= {"tie_embeddings": True, "val_fraction": 0.1, "seed": 0}
+    assert {name: found.options[name] for name in wanted} == wanted
+    assert found.out == Path("runs/x")
+    # As if they had been typed: a resumed run compares them with its own.
+    assert {"model", "grad_accum", "data", "log"} <= found.given
+    assert "seed" not in found.given
+
+
+def test_what_is_typed_comes_first(tmp_path: Path, typed: list[commands.Typed]) -> None:
+    path = _written(tmp_path, 'lr = 1.0\nsteps = 5\ndata = ["a"]\n')
+    line = ["train", "--lr", "2", "--config", str(path), "--data", "c", "d"]
+    assert CliRunner().invoke(cli.app, line).exit_code == 0
+    assert [typed[0].options[name] for name in ("lr", "steps", "data")] == [2.0, 5, ("c", "d")]
+
+
+def test_a_run_s_folder_is_a_file_too(tmp_path: Path, typed: list[commands.Typed]) -> None:
+    fields = {"options": {"model": "35m", "steps": 7, "data": ["x"], "log": []}, "corpus": "..."}
+    _written(tmp_path, json.dumps(fields), "config.json")
+    for path in (tmp_path, tmp_path / "config.json"):
+        result = CliRunner().invoke(cli.app, ["train", "--config", str(path), "--seed", "4"])
+        assert result.exit_code == 0, result.output
+        found = typed.pop().options
+        assert [found[n] for n in ("model", "steps", "data", "seed")] == ["35m", 7, ("x",), 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz = 3", r"no option stepz\. Did you mean steps\?"),
+        ("[table]\na = 1", r"no option table\. Known: data, grad_accum"),
+        ("config = 'other.toml'", "no option config"),
+        ("steps = {a = 1}", r"steps is \{'a': 1\}; give text, a number"),
+        ("data = [[1]]", r"data is \[\[1\]\]"),
+        ("steps = [", "cannot be read"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(OptionError, match=rf"--config .*run\.toml: .*{message}"):
+        read_options(_written(tmp_path, text), known=KNOWN)
+
+
+def test_a_path_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"nowhere\.toml: No such file"):
+        read_options(tmp_path / "nowhere.toml", known=KNOWN)
+    with pytest.raises(OptionError, match=r"config\.json: No such file"):
+        read_options(tmp_path, known=KNOWN)
+    for text in ("[1]", "null", "{"):
+        with pytest.raises(OptionError, match="cannot be read"):
+            read_options(_written(tmp_path, text, "config.json"), known=KNOWN)
+    (tmp_path / "latin.toml").write_bytes(b"prompt = '\xe9'")
+    with pytest.raises(OptionError, match="is not text in UTF-8"):
+        read_options(tmp_path / "latin.toml", known=KNOWN)
+
+
+@pytest.mark.parametrize("text", ['steps = "many"', "stepz = 3", "tie_embeddings = 'perhaps'"])
+def test_the_command_line_refuses_it_with_its_usage(
+    tmp_path: Path, typed: list[commands.Typed], text: str
+) -> None:
+    result = CliRunner().invoke(cli.app, ["train", "--config", str(_written(tmp_path, text))])
+    assert result.exit_code == Exit.USAGE
+    assert not typed
+    assert "--config" in result.output or "--steps" in result.output or "--tie" in result.output
