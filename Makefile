@@ -51,7 +51,7 @@ $(BASE): constraints.txt scripts/bootstrap_venv.py
 	$(PIP) install torch==$(TORCH)
 	@test $(CONSTRAINTS) = constraints.txt || \
 		sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' constraints.txt > $(CONSTRAINTS)
-	$(PIP) install --constraint $(CONSTRAINTS) hatchling editables
+	$(PIP) install --constraint $(CONSTRAINTS) hatchling hatch-fancy-pypi-readme editables
 	@touch $@
 
 $(TRAIN): $(BASE) pyproject.toml

@@ -24,9 +24,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"tools", "versions"},
     "public": BASE
     | {"faces", "comm", "drop_in", "engine", "fsdp1", "fsdp2", "migrate", "optim", "state"}
-    | {"batches", "checkpoint", "debugging", "deferred", "huggingface", "live", "offline", "watch"},
+    | {"batches", "checkpoint", "debugging", "deferred", "huggingface", "launching"}
+    | {"live", "offline", "watch"},
     "errors": set(),
     "host": set(),
+    "local_ranks": set(),
     "policies": {"errors"},
     "versions": set(),
     "torch_private": {"versions"},
@@ -40,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deferred": NEAR_TORCH | {"engine", "plan", "state"},
     "debugging": BASE | {"checkpoint", "engine", "plan", "state", "versions"},
     "batches": NEAR_TORCH | {"comm", "engine", "plan", "state"},
+    "launching": BASE | {"engine", "local_ranks"},
     "live": NEAR_TORCH | {"comm", "engine", "plan", "state"},
     "state": NEAR_TORCH | {"faces", "comm", "engine", "plan"},
     "optim": NEAR_TORCH | {"comm", "engine", "plan"},
@@ -50,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state", "watch"},
     "run": BASE | {"__init__", "drop_in"},
     "models": {"errors"},
-    "tools": BASE | {"__init__", "host", "models", "plan", "versions"},
+    "tools": BASE | {"__init__", "host", "local_ranks", "models", "plan", "versions"},
 }
 
 # The same among the rooms inside the engine; its own files tell a step's story and use them all.
@@ -179,8 +182,9 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 
 
 # PyTorch's FSDP1 is told by the environment to evaluate in full precision. Checks are switched on for
-# programs that nobody wants to change, and so is Accelerate.
+# programs that nobody wants to change, and so is Accelerate. Ranks inherit what their launcher has.
 _OF_ENVIRONMENT = ("fsdp1/setup.py", "debugging/switches.py", "drop_in/on_cpu.py", "run.py")
+_OF_ENVIRONMENT += ("launching/launch.py",)
 
 
 @every_module(but=("tools/cli.py", "tools/checking_cli.py", *_OF_ENVIRONMENT))

@@ -56,6 +56,9 @@ SEEN = {
         "traced.py": [r"^rank 0 holds ", r"^sharded parameters ", r"^optimizer state "],
         "fullshard report runs/traced": [r"runs/traced/report\.html"],
     },
+    "docs/notebooks.md": {
+        "cell.py": [r"^loss 0\.\d{3}$", r"^\[rank 1\] loss 0\.\d{3}$", r"^0\.\d{3} and 0\.\d{3}$"],
+    },
     "docs/batches.md": {
         "uneven.py": [
             r"^rank 0: 5 batches, the last one counts 0$",
@@ -238,7 +241,10 @@ def test_every_program_and_command_runs(page: str, tmp_path: Path) -> None:
         if block.language == "python":
             name = _named(block.text)
             (tmp_path / name).write_text(block.text)
-            printed[name] = _torchrun(["--nproc-per-node", "2", name], tmp_path)
+            if block.text.startswith("# torchrun"):
+                printed[name] = _torchrun(["--nproc-per-node", "2", name], tmp_path)
+            else:
+                printed[name] = _call([sys.executable, name], tmp_path)
         elif block.language == "sh":
             for line in block.text.splitlines():
                 words = shlex.split(line, comments=True)
@@ -270,7 +276,7 @@ def test_commands_that_install_name_what_is_there(page: str) -> None:
 
 
 def _named(program: str) -> str:
-    found = re.match(r"# torchrun --nproc-per-node 2 (\w+\.py)\n", program)
+    found = re.match(r"# (?:torchrun --nproc-per-node 2|python) (\w+\.py)\n", program)
     assert found, "a program's first line says how it is started"
     return found[1]
 

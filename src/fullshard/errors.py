@@ -11,6 +11,7 @@
     │   └── CheckpointError           a checkpoint that cannot be written, read, or does not fit
     │       └── DamagedCheckpointError    its files are not as they were written
     ├── AllocationError (RuntimeError, also MemoryError)  too little memory, or too few files
+    ├── LaunchError   (RuntimeError)  ranks that `launch` has started failed, or cannot be started
     └── CommError     (RuntimeError)  communication failed
         ├── PeerLostError             a rank died or left while others waited for it
         └── PeerTimeoutError          a rank is alive but did not arrive in time
@@ -63,6 +64,16 @@ class DamagedCheckpointError(CheckpointError):
 
 class AllocationError(FullshardError, RuntimeError, MemoryError):
     """There is too little memory, or a limit of this process is too low."""
+
+
+class LaunchError(FullshardError, RuntimeError):
+    """Ranks that `fullshard.launch` started failed, or it could not start them.
+
+    rank: the one that failed first; None if none did. What it raised is the cause (`__cause__`), if
+    that can be pickled.
+    """
+
+    rank: int | None = None
 
 
 class CommError(FullshardError, RuntimeError):

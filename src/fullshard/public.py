@@ -36,6 +36,7 @@ from fullshard.errors import (
     DamagedCheckpointError,
     DivergenceError,
     FullshardError,
+    LaunchError,
     LayoutError,
     MeshError,
     MisuseError,
@@ -76,6 +77,7 @@ from fullshard.fsdp2.module import (
 from fullshard.fsdp2.replicate import replicate
 from fullshard.huggingface.exporting import ExportedWeights, export_hf
 from fullshard.huggingface.loading import LoadedWeights, load_hf
+from fullshard.launching.launch import launch
 from fullshard.live.buffers import sync_buffers
 from fullshard.live.ema import EMA
 from fullshard.live.gathered import gathered
@@ -150,6 +152,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "GradientReductionHandle",
     "HSDPMeshInfo",
     "JoinedBatches",
+    "LaunchError",
     "LayoutError",
     "LoadedCheckpoint",
     "LoadedWeights",
@@ -213,6 +216,7 @@ __all__ = [  # noqa: RUF022  (sorted as Python sorts)
     "join",
     "lambda_auto_wrap_policy",
     "latest_checkpoint",
+    "launch",
     "load_checkpoint",
     "load_hf",
     "load_sharded_state",

@@ -99,6 +99,11 @@ def allocation_error(api: Api, _: Path) -> None:
     api.FullyShardedDataParallel(layer, use_orig_params=True)
 
 
+def launch_error(api: Api, _: Path) -> None:
+    """A rank that launches ranks."""
+    fullshard.launch(api.fully_shard, Net())
+
+
 def comm_error(api: Api, _: Path) -> None:
     """Peer memory in a process that may not make files of any size."""
     mesh = DeviceMesh("cpu", torch.arange(2))  # nothing is connected over its group yet
@@ -125,6 +130,7 @@ PROVOKED: dict[str, tuple[Callable[[Api, Path], None], str, str]] = {
     "CheckpointError": (checkpoint_error, "model/head.weight", "Load the checkpoint of this model"),
     "DamagedCheckpointError": (damaged_checkpoint_error, "shard-00000-", "load another checkpoint"),
     "AllocationError": (allocation_error, "FullyShardedDataParallel of Linear", "Free memory"),
+    "LaunchError": (launch_error, "rank", "Call it outside of ranks"),
     "CommError": (comm_error, "rank", "Use set_default_comm('auto')"),
 }
 # Those of ranks that part, stall or die: the fault of rank 1, what is said elsewhere.

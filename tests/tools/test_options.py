@@ -121,7 +121,7 @@ def test_cuda_without_a_gpu_is_said_to_lack_one(
     ranks: tuple[str, ...],
     said: str,
 ) -> None:
-    monkeypatch.setattr(job, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(job, "num_gpus", lambda: 0)
     monkeypatch.setattr("torch.version.cuda", cuda)
     shown = refused("--device", "cuda", "--data", str(text), "--seq", "16", *ranks)
     assert "--device cuda: " in shown

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.errors import CheckpointError, MisuseError, StateError
+from fullshard.local_ranks import threads_for
 from fullshard.plan.trace import TraceError
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.exits import Exit
@@ -62,7 +63,7 @@ def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exi
         return _refuse(error, quiet=place is not None and place.local_rank != 0)
     from fullshard.tools.worker import run_worker  # the engine, which a launcher does not need
 
-    threads = _threads_for(place.num_local_ranks, environment)
+    threads = threads_for(place.num_local_ranks, environment)
     return run_worker(job, place, threads=threads, as_json=as_json)
 
 
@@ -181,7 +182,7 @@ def doctor(
         return run_rank(place, environment, timeout_s=timeout_s, as_json=as_json)
     ranks = ranks or default_local_ranks()
     print(f"starting {ranks} rank{'s' if ranks > 1 else ''} ...", file=sys.stderr)
-    threads = _threads_for(ranks, environment)
+    threads = threads_for(ranks, environment)
     try:
         ending = launch(["doctor", *words], ranks=ranks, threads=threads)
     except (OSError, RuntimeError) as error:  # too few files or processes, or too little memory
@@ -218,7 +219,7 @@ def verify(
         if place is not None and (place.launcher_pid is None or keep is None):
             raise OptionError(f"verify starts its ranks itself. Run it without {place.started_by}.")
         check_local_ranks(options.device, options.ranks)
-        threads = _threads_for(options.ranks, environment)
+        threads = threads_for(options.ranks, environment)
         if place is not None and keep is not None:
             from fullshard.tools.verify.rank import run_rank  # the engine, as above
             from fullshard.tools.verify.script.rank import run_script_rank
@@ -269,7 +270,7 @@ def _launch(job: Job, typed: Typed, environment: Mapping[str, str]) -> Ending:
         f"{job.folder.path}",
         file=sys.stderr,
     )
-    return launch(arguments, ranks=ranks, threads=_threads_for(ranks, environment))
+    return launch(arguments, ranks=ranks, threads=threads_for(ranks, environment))
 
 
 def _finish(ending: Ending, job: Job) -> Exit:
@@ -339,17 +340,6 @@ def _check_place(config: TrainConfig, place: Place) -> None:
             f"{error} Each of srun's tasks has to see the GPUs of all tasks on its host: ask for them with "
             "--gpus-per-node, without --gpus-per-task and --gpu-bind."
         ) from error
-
-
-def _threads_for(ranks: int, environment: Mapping[str, str]) -> int:
-    """Share this machine's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" in environment:
-        return max(1, int(environment["OMP_NUM_THREADS"]))
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        cores = os.cpu_count() or 1
-    return max(1, cores // ranks)
 
 
 def _default_out() -> Path:

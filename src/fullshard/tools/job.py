@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import fullshard
+from fullshard.local_ranks import num_gpus
 from fullshard.tools.config import OptionError, TrainConfig, with_defaults
 from fullshard.tools.corpus import Corpus, open_corpus
 from fullshard.tools.loggers.choosing import check_loggers
@@ -45,17 +46,17 @@ def new_job(options: dict[str, Any], out: Path, *, may_have_begun: bool = False)
     Raises OptionError for options that cannot work and for a folder that is taken.
     """
     options = with_defaults(options)
-    num_gpus = _num_gpus()
+    gpus = num_gpus()
     device = options["device"]
     if device == "auto":
-        device = "cuda" if num_gpus else "cpu"
+        device = "cuda" if gpus else "cpu"
     dtype = options["dtype"]
     if dtype == "auto":
         dtype = "fp32" if device == "cpu" else "bf16"
     ranks = options["ranks"]
     if ranks is None:
         # Without a GPU, one: `check_local_ranks` then says what is wrong, and not of `--ranks`.
-        ranks = max(1, num_gpus) if device != "cpu" else _DEFAULT_CPU_RANKS
+        ranks = max(1, gpus) if device != "cpu" else _DEFAULT_CPU_RANKS
     config = TrainConfig(**{**options, "device": device, "dtype": dtype, "ranks": ranks})
     folder = RunFolder(out)
     folder.check_new(may_have_begun=may_have_begun)
@@ -114,20 +115,20 @@ def restarted_job(options: dict[str, Any], out: Path, changes: dict[str, Any]) -
 
 def default_local_ranks() -> int:
     """Return how many ranks this machine is given by itself: one per GPU, or two on the CPU."""
-    return _num_gpus() or _DEFAULT_CPU_RANKS
+    return num_gpus() or _DEFAULT_CPU_RANKS
 
 
 def check_local_ranks(device: str, ranks: int) -> None:
     """Raise OptionError if this machine cannot give each of its ranks a device of a kind."""
     if device == "cpu":
         return
-    num_gpus = _num_gpus()
-    if not num_gpus:
+    gpus = num_gpus()
+    if not gpus:
         raise OptionError(f"--device {device}: {_why_no_gpu()} Or use --device cpu.")
-    if ranks > num_gpus:
+    if ranks > gpus:
         raise OptionError(
-            f"--ranks {ranks}: this machine has {num_gpus} GPU{'' if num_gpus == 1 else 's'}, and "
-            f"each rank needs its own. Use --ranks {num_gpus} or --device cpu."
+            f"--ranks {ranks}: this machine has {gpus} GPU{'' if gpus == 1 else 's'}, and "
+            f"each rank needs its own. Use --ranks {gpus} or --device cpu."
         )
 
 
@@ -150,10 +151,3 @@ def _why_no_gpu() -> str:
         f"torch {torch.__version__} finds no CUDA device. See what `nvidia-smi` says, and whether "
         "CUDA_VISIBLE_DEVICES hides it."
     )
-
-
-def _num_gpus() -> int:
-    """Count the GPUs that are there, which is not what torch was built for."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    is_gpu = accelerator is not None and accelerator.type == "cuda"
-    return torch.accelerator.device_count() if is_gpu else 0

@@ -1,15 +1,13 @@
 """Start the ranks of this machine and say how they ended.
 
-`torch.distributed.run` starts, watches and ends the processes; this file gives it arguments,
-makes sure that no rank outlives its launcher, and turns its report into one sentence.
+`torch.distributed.run` starts, watches and ends the processes; this file gives it arguments, and turns
+its report into one sentence. No rank outlives its launcher: `die_with_launcher` of `local_ranks`.
 """
 
-import ctypes
 import dataclasses
 import logging
 import os
 import signal
-import sys
 from collections.abc import Sequence
 
 from torch.distributed import run as torch_run
@@ -23,7 +21,6 @@ LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Environment variable that tells a rank whose child it must be."""
 
 _SAVE_TIMEOUT_S = 300
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +103,3 @@ def _ending_of(error: ChildFailedError) -> Ending:
             return Ending(meaning, rank=first)
     rank, code = next(iter(exits.items()))
     return Ending(Exit.RANK_LOST, f"rank {rank} ended with exit code {code}.", rank)
-
-
-def die_with_launcher(launcher_pid: int | None) -> None:
-    """Have the kernel kill this rank when its launcher dies, even by `kill -9`.
-
-    Without effect where there is no prctl (not Linux). `launcher_pid` closes the gap before the
-    call: a launcher that is already gone is no longer the parent.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if launcher_pid is not None and os.getppid() != launcher_pid:
-        sys.exit(Exit.FAILED)

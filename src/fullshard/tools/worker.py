@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 import fullshard
 from fullshard.errors import FullshardError
+from fullshard.local_ranks import die_with_launcher
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
-from fullshard.tools.launch import Place, die_with_launcher
+from fullshard.tools.launch import Place
 from fullshard.tools.lifeline import Fate, Lifeline
 from fullshard.tools.progress import Reporter, Reporting, printable
 from fullshard.tools.run_folder import RunFolder

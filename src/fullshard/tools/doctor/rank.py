@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from fullshard.local_ranks import die_with_launcher
 from fullshard.tools.doctor.facts import Arrival, Examination, RankFacts, Results
 from fullshard.tools.doctor.findings import counted, numbered
 from fullshard.tools.doctor.links import knock_at_hosts, measure_links
@@ -28,7 +29,7 @@ from fullshard.tools.doctor.pairs import plan_turns
 from fullshard.tools.doctor.printing import show
 from fullshard.tools.doctor.together import reduce_over_nccl, try_fullshard
 from fullshard.tools.exits import Exit
-from fullshard.tools.launch import Place, die_with_launcher
+from fullshard.tools.launch import Place
 from fullshard.tools.progress import Reporter, Reporting
 from fullshard.versions import VERSION
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
+from fullshard.local_ranks import die_with_launcher
 from fullshard.tools.exits import Exit
-from fullshard.tools.launch import Place, die_with_launcher
+from fullshard.tools.launch import Place
 from fullshard.tools.progress import Reporter, Reporting
 from fullshard.tools.verify.gathering import (
     buffers_of,

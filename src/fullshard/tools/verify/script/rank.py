@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 import fullshard
+from fullshard.local_ranks import die_with_launcher
 from fullshard.tools.exits import Exit
-from fullshard.tools.launch import Place, die_with_launcher
+from fullshard.tools.launch import Place
 from fullshard.tools.progress import Reporter, Reporting
 from fullshard.tools.verify.options import VerifyOptions
 from fullshard.tools.verify.rank import leave

@@ -1,0 +1,42 @@
+"""What holds for the ranks of one machine, whoever starts them: their processors, GPUs and end."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+import torch
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def threads_for(ranks: int, environment: Mapping[str, str]) -> int:
+    """Share this machine's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" in environment:
+        return max(1, int(environment["OMP_NUM_THREADS"]))
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def num_gpus() -> int:
+    """Count the GPUs that are there, which is not what torch was built for."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_gpu = accelerator is not None and accelerator.type == "cuda"
+    return torch.accelerator.device_count() if is_gpu else 0
+
+
+def die_with_launcher(launcher_pid: int | None) -> None:
+    """Have the kernel kill this rank when its launcher dies, even by `kill -9`.
+
+    Without effect where there is no prctl (not Linux). `launcher_pid` closes the gap before the
+    call: a launcher that is already gone is no longer the parent.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if launcher_pid is not None and os.getppid() != launcher_pid:
+        sys.exit(1)
