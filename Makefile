@@ -39,7 +39,7 @@ EXAMPLES := .venv-examples/.stamp
 WEIGHTS := $(VENV)/.stamp-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-torch parity bench gpu-check format lint style types pytest pytest-all pytest-torch clean
+.PHONY: help train test test-all test-torch parity bench gpu-check package format lint style types pytest pytest-all pytest-torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -133,6 +133,10 @@ gpu-check: ## on one GPU: correctness and benchmarks, into bench/results/
 	@$(GPU_PYTHON) -m tests.gpu --out bench/results/gpu-checks.json; checks=$$?; \
 	test $$checks -ne 2 || exit 2; \
 	$(GPU_PYTHON) -m bench.gpu && exit $$checks
+
+# With temporary environments, which it removes: what lies in .venv does not help the package.
+package: ## build sdist and wheel into dist/, and use them in a new environment, as a release does
+	$(PYTHON) scripts/check_package.py $(ARGS)
 
 format: $(TEST) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format $(wildcard $(CHECKED))

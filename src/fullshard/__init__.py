@@ -15,20 +15,20 @@ if TYPE_CHECKING:  # type checkers and editors see every name at once
 
 __version__ = VERSION
 
+if not TYPE_CHECKING:  # which would take any name for one that is here
 
-def __getattr__(name: str) -> Any:
-    """Look up a name that is not here yet (PEP 562): a public name, `__all__`, or a room."""
-    # What inspect, copy and the like ask every module for is no use of the library.
-    is_wanted = name == "__all__" or not name.startswith("__")
-    if is_wanted and "__all__" not in globals():
-        check_torch_version(importlib.import_module("torch").__version__)
-        public = importlib.import_module("fullshard.public")
-        globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
-    try:
-        return globals()[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    def __getattr__(name: str) -> Any:
+        """Look up a name that is not here yet (PEP 562): a public name, `__all__`, or a room."""
+        # What inspect, copy and the like ask every module for is no use of the library.
+        is_wanted = name == "__all__" or not name.startswith("__")
+        if is_wanted and "__all__" not in globals():
+            check_torch_version(importlib.import_module("torch").__version__)
+            public = importlib.import_module("fullshard.public")
+            globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+        try:
+            return globals()[name]
+        except KeyError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
