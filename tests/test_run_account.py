@@ -253,6 +253,8 @@ def test_lightning_s_fsdp_strategy_passes_on_cpus_if_asked(tmp_path: Path) -> No
     script = """
     from lightning.fabric.connector import FSDPStrategy, _Connector
     _Connector(FSDPStrategy())
+    _Connector("fsdp")
+    _Connector("fsdp_cpu_offload")
     try:
         _Connector(1)
     except ValueError as error:

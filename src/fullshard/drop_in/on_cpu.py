@@ -93,14 +93,16 @@ def accelerate_wants_fsdp() -> bool:
 
 
 def _change_lightning(connector: Any) -> None:
-    """Leave the check out that wants a GPU for FSDP, when a strategy is an object."""
+    """Leave the check out that wants a GPU for FSDP, whose strategy is an object or "fsdp", "fsdp_..."."""
     names = ("_AcceleratorConnector", "_Connector")
     owner = next(getattr(connector, name) for name in names if hasattr(connector, name))
     check = owner._check_strategy_and_fallback
 
     @functools.wraps(check)
     def check_others(self: Any) -> None:
-        if type(self._strategy_flag) is not connector.FSDPStrategy:
+        strategy = self._strategy_flag
+        is_named = isinstance(strategy, str) and strategy.split("_")[0] == "fsdp"
+        if not is_named and type(strategy) is not connector.FSDPStrategy:
             check(self)
 
     _set(owner, "_check_strategy_and_fallback", check_others)
