@@ -9,14 +9,19 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from fullshard.models.llama import Llama
+from fullshard.models.sizes import SIZES
 from fullshard.plan.trace import Pause
 from fullshard.tools import cli
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.recording import steps_to_trace
 from fullshard.tools.report import metrics_of, write_report
+from fullshard.tools.report_compare import compare, write_comparison
+from fullshard.tools.run_facts import flops_per_token, gather_facts, peak_flops
 from fullshard.tools.run_folder import RunFolder
 from tests.tools.test_trace_metrics import hand_made
 
@@ -37,7 +42,8 @@ class Page(html.parser.HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note an element and what it loads."""
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "data")]
+        if tag != "a":  # a link loads nothing until somebody follows it
+            self.loads += [value or "" for name, value in attrs if name in ("src", "href", "data")]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -98,8 +104,9 @@ def test_the_page_has_every_part_and_loads_nothing(tmp_path: Path) -> None:
     assert wanted <= set(page.headings)
     assert page.loads == ["data:,"]
     assert not re.findall(r"url\(|@import|fetch\(|XMLHttpRequest|import\(", page.text)
-    # The only addresses are names of XML namespaces, which nothing loads.
-    assert set(re.findall(r"https?://[^\"' ]+", page.text)) <= {"http://www.w3.org/2000/svg"}
+    # The only addresses are a link, and names of XML namespaces, which nothing loads.
+    addresses = {"http://www.w3.org/2000/svg", "https://ui.perfetto.dev"}
+    assert set(re.findall(r"https?://[^\"' >]+", page.text)) <= addresses
     assert page.text.count("How this is computed") == len(page.data["figures"]) + 7
     assert written.trace is not None
     assert json.loads(written.trace.read_text())["traceEvents"]
@@ -211,3 +218,108 @@ def test_the_command_writes_prints_and_refuses(tmp_path: Path) -> None:
 def test_steps_in_the_middle_are_traced(steps: int, done: int, asked: int, expected: range) -> None:
     config = TrainConfig(steps=steps, trace_steps=asked)
     assert steps_to_trace(config, done=done) == expected
+
+
+def test_the_page_says_what_the_run_was_made_of(tmp_path: Path) -> None:
+    folder = RunFolder(make_traced_run(tmp_path / "run"))
+    config = TrainConfig(steps=30, val_fraction=0.1, log=("wandb",))
+    facts = gather_facts(
+        SIZES["10m"], num_parameters=9_600_000, seq=256, device=torch.device("cpu")
+    )
+    metrics = [{**entry, "lr": 1e-3, "grad_norm": 2.0} for entry in folder.metrics()]
+    metrics[9]["val_loss"] = 2.5
+    folder.start(config, fingerprint="text", done=0, facts=facts)
+    for entry in metrics:
+        folder.add_metrics(entry)
+    page = Page(write_report(folder.path).page.read_text())
+    assert {"Gradient norm", "Learning rate", "The run"} <= set(page.headings)
+    assert page.data["series"]["val"] == [[10, 2.5]]
+    assert page.data["series"]["norm"] == [2.0] * 30
+    about = dict(page.data["about"])
+    assert about["Model"] == f"9,600,000 parameters, {facts['flops_per_token']:,} FLOPs a token"
+    assert f"torch {torch.__version__}" in about["Versions"]
+    assert "processors" in about["Host"]
+    options = dict(page.data["options"])
+    assert options["val_fraction"] == "0.1"
+    assert options["log"] == "wandb"
+    assert set(options) == {field.name for field in dataclasses.fields(TrainConfig)}
+    found = figures(folder.path)
+    assert found["val_loss"] == 2.5
+    assert found["flops"] == pytest.approx(facts["flops_per_token"] * 100 / 2)  # of each of 2 ranks
+    assert "mfu" not in found  # nobody says what this processor reaches
+    assert 'href="trace.json"' in page.text
+
+
+def test_utilization_is_of_what_the_maker_says(tmp_path: Path) -> None:
+    folder = RunFolder(make_run(tmp_path / "run"))
+    facts = {
+        "hardware": {"device": "NVIDIA H100 80GB HBM3", "processor": "a", "processors": 2}
+        | {"memory_nbytes": 2**34, "system": "Linux"},
+        "versions": {"torch": "2.13.0"},
+        "num_parameters": 10,
+        "flops_per_token": int(989.4e12 / 100),
+    }
+    metrics = folder.metrics()
+    folder.start(TrainConfig(steps=30, dtype="bf16"), fingerprint="text", done=0, facts=facts)
+    for entry in metrics:
+        folder.add_metrics(entry)
+    assert figures(folder.path)["mfu"] == pytest.approx(0.5)  # 100 tokens/s of two ranks
+    assert peak_flops("NVIDIA H200", "bf16") == 989.4e12
+    assert peak_flops("NVIDIA H200", "fp32") is None
+    assert peak_flops("Somebody's X1", "bf16") is None
+
+
+def test_operations_are_counted_as_papers_do() -> None:
+    config = SIZES["10m"]
+    with torch.device("meta"):
+        model = Llama(config)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2)
+    matrices -= config.vocab_size * config.hidden_size  # rows of the embedding are looked up
+    attention = 12 * config.num_layers * config.hidden_size * 256
+    assert flops_per_token(config, seq=256) == 6 * matrices + attention
+
+
+def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "a"), make_traced_run(tmp_path / "b")
+    folder = RunFolder(second)
+    metrics = folder.metrics()
+    folder.start(TrainConfig(steps=30, lr=1e-4), fingerprint="text", done=0)
+    for entry in metrics:
+        folder.add_metrics({**entry, "tokens_per_second": 2 * entry["tokens_per_second"]})
+    found = compare([first, second])
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["tokens_per_second"]["values"] == [100, 200]
+    assert rows["tokens_per_second"]["ratios"] == [1, 2]
+    assert rows["exposed_share"]["values"][0] is None  # was not traced
+    assert found["options"] == [("lr", ["0.002", "0.0001"])]
+    out = tmp_path / "pages" / "both.html"
+    assert write_comparison([first, second], out) == out
+    page = Page(out.read_text())
+    assert {"What came out", "Loss, running mean", "Loss held out"} <= set(page.headings)
+    assert page.loads == ["data:,"]
+    assert [run["name"] for run in page.data["runs"]] == ["a", "b"]
+
+
+def test_the_command_compares_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [str(make_run(tmp_path / name / "run")) for name in ("x", "y")]
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.app, ["report", *runs])
+    assert done.output == "comparison.html\n"
+    assert (tmp_path / "comparison.html").is_file()
+    done = CliRunner().invoke(cli.app, ["report", *runs, "--json"])
+    assert json.loads(done.output)["name"] == " and ".join(runs)  # both are called run
+    done = CliRunner().invoke(cli.app, ["report", *runs * 5])
+    assert done.exit_code == Exit.USAGE
+    assert "10 runs are too many" in done.output
+    done = CliRunner().invoke(cli.app, ["report", runs[0], str(tmp_path / "nothing")])
+    assert done.exit_code == Exit.USAGE
+
+
+def test_runs_of_before_there_were_facts_are_reported(tmp_path: Path) -> None:
+    folder = RunFolder(make_run(tmp_path / "run"))
+    fields = json.loads(folder.config_file.read_text())
+    del fields["facts"]
+    folder.config_file.write_text(json.dumps(fields))
+    page = Page(write_report(folder.path).page.read_text())
+    assert page.data["about"] == []
+    assert page.data["series"]["norm"] is None

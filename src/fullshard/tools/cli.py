@@ -85,6 +85,8 @@ Examples:
 
     fullshard report runs/books --json          print the numbers instead
 
+    fullshard report runs/books runs/again      compare runs, the first with the others
+
     fullshard report my_traces --out page.html  traces of fullshard.trace
 
 The page needs no network. Where a run was not traced, it says how to record a trace.
@@ -394,11 +396,18 @@ def migrate_report(
 
 @app.command(epilog=_REPORT_EXAMPLES)
 def report(
-    run: Annotated[
-        Path, typer.Argument(help="A run folder, or a folder of traces.", metavar="RUN")
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A run folder, or a folder of traces; several are compared.", metavar="RUN..."
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="The page. Default: report.html in RUN.", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="The page. Default: report.html in RUN; of several, comparison.html here.",
+            metavar="FILE",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the numbers as one JSON object, write nothing.")
@@ -406,11 +415,12 @@ def report(
 ) -> None:
     """Write one HTML page on a run: timelines, exposed communication, memory, loss, tokens/s.
 
-    trace.json beside it holds the same timelines for chrome://tracing and Perfetto.
+    trace.json beside it holds the same timelines for chrome://tracing and Perfetto. Of several runs it
+    compares figures, losses and options.
     """
     from fullshard.tools import commands
 
-    raise typer.Exit(commands.report(run, out, as_json=as_json))
+    raise typer.Exit(commands.report(runs, out, as_json=as_json))
 
 
 @app.command(epilog=_EXPORT_EXAMPLES)

@@ -29,6 +29,8 @@ from fullshard.tools.job import (
 )
 from fullshard.tools.launch import LAUNCHER_PID, Ending, Place, launch
 from fullshard.tools.report import metrics_of, write_report
+from fullshard.tools.report_compare import as_json as comparison_as_json
+from fullshard.tools.report_compare import write_comparison
 from fullshard.tools.slurm import variables_of_rank
 
 
@@ -111,13 +113,17 @@ def replay(
     return Exit.OK if found.is_equal else Exit.FAILED
 
 
-def report(run: Path, out: Path | None, *, as_json: bool) -> Exit:
-    """Write the page on a run and say where, or print its numbers."""
+def report(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Exit:
+    """Write the page on a run, or on several beside each other, and say where; or print the numbers."""
     try:
         if as_json:
-            print(json.dumps(metrics_of(run), indent=2))
+            several = comparison_as_json(runs) if len(runs) > 1 else None
+            print(several or json.dumps(metrics_of(runs[0]), indent=2))
             return Exit.OK
-        written = write_report(run, out)
+        if len(runs) > 1:
+            print(write_comparison(runs, out or Path("comparison.html")))
+            return Exit.OK
+        written = write_report(runs[0], out)
     except (OptionError, TraceError) as error:
         return _refuse(error, quiet=False, command="report")
     for path in written:

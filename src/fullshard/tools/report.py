@@ -16,20 +16,21 @@ from fullshard.plan.trace import RankTrace, TraceError, read_traces
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.perfetto import chrome_trace
 from fullshard.tools.report_data import page_data, summary_data
-from fullshard.tools.report_page import render
+from fullshard.tools.report_page import render_report
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.trace_metrics import common_steps
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run. traces: in order of ranks, perhaps not of all."""
+    """What is known of a run. traces: in order of ranks, perhaps not of all. facts: see `run_facts`."""
 
     name: str
     config: TrainConfig | None
     metrics: list[dict[str, Any]]
     summary: dict[str, Any] | None
     traces: list[RankTrace]
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Written(NamedTuple):
@@ -50,14 +51,16 @@ def read_run(path: Path) -> RunRecord:
         raise TraceError(
             f"{path}: its ranks have no step in common, so they cannot be compared. Record again."
         )
-    config = folder.read_config() if folder.config_file.exists() else None
+    is_run = folder.config_file.exists()
+    config = folder.read_config() if is_run else None
+    facts = folder.read_facts() if is_run else {}
     metrics = folder.metrics()
     if not (traces or metrics):
         raise OptionError(
             f"{path}: holds neither metrics.jsonl nor rank*.json, so there is nothing to report. "
             "Name a folder that `fullshard train` or `fullshard.trace` wrote."
         )
-    return RunRecord(path.resolve().name, config, metrics, folder.read_summary(), traces)
+    return RunRecord(path.resolve().name, config, metrics, folder.read_summary(), traces, facts)
 
 
 def write_report(path: Path, out: Path | None = None) -> Written:
@@ -66,7 +69,7 @@ def write_report(path: Path, out: Path | None = None) -> Written:
     page = out or RunFolder(path).report_file
     page.parent.mkdir(parents=True, exist_ok=True)
     trace = page.with_name("trace.json") if run.traces else None
-    page.write_text(render(page_data(run)), encoding="utf-8")
+    page.write_text(render_report(page_data(run)), encoding="utf-8")
     if trace is not None:
         events = json.dumps(chrome_trace(run.traces), separators=(",", ":"))
         trace.write_text(events, encoding="utf-8")

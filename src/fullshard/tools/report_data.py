@@ -1,11 +1,13 @@
 """What the report says, as data: figures with their explanations, and what the charts draw."""
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fullshard.plan.trace import Kind, RankTrace
 from fullshard.tools.config import TrainConfig
+from fullshard.tools.run_facts import peak_flops
 from fullshard.tools.trace_metrics import (
     CLOCK_HOW,
     EXPOSED_HOW,
@@ -43,6 +45,19 @@ PEAK_HOW = (
     "The most memory that any rank has held during the run: resident host memory of the process on "
     "the CPU, with Python and libraries; allocated device memory on a GPU."
 )
+FLOPS_HOW = (
+    "Operations of forward and backward for a token (6 for every weight of a matrix, and 12 x layers x width x "
+    "tokens for attention; what is computed again is not counted; arXiv 2204.02311, appendix B), times the tokens "
+    "per second, divided by the ranks. Utilization is the share of what the device's maker says for dense bfloat16."
+)
+NORM_HOW = "The norm of all gradients together, before they are clipped to --clip."
+LR_HOW = (
+    "The learning rate of each step: it rises for --warmup steps and falls as a cosine to --min-lr."
+)
+VAL_HOW = (
+    "Cross entropy in nats per byte on text that is never trained on (--val-fraction): the mean of the same "
+    "sequences each time."
+)
 TENSORS_HOW = (
     "The most that the categories under Memory over a step add up to, in the recorded steps, on any "
     "rank."
@@ -62,6 +77,8 @@ class Run(Protocol):
     def summary(self) -> dict[str, Any] | None: ...
     @property
     def traces(self) -> list[RankTrace]: ...
+    @property
+    def facts(self) -> dict[str, Any]: ...
 
 
 class Figure(NamedTuple):
@@ -98,7 +115,57 @@ def figures(run: Run) -> list[Figure]:
         entropy = _entropy(run)
         note = f"nats per byte; unigram entropy {entropy:.2f}" if entropy else "nats per byte"
         found.append(Figure("loss", "Loss", loss, "nats/byte", f"{loss:.3f}", note, LOSS_HOW))
+        found += _held_out(run) + _flops(run)
     return found
+
+
+def _held_out(run: Run) -> list[Figure]:
+    """Return the last loss on text that is held out, if there is one."""
+    known = [(entry["val_loss"], entry["step"]) for entry in run.metrics if "val_loss" in entry]
+    if not known:
+        return []
+    loss, step = known[-1]
+    return [
+        Figure(
+            "val_loss", "Loss held out", loss, "nats/byte", f"{loss:.3f}", f"step {step}", VAL_HOW
+        )
+    ]
+
+
+def _flops(run: Run) -> list[Figure]:
+    """Return what a rank computes in a second, if the run says how large its model is."""
+    per_token = run.facts.get("flops_per_token")
+    if not per_token or run.config is None:
+        return []
+    speed = statistics.median(_after_first(run.metrics, "tokens_per_second"))
+    own = per_token * speed / run.config.ranks
+    device = run.facts["hardware"]["device"]
+    peak = peak_flops(device, run.config.dtype)
+    note = "of each rank"
+    if peak is not None:
+        note = f"of each rank; utilization {100 * own / peak:.1f} % of {peak / 1e12:.0f} TFLOP/s"
+    found = [Figure("flops", "Model FLOP/s", own, "FLOP/s", _flop_text(own), note, FLOPS_HOW)]
+    if peak is not None:
+        share = own / peak
+        found.append(
+            Figure(
+                "mfu",
+                "Utilization (MFU)",
+                share,
+                "of the peak",
+                f"{100 * share:.1f} %",
+                device,
+                FLOPS_HOW,
+            )
+        )
+    return found
+
+
+def _flop_text(value: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9)):
+        if value >= size:
+            return f"{_three(value / size)} {unit}"
+    return f"{_three(value / 1e6)} M"
 
 
 def summary_data(run: Run) -> dict[str, Any]:
@@ -138,8 +205,11 @@ def page_data(run: Run) -> dict[str, Any]:
         "how": {
             "time": TIME_HOW, "units": UNIT_HOW, "memory": MEMORY_HOW, "clock": CLOCK_HOW,
             "loss": LOSS_HOW, "speed": SPEED_HOW, "stalls": STALLS_HOW,
+            "norm": NORM_HOW, "lr": LR_HOW, "val": VAL_HOW,
         },
-        "series": _series(run),
+        "about": about(run),
+        "options": options(run),
+        "series": series(run),
         "trace": None,
     }  # fmt: skip
     if not run.traces:
@@ -192,6 +262,39 @@ def facts(run: Run) -> list[str]:
     if run.config is not None and status != "finished":
         said.append("stopped early" if status == "stopped" else "not finished")
     return said
+
+
+def about(run: Run) -> list[tuple[str, str]]:
+    """Return what the run was made of, as rows: hardware, versions, the model's size."""
+    if not run.facts:
+        return []
+    hardware, versions = run.facts["hardware"], run.facts["versions"]
+    processor = f"{hardware['processor']}, {hardware['processors']} processors"
+    rows = [
+        (
+            "Model",
+            f"{run.facts['num_parameters']:,} parameters, {run.facts['flops_per_token']:,} FLOPs a token",
+        ),
+        ("Device", hardware["device"]),
+        ("Host", f"{processor}, {nbytes(hardware['memory_nbytes'])} of memory"),
+        ("System", hardware["system"]),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def options(run: Run) -> list[tuple[str, str]]:
+    """Return every option of the run, as rows."""
+    if run.config is None:
+        return []
+    fields = dataclasses.asdict(run.config).items()
+    return [(name, _option(value)) for name, value in fields]
+
+
+def _option(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value) or "none"
 
 
 def nanoseconds(value: float) -> str:
@@ -254,7 +357,8 @@ def _memory_figures(run: Run) -> list[Figure]:
     return found
 
 
-def _series(run: Run) -> dict[str, Any] | None:
+def series(run: Run) -> dict[str, Any] | None:
+    """Return what the charts of steps draw; None if no step is known."""
     if not run.metrics:
         return None
     steps = common_steps(run.traces) if run.traces else []
@@ -262,10 +366,18 @@ def _series(run: Run) -> dict[str, Any] | None:
         "steps": [entry["step"] for entry in run.metrics],
         "loss": [entry["loss"] for entry in run.metrics],
         "speed": [entry["tokens_per_second"] for entry in run.metrics],
+        "norm": _known(run.metrics, "grad_norm"),
+        "lr": _known(run.metrics, "lr"),
+        "val": [[entry["step"], entry["val_loss"]] for entry in run.metrics if "val_loss" in entry],
         "entropy": _entropy(run),
         "traced": [steps[0], steps[-1]] if steps else None,
         "cost": _tracing_cost(run.metrics, steps),
     }
+
+
+def _known(metrics: Sequence[dict[str, Any]], name: str) -> list[float] | None:
+    """Return a number of every step; None if one lacks it."""
+    return [entry[name] for entry in metrics] if all(name in entry for entry in metrics) else None
 
 
 def _tracing_cost(metrics: Sequence[dict[str, Any]], traced: Sequence[int]) -> float | None:

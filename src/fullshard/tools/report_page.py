@@ -10,25 +10,28 @@ from jinja2 import Environment, StrictUndefined
 from fullshard.tools.report_data import nanoseconds, nbytes
 
 _PAGE = files("fullshard.tools") / "page"
-_SCRIPTS = ("drawing.js", "timeline.js", "charts.js")
+_SCRIPTS = {
+    "report.html": ("drawing.js", "timeline.js", "charts.js"),
+    "compare.html": ("drawing.js", "compare.js"),
+}
 
 
-def render(data: dict[str, Any]) -> str:
-    """Return the page. It loads nothing: style, scripts and data are inside."""
+def render_report(data: dict[str, Any]) -> str:
+    """Return the page on one run."""
+    return render("report.html", {**data, "how_texts": data["how"]}, **_sentences(data))
+
+
+def render(page: str, data: dict[str, Any], **more: str) -> str:
+    """Return a page of `page/`. It loads nothing: style, scripts and data are inside."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(ns=nanoseconds, nbytes=nbytes)
-    scripts = "\n".join(_read(name) for name in _SCRIPTS)
+    scripts = "\n".join(_read(name) for name in _SCRIPTS[page])
     # `</script>` in a unit's name must not end the element that holds the data.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return environment.from_string(_read("report.html")).render(
-        **{**data, "how_texts": data["how"]},
-        style=_read("report.css"),
-        scripts=scripts,
-        embedded=embedded,
-        **_sentences(data),
-    )
+    shown = {**data, **more, "style": _read("report.css"), "scripts": scripts}
+    return environment.from_string(_read(page)).render(**shown, embedded=embedded)
 
 
 def _sentences(data: dict[str, Any]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The folder of one run, and what is in it.
 
-    config.json      the options (tools/config.py) and the fingerprint of the text
+    config.json      the options (tools/config.py), the fingerprint of the text, and what the numbers
+                     depend on beside them (tools/run_facts.py)
     metrics.jsonl    one line a step
     checkpoints/     step-00000350/ and the like, the newest ones (docs/checkpoints.md)
     loss.png         the loss curve
@@ -13,6 +14,7 @@ Only rank 0 writes, except that every rank writes its part of a checkpoint.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +72,36 @@ class RunFolder:
     def read_fingerprint(self) -> str:
         return str(self._config_fields()["corpus"])
 
+    def read_facts(self) -> dict[str, Any]:
+        """Return what `run_facts.gather_facts` found; empty for runs of before it did."""
+        return dict(self._config_fields()["facts"])
+
     def _config_fields(self) -> dict[str, Any]:
         try:
             fields = json.loads(self.config_file.read_text(encoding="utf-8"))
-            return {"options": dict(fields["options"]), "corpus": fields["corpus"]}
+            kept = {"options": dict(fields["options"]), "corpus": fields["corpus"]}
+            return kept | {"facts": dict(fields.get("facts", {}))}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise OptionError(
                 f"{self.config_file}: cannot be read ({error!r}). Name a folder that "
                 "`fullshard train` wrote."
             ) from error
 
-    def start(self, config: TrainConfig, *, fingerprint: str, done: int) -> None:
+    def start(
+        self,
+        config: TrainConfig,
+        *,
+        fingerprint: str,
+        done: int,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write the configuration and drop what lies beyond step `done` of an earlier attempt."""
         self.path.mkdir(parents=True, exist_ok=True)
-        fields = {"options": dataclasses.asdict(config), "corpus": fingerprint}
+        fields = {
+            "options": dataclasses.asdict(config),
+            "corpus": fingerprint,
+            "facts": dict(facts or {}),
+        }
         self.config_file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         self.summary_file.unlink(missing_ok=True)
         lines = [json.dumps(entry) + "\n" for entry in self.metrics() if entry["step"] <= done]

@@ -33,8 +33,9 @@ from fullshard.tools.progress import SPEED_STEPS, Reporter, Speed
 from fullshard.tools.recipe import build_model, build_optimizer, learning_rate
 from fullshard.tools.recording import StepRecorder, steps_to_trace
 from fullshard.tools.report import write_report
+from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.weights import load_initial_weights
+from fullshard.tools.weights import load_initial_weights, model_config
 
 
 class TrainingError(FullshardError, RuntimeError):
@@ -89,7 +90,7 @@ class Trainer:
         self.val_loss: float | None = None  # the last one, on rank 0
         self.loggers = make_loggers(config.log if self.rank == 0 else (), report.note)
         self.model = build_model(config, self.device)
-        num_params = sum(param.numel() for param in self.model.parameters())
+        self.num_params = num_params = sum(param.numel() for param in self.model.parameters())
         report.note(
             f"model: {num_params / 1e6:.1f}M parameters, sharded over {config.ranks} "
             f"{config.device} rank{'s' if config.ranks > 1 else ''}, {config.dtype}; "
@@ -291,7 +292,14 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
         load_initial_weights(trainer.model, Path(config.init_from))
     dist.barrier()  # nobody may still be checking the folder when rank 0 starts to write
     if trainer.rank == 0:
-        folder.start(config, fingerprint=job.corpus.survey.fingerprint, done=job.done)
+        facts = gather_facts(
+            model_config(config),
+            num_parameters=trainer.num_params,
+            seq=config.seq,
+            device=trainer.device,
+        )
+        fingerprint = job.corpus.survey.fingerprint
+        folder.start(config, fingerprint=fingerprint, done=job.done, facts=facts)
         trainer.loggers.start(RunInfo(folder.path, dataclasses.asdict(config), job.done))
     try:
         summary = _run(job, trainer, report)

@@ -1,11 +1,4 @@
 // Bars, areas and lines as SVG.
-function frame(element, height) {
-  const width = Math.max(element.clientWidth, 200);
-  const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
-  element.replaceChildren(root);
-  return { root, width, height };
-}
-
 function drawUnits() {
   const element = document.querySelector('[data-chart="units"]');
   const units = trace.units;
@@ -24,7 +17,9 @@ function drawUnits() {
       const y = 24 + index * ROW;
       const group = svg("g", {});
       const room = Math.floor((left - 14) / 7.2);
-      const name = unit.name.length > room ? `…${unit.name.slice(1 - room)}` : unit.name;
+      const parts = unit.name.split(".");
+      while (parts.length > 1 && parts.join(".").length > room) parts.shift(); // whole words; the tip has all
+      const name = parts.join(".");
       group.append(svg("rect", { x: 0, y, width, height: ROW, fill: "transparent" }));
       group.append(svg("text", { class: "strong", x: left - 10, y: y + 16, "text-anchor": "end" }, name));
       group.append(svg("rect", { x: left, y: y + 4, width: unit.gather_ns * scale, height: ROW - 8, fill: "var(--all-gather)" }));
@@ -142,23 +137,13 @@ function drawMemory() {
   keepDrawn(element, draw);
 }
 
-/** Averages with a weight of 0.95 for each step since, without the pull towards zero at the start. */
-function runningMean(values) {
-  let total = 0, weight = 0;
-  return values.map((value) => {
-    total = 0.95 * total + value;
-    weight = 0.95 * weight + 1;
-    return total / weight;
-  });
-}
-
 function drawLine(name, values, options) {
   const element = document.querySelector(`[data-chart="${name}"]`);
   const { steps, traced } = data.series;
   keepDrawn(element, () => {
     const { root, width, height } = frame(element, 270);
     const left = options.left, right = 14, top = 14, bottom = 40;
-    const known = [...values, ...(options.level ? [options.level.value] : [])];
+    const known = [...values, ...(options.level ? [options.level.value] : []), ...(options.points || []).map(([, value]) => value)];
     const high = Math.max(...known) * 1.05, low = 0;
     const from = steps[0], to = Math.max(steps[steps.length - 1], from + 1);
     const x = (step) => left + ((step - from) / (to - from)) * (width - left - right);
@@ -178,6 +163,11 @@ function drawLine(name, values, options) {
     const path = (series) => series.map((value, index) => `${index ? "L" : "M"}${x(steps[index]).toFixed(1)},${y(value).toFixed(1)}`).join("");
     root.append(svg("path", { d: path(values), fill: "none", stroke: "var(--forward)", "stroke-width": options.line ? 1.2 : 1, opacity: 0.85 }));
     if (options.smooth) root.append(svg("path", { d: path(options.smooth), fill: "none", stroke: "var(--backward)", "stroke-width": 2.4, "stroke-linejoin": "round" }));
+    if (options.points && options.points.length) {
+      const place = ([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`;
+      root.append(svg("polyline", { points: options.points.map(place).join(" "), fill: "none", stroke: "var(--optimizer)", "stroke-width": 2 }));
+      for (const [step, value] of options.points) root.append(svg("circle", { cx: x(step), cy: y(value), r: 2.6, fill: "var(--optimizer)" }));
+    }
     if (options.level) {
       const at = y(options.level.value);
       root.append(svg("line", { x1: left, x2: width - right, y1: at, y2: at, stroke: options.level.stroke, "stroke-width": 1.4, "stroke-dasharray": "5 4" }));
@@ -198,17 +188,37 @@ function drawLine(name, values, options) {
   });
 }
 
+/** Shows a part's label whole, or its share alone, or nothing: never a piece of it. */
+function fitParts() {
+  const parts = [...document.querySelectorAll(".stack .part")].map((part) => [part, part.textContent]);
+  keepDrawn(document.querySelector(".stack"), () => {
+    for (const [part, label] of parts) {
+      const share = label.slice(label.lastIndexOf(" ", label.length - 3) + 1);
+      part.textContent = [label, share, ""].find((text) => {
+        part.textContent = text;
+        return part.scrollWidth <= part.clientWidth;
+      }) ?? "";
+    }
+  });
+}
+
 if (trace) {
+  fitParts();
   drawUnits();
   drawMemory();
 }
 if (data.series) {
-  const { loss, speed, entropy } = data.series;
+  const { loss, speed, norm, lr, val, entropy } = data.series;
+  const held = new Map(val);
+  const exact = (value) => String(Number(value.toPrecision(3)));
   const smooth = runningMean(loss);
   drawLine("loss", loss, {
-    left: 44, smooth, tick: (value) => String(Number(value.toPrecision(6))),
+    left: 44, smooth, points: val, tick: (value) => String(Number(value.toPrecision(6))),
     level: entropy ? { value: entropy, stroke: "var(--fence)" } : null,
-    tip: (index) => [`loss ${loss[index].toFixed(4)}`, `running mean ${smooth[index].toFixed(4)}`],
+    tip: (index) => [
+      `loss ${loss[index].toFixed(4)}`, `running mean ${smooth[index].toFixed(4)}`,
+      ...(held.has(data.series.steps[index]) ? [`held out ${held.get(data.series.steps[index]).toFixed(4)}`] : []),
+    ],
   });
   const sorted = [...(speed.length > 1 ? speed.slice(1) : speed)].sort((a, b) => a - b);
   const middle = sorted.length >> 1;
@@ -217,4 +227,12 @@ if (data.series) {
     left: 60, line: true, tick: count, level: { value: median, stroke: "var(--backward)" },
     tip: (index) => [`${count(speed[index])} tokens/s`, `median ${count(median)}`],
   });
+  if (norm) {
+    const mean = runningMean(norm);
+    drawLine("norm", norm, {
+      left: 56, smooth: mean, tick: exact, level: null,
+      tip: (index) => [`norm ${exact(norm[index])}`, `running mean ${exact(mean[index])}`],
+    });
+  }
+  if (lr) drawLine("lr", lr, { left: 64, line: true, tick: exact, level: null, tip: (index) => [exact(lr[index])] });
 }

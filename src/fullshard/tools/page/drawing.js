@@ -105,3 +105,20 @@ function setForPaper(isPaper) {
 window.addEventListener("beforeprint", () => setForPaper(true));
 window.addEventListener("afterprint", () => setForPaper(false));
 colourSwatches();
+
+function frame(element, height) {
+  const width = Math.max(element.clientWidth, 200);
+  const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
+  element.replaceChildren(root);
+  return { root, width, height };
+}
+
+/** Averages with a weight of 0.95 for each step since, without the pull towards zero at the start. */
+function runningMean(values) {
+  let total = 0, weight = 0;
+  return values.map((value) => {
+    total = 0.95 * total + value;
+    weight = 0.95 * weight + 1;
+    return total / weight;
+  });
+}

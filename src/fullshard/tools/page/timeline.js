@@ -56,7 +56,7 @@ function drawTimeline() {
     const height = layOut();
     const ratio = Math.max(window.devicePixelRatio || 1, 2); // prints well too
     width = canvas.parentElement.clientWidth;
-    gutter = width < 640 ? 96 : 118;
+    gutter = width < 640 ? 106 : 118;
     canvas.style.height = `${height}px`;
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
@@ -89,15 +89,18 @@ function drawTimeline() {
         const above = Math.round(track.y - RANK_GAP / 2) - 1.5;
         context.beginPath(); context.moveTo(0, above); context.lineTo(width, above); context.stroke();
       }
+      let free = gutter - 10;
       if (track.isFirst) {
         context.font = `600 12.5px ${sans}`;
         context.fillStyle = ink;
-        context.fillText(`rank ${track.rank.rank}`, 0, track.y + ROW / 2);
+        const name = `rank ${track.rank.rank}`;
+        context.fillText(name, 0, track.y + ROW / 2);
+        free -= context.measureText(name).width + 8;
       }
       context.font = `12px ${sans}`;
       context.fillStyle = soft;
       context.textAlign = "right";
-      context.fillText(track.label, gutter - 10, track.y + ROW / 2);
+      if (context.measureText(track.label).width <= free) context.fillText(track.label, gutter - 10, track.y + ROW / 2);
       context.save();
       context.beginPath(); context.rect(gutter, 0, width - gutter, height); context.clip();
       context.textAlign = "center";
