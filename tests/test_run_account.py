@@ -108,17 +108,17 @@ def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -
     assert line.startswith(
         "[fullshard] nothing was sharded. The model was trained with Distributed"
     )
-    (line,) = _said(_run(tmp_path, f"{FEW_LINES}\n    fully_shard(model)"))
+    (line,) = _said(_run(tmp_path, f"{FEW_LINES}\n    fully_shard(model)", ranks=1))
     assert line.endswith("Modules were, but none of them ran a forward.")
-    (line,) = _said(_run(tmp_path, f"{FEW_LINES}"))
+    (line,) = _said(_run(tmp_path, f"{FEW_LINES}", ranks=1))
     assert "called neither fully_shard nor FullyShardedDataParallel, by none of the names" in line
     (line,) = _said(_run(tmp_path, "import sys\nsys.exit()", ranks=1))
     assert "Start ranks, if it did not: torchrun" in line
 
 
 def test_a_script_that_fails_before_it_shards_says_nothing_more(tmp_path: Path) -> None:
-    assert _said(_run(tmp_path, "raise ValueError('early')"), code=1) == []
-    assert _said(_run(tmp_path, "import sys\nsys.exit(3)"), code=3) == []
+    assert _said(_run(tmp_path, "raise ValueError('early')", ranks=1), code=1) == []
+    assert _said(_run(tmp_path, "import sys\nsys.exit(3)", ranks=1), code=3) == []
 
 
 def test_pytorch_s_engine_runs_the_same_command_in_silence(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_pytorch_s_engine_runs_the_same_command_in_silence(tmp_path: Path) -> No
     print(fully_shard.__module__)
     {END}
     """
-    ended = _run(tmp_path, script, "--engine", "torch")
+    ended = _run(tmp_path, script, "--engine", "torch", ranks=1)
     assert _said(ended) == []
     assert ended[0].out.startswith("torch.distributed.fsdp")
 

@@ -77,19 +77,21 @@ def _losses(text: str) -> list[tuple[int, float]]:
 
 
 def test_experts_on_a_mesh_of_their_own_train_as_one_process(tmp_path: Path) -> None:
-    runs = [_losses(_run(tmp_path, "moe", ranks=ranks)) for ranks in (1, 2, 4)]
+    runs = [_losses(_run(tmp_path, "moe", ranks=ranks)) for ranks in (1, 4)]
     for run in runs:
         assert len(run) == 8
         assert [loss for _, loss in run] == pytest.approx([loss for _, loss in runs[0]], abs=1e-5)
     assert runs[0][-1][1] < 1 < runs[0][0][1]
 
 
+@pytest.mark.long  # fifteen steps with a generator
 def test_a_policy_learns_from_what_a_generator_with_its_weights_samples(tmp_path: Path) -> None:
     rewards = re.findall(r"reward ([\d.]+)", _run(tmp_path, "grpo", "--steps", 15))
     assert float(rewards[0]) < 0.8
     assert float(rewards[-1]) > 0.9
 
 
+@pytest.mark.long  # three runs
 def test_a_moved_script_goes_on_from_the_other_api_s_checkpoint(tmp_path: Path) -> None:
     before = _losses(_run(tmp_path, "fsdp1", "--out", tmp_path / "saved"))  # under PyTorch's FSDP
     straight = _losses(_run(tmp_path, "fsdp1_moved", "--steps", 10))

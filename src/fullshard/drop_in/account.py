@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from fullshard.drop_in.on_cpu import accelerate_wants_fsdp
+from fullshard.drop_in.on_cpu import accelerate_wants_fsdp, begun
 from fullshard.engine.module_state import is_anything_sharded
 from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.fsdp1.module import FullyShardedDataParallel
@@ -114,9 +114,8 @@ class Account(PassWatcher):
         state = sys.modules.get("accelerate.state")
         if state is None or torch.accelerator.is_available():
             return False
-        return accelerate_wants_fsdp() and str(
-            state.PartialState._shared_state.get("distributed_type", "")
-        ).endswith((".MULTI_CPU", ".NO"))
+        kind = str(begun(state).get("distributed_type", ""))
+        return accelerate_wants_fsdp() and kind.endswith((".MULTI_CPU", ".NO"))
 
 
 class _Begun:

@@ -74,7 +74,7 @@ def _change_accelerate(state: Any) -> None:
 
     @functools.wraps(begin_whole)
     def begin_whole_on_cpus(self: Any, *args: Any, **kwargs: Any) -> None:
-        if state.PartialState._shared_state:  # begun before anybody wanted FSDP, as Trainer's is
+        if begun(state):  # before anybody wanted FSDP, as Trainer's is
             _go_on_to_fsdp(state.PartialState())
         begin_whole(self, *args, **kwargs)
 
@@ -85,6 +85,11 @@ def _change_accelerate(state: Any) -> None:
 
     _set(state.PartialState, "__init__", begin_on_cpus)
     _set(state.AcceleratorState, "__init__", begin_whole_on_cpus)
+
+
+def begun(state: Any) -> dict[str, Any]:
+    """Return what all of Accelerate's states share, empty before the first. state: its module of that name."""
+    return dict(vars(state.PartialState)["_shared_state"])
 
 
 def accelerate_wants_fsdp() -> bool:
@@ -100,7 +105,7 @@ def _change_lightning(connector: Any) -> None:
 
     @functools.wraps(check)
     def check_others(self: Any) -> None:
-        strategy = self._strategy_flag
+        strategy = vars(self)["_strategy_flag"]
         is_named = isinstance(strategy, str) and strategy.split("_")[0] == "fsdp"
         if not is_named and type(strategy) is not connector.FSDPStrategy:
             check(self)
