@@ -370,9 +370,10 @@ def _end(*arguments: str) -> Any:
     [
         (["absent.py"], "absent.py: there is no such file. For a module, write -m absent.py"),
         (["--comm", "pigeon", "script.py"], "--comm: invalid choice: 'pigeon'"),
-        ([], "the following arguments are required: script"),
+        (["-m", "nosuch.train"], "-m nosuch.train: there is no such module here"),
+        ([], "name a script, or a module with -m"),
     ],
-    ids=["path", "comm", "nothing"],
+    ids=["path", "comm", "module", "nothing"],
 )
 def test_wrong_arguments_end_with_code_2_and_a_reason(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ import fullshard
 from fullshard.drop_in.account import summary
 from fullshard.drop_in.on_cpu import is_sharding_on_cpus, shard_on_cpus
 from fullshard.errors import StateError
+from fullshard.run import _split
 from tests.fresh import Ended, in_fresh_ranks, in_warm_forks
 from tests.harness import on_ranks
 from tests.tools.processes import environment
@@ -94,8 +95,10 @@ def test_a_line_says_over_what() -> None:
     hybrid, copied = nn.Linear(8, 8), nn.Linear(8, 8)
     fullshard.fully_shard(hybrid, mesh=mesh)
     fullshard.replicate(copied)
-    assert "1 unit, sharded over 2 ranks, 2 times (" in summary("A", fullshard.describe(hybrid))
-    assert "1 unit, replicated on 4 ranks (" in summary("A", fullshard.describe(copied))
+    assert summary("A", fullshard.describe(hybrid)) == (
+        "A: 1 unit, sharded over 2 ranks (peer memory (one host)), 2 times; this rank holds 0.1 KiB of parameters"
+    )
+    assert "A: 1 unit, replicated on 4 ranks; this rank" in summary("A", fullshard.describe(copied))
 
 
 def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -> None:
@@ -109,11 +112,21 @@ def test_what_trained_without_sharding_is_told_with_the_reason(tmp_path: Path) -
         "[fullshard] nothing was sharded. The model was trained with Distributed"
     )
     (line,) = _said(_run(tmp_path, f"{FEW_LINES}\n    fully_shard(model)", ranks=1))
-    assert line.endswith("Modules were, but none of them ran a forward.")
-    (line,) = _said(_run(tmp_path, f"{FEW_LINES}", ranks=1))
-    assert "called neither fully_shard nor FullyShardedDataParallel, by none of the names" in line
+    assert line == (
+        "[fullshard] modules were sharded, but none of them ran a forward, so nothing is said of them."
+    )
+    (line,) = _said(
+        _run(tmp_path, f"{FEW_LINES}\n    {END}")
+    )  # which leaves no group, but two ranks
+    assert (
+        "The program called neither fully_shard nor FullyShardedDataParallel, by none of the names"
+        in line
+    )
     (line,) = _said(_run(tmp_path, "import sys\nsys.exit()", ranks=1))
-    assert "Start ranks, if it did not: torchrun" in line
+    assert "If it did not, start ranks: torchrun" in line
+    script = f"import fullshard\nfullshard.uninstall()\n{textwrap.dedent(FEW_LINES)}"
+    (line,) = _said(_run(tmp_path, script, ranks=1))
+    assert "called fullshard.uninstall()" in line
 
 
 def test_a_script_that_fails_before_it_shards_says_nothing_more(tmp_path: Path) -> None:
@@ -188,8 +201,9 @@ class PartialState:
     def __init__(self, cpu=False, **kwargs):
         self.__dict__ = self._shared_state
         if not self._shared_state:
-            self.distributed_type = DistributedType.MULTI_CPU if cpu else DistributedType.NO
-            if cpu:
+            several = cpu and int(os.environ["WORLD_SIZE"]) > 1
+            self.distributed_type = DistributedType.MULTI_CPU if several else DistributedType.NO
+            if several:
                 dist.init_process_group("gloo")
 
 class AcceleratorState:
@@ -231,6 +245,10 @@ def test_accelerate_shards_on_cpus_if_asked_and_is_told_of_otherwise(
     how = "with DistributedDataParallel" if first else "on each rank by itself"
     assert f"on accelerators alone, so the model was trained {how}" in line
     assert "python -m fullshard.run --cpu SCRIPT" in line
+    (line,) = _said(_run(tmp_path, script, "--cpu", ranks=1))
+    assert (
+        "There was one process, and Accelerate shards among several. Start ranks: torchrun" in line
+    )
 
 
 def test_lightning_s_fsdp_strategy_passes_on_cpus_if_asked(tmp_path: Path) -> None:
@@ -280,6 +298,63 @@ def test_uninstall_has_libraries_decide_themselves_again() -> None:
     fullshard.uninstall()
     assert begins == [state.PartialState.__init__, state.AcceleratorState.__init__]
     assert not is_sharding_on_cpus()
+
+
+PLUGIN = """
+class FullyShardedDataParallelPlugin:
+    def __init__(self, sync):
+        self.sync_module_states = sync
+        self.__post_init__()
+    def __post_init__(self):
+        raise RuntimeError("There are currently no available devices found")
+"""
+
+
+@in_fresh_ranks(1)
+def test_accelerate_s_plugin_builds_on_cpus_what_one_rank_sends() -> None:
+    from types import ModuleType
+
+    module: Any = ModuleType("accelerate.utils.dataclasses")
+    exec(PLUGIN, module.__dict__)
+    sys.modules["accelerate.utils.dataclasses"] = module
+    fullshard.install(cpu=True)
+    plugin = module.FullyShardedDataParallelPlugin(sync=True)
+    with torch.device("meta"):
+        layer = nn.Linear(2, 2)
+    plugin.param_init_fn(layer)
+    assert layer.weight.device.type == "cpu"
+    with pytest.raises(RuntimeError, match="no available devices"):
+        module.FullyShardedDataParallelPlugin(sync=False)
+    fullshard.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "arguments"),
+    [
+        ("--cpu a.py --cpu -m x", "--cpu a.py", "--cpu -m x"),
+        ("a.py -- --cpu", "a.py", "-- --cpu"),
+        ("--comm auto --engine torch a.py -h", "--comm auto --engine torch a.py", "-h"),
+        ("--comm=auto a.py", "--comm=auto a.py", ""),
+        ("--cpu -m pkg.train -m other", "--cpu -m pkg.train", "-m other"),
+        ("-mpkg.train --engine x", "-mpkg.train", "--engine x"),
+        ("-h", "-h", ""),
+        ("", "", ""),
+    ],
+)
+def test_what_follows_the_program_is_the_program_s(line: str, words: str, arguments: str) -> None:
+    assert _split(line.split()) == (words.split(), arguments.split())
+
+
+def test_a_script_has_its_own_path_and_arguments(tmp_path: Path) -> None:
+    script = "import sys\nprint(__file__, *sys.argv)"
+    (tmp_path / "script.py").write_text(script)
+    program = """
+import runpy, sys
+sys.argv = ["run", "script.py", "--", "--cpu"]
+runpy.run_module("fullshard.run", run_name="__main__")
+"""
+    (ended,) = in_warm_forks(program, folder=tmp_path)
+    assert ended.out == f"{tmp_path}/script.py script.py -- --cpu\n", ended.err
 
 
 def test_an_accelerator_is_not_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:

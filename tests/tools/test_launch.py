@@ -29,6 +29,15 @@ from tests.tools.processes import TINY, Run, environment, kill, losses
 ROOT = Path(__file__).parents[2]
 SHORT = (*TINY, "--steps", "3", "--trace-steps", "0")
 PROGRAM = ("train.py", "--text", "it's $HOME")
+
+
+def _as_kubernetes_does(words: list[str]) -> list[str]:
+    """Put values for $(NAME), of which there are none, and one $ for two."""
+    found = [re.sub(r"\$\$|\$\(\w+\)", lambda m: "$" if m[0] == "$$" else "", w) for w in words]
+    assert not any(re.search(r"(?<!\$)\$\(", word.replace("$$", "")) for word in words)
+    return found
+
+
 K8S: dict[str, Any] = {"kind": "k8s", "program": PROGRAM, "nodes": 2, "image": "me/train:1"}
 
 
@@ -142,7 +151,7 @@ def test_kubeflow_takes_the_train_job(more: dict[str, Any]) -> None:
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
     assert ("resourcesPerNode" in trainer) is not more.get("on_cpu", False)
     assert ("runtimePatches" in job["spec"]) is ("volume" in more)
-    assert trainer["command"] == ["torchrun", *PROGRAM]
+    assert _as_kubernetes_does(trainer["command"]) == ["torchrun", *PROGRAM]
 
 
 @pytest.mark.parametrize("on_cpu", [False, True], ids=["gpu", "cpu"])
@@ -267,7 +276,7 @@ def _run_k8s(folder: Path, program: tuple[str, ...]) -> None:
     job = yaml.safe_load(
         kubernetes.manifest(Request(**{**K8S, "program": program}, ranks_per_node=1))
     )
-    line = job["spec"]["trainer"]["command"]
+    line = _as_kubernetes_does(job["spec"]["trainer"]["command"])
     common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     common["PET_MASTER_PORT"] = str(_free_port())
     pods = [common | {"PET_NODE_RANK": str(n)} for n in range(2)]
@@ -397,3 +406,21 @@ def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None
     for line, block in shown:
         words, _, _ = line.partition(" > ")
         assert block == _printed(monkeypatch, *shlex.split(words)[2:]), words
+
+
+def test_what_a_pod_would_lose_is_told() -> None:
+    said = []
+    for more in ([], ["--volume", "data:/data"]):
+        for out in ("runs/x", "/data/x", "/database/x"):
+            line = ["launch", "--print", "k8s", "--image", "x", *more, "--", "train", "--out", out]
+            done = CliRunner().invoke(cli.app, line)
+            assert done.exit_code == 0
+            said.append("is lost with it" in done.stderr)
+    assert said == [True, True, True, True, False, True]
+
+
+def test_a_resumed_run_stays_in_its_folder() -> None:
+    line = ["launch", "--print", "slurm", "--", "train", "--out", "a", "--resume", "b"]
+    done = CliRunner().invoke(cli.app, line)
+    assert done.exit_code == 2
+    assert "leave out --out" in done.output

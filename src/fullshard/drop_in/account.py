@@ -8,6 +8,7 @@ import multiprocessing.spawn
 import os
 import sys
 import weakref
+from multiprocessing import util
 from typing import Any
 
 import torch
@@ -15,22 +16,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from fullshard.drop_in.on_cpu import accelerate_wants_fsdp, begun
+from fullshard.drop_in import install
+from fullshard.drop_in.on_cpu import accelerate_wants_fsdp, begun, is_sharding_on_cpus
 from fullshard.engine.module_state import is_anything_sharded
 from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp2.classes import sharded_classes
 from fullshard.watch.describe import Description, UnitDescription, describe, format_nbytes
 
+_NOTHING = "nothing was sharded."
+_START = "Start ranks: torchrun --nproc-per-node 2 -m fullshard.run SCRIPT."
+
 
 class Account(PassWatcher):
     """Watches a program from its start, and says on rank 0 what it has sharded, once a model.
 
-    rank: as far as the launcher has said.
+    rank, num_ranks: as far as the launcher has said; 0 if it has not.
     """
 
-    def __init__(self, rank: int = 0) -> None:
-        self._rank = rank
+    def __init__(self, rank: int = 0, num_ranks: int = 0) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
         self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._running: weakref.ref[nn.Module] | None = None
         self._has_told = False
@@ -62,8 +67,8 @@ class Account(PassWatcher):
         """
         if dist.is_available() and dist.is_initialized():
             self._rank = dist.get_rank()
-        if self._rank == 0 and not self._has_told and (reason := self._reason(has_failed)):
-            _say(f"nothing was sharded. {reason}")
+        if self._rank == 0 and not self._has_told and (said := self._untold(has_failed)):
+            _say(said)
 
     def _look_for_ddp(self, module: nn.Module, name: str, submodule: Any) -> None:
         self._has_ddp |= isinstance(module, nn.parallel.DistributedDataParallel)
@@ -82,31 +87,37 @@ class Account(PassWatcher):
     def _note_child(self) -> None:
         self._has_children = True
 
-    def _reason(self, has_failed: bool) -> str:
-        """Return why nothing was sharded; empty if it may have been, or may have come to be."""
+    def _untold(self, has_failed: bool) -> str:
+        """Say why no model was told of; empty if one may have been, or may have come to be."""
         if self._accelerate_passed_by():
+            if is_sharding_on_cpus():
+                return f"{_NOTHING} There was one process, and Accelerate shards among several. {_START}"
             how = "with DistributedDataParallel" if self._has_ddp else "on each rank by itself"
             return (
-                f"Accelerate was to use FSDP, but does so on accelerators alone, so the model was trained {how}. "
-                "On CPUs, start it with --cpu: python -m fullshard.run --cpu SCRIPT."
+                f"{_NOTHING} Accelerate was to use FSDP, but does so on accelerators alone, so the model was trained "
+                f"{how}. On CPUs, start it with --cpu: python -m fullshard.run --cpu SCRIPT."
             )
         if self._has_ddp:
             return (
-                "The model was trained with DistributedDataParallel: each rank held all of it. Where a library chose "
-                "that, its own option for FSDP was not set, or needs another strategy."
+                f"{_NOTHING} The model was trained with DistributedDataParallel: each rank held all of it. Where a "
+                "library chose that, its own option for FSDP was not set, or needs another strategy."
             )
         if has_failed or self._has_children:  # one of them may have
             return ""
         if is_anything_sharded():
-            return "Modules were, but none of them ran a forward."
-        if not (dist.is_available() and dist.is_initialized()):
             return (
-                "The program left no process group, and called neither fully_shard nor FullyShardedDataParallel. "
-                "Start ranks, if it did not: torchrun --nproc-per-node 2 -m fullshard.run SCRIPT."
+                "modules were sharded, but none of them ran a forward, so nothing is said of them."
+            )
+        if not install.is_installed():
+            return f"{_NOTHING} The program called fullshard.uninstall(), and PyTorch's names were its own again."
+        if self._num_ranks < 2 and not (dist.is_available() and dist.is_initialized()):
+            return (
+                f"{_NOTHING} The program left no process group, and called neither fully_shard nor "
+                f"FullyShardedDataParallel. If it did not, {_START[0].lower()}{_START[1:]}"
             )
         return (
-            "The program called neither fully_shard nor FullyShardedDataParallel, by none of the names that "
-            "torch.distributed.fsdp has for them."
+            f"{_NOTHING} The program called neither fully_shard nor FullyShardedDataParallel, by none of the names "
+            "that torch.distributed.fsdp has for them."
         )
 
     def _accelerate_passed_by(self) -> bool:
@@ -119,10 +130,17 @@ class Account(PassWatcher):
 
 
 class _Begun:
-    """Pickles as a call of `Account`, in the process that unpickles it."""
+    """Pickles as a call of `_begin_in_child`, in the process that unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Account, ()
+        return _begin_in_child, ()
+
+
+def _begin_in_child() -> Account:
+    """Keep an account in a process that `multiprocessing` has spawned, which ends by no exit function."""
+    account = Account()
+    util.Finalize(None, account.end, kwargs={"has_failed": True}, exitpriority=0)
+    return account
 
 
 def _say(text: str) -> None:
@@ -145,15 +163,14 @@ def summary(name: str, description: Description) -> str:
     """
     units = description.units
     over = " and ".join(dict.fromkeys(_over(unit) for unit in units))
-    comms = ", ".join(dict.fromkeys(unit.communication for unit in units))
     held = format_nbytes(sum(unit.shard_nbytes for unit in units))
     count = f"{len(units)} unit{'s' * (len(units) != 1)}"
-    return f"{name}: {count}, {over} ({comms}); this rank holds {held} of parameters"
+    return f"{name}: {count}, {over}; this rank holds {held} of parameters"
 
 
 def _over(unit: UnitDescription) -> str:
     shards, replicas = unit.shard_size, unit.replicate_size
-    if shards == 1 and replicas > 1:
-        return f"replicated on {replicas} ranks"
-    text = f"sharded over {shards} rank{'s' * (shards != 1)}"
+    if shards == 1:
+        return f"replicated on {replicas} ranks" if replicas > 1 else "whole on 1 rank"
+    text = f"sharded over {shards} ranks ({unit.communication})"
     return f"{text}, {replicas} times" if replicas > 1 else text

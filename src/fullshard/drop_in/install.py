@@ -226,6 +226,11 @@ def install(*, cpu: bool = False) -> None:
     )
 
 
+def is_installed() -> bool:
+    """Whether names resolve to fullshard now."""
+    return bool(_undo)
+
+
 def uninstall() -> None:
     """Restore every name that `install` set. What fullshard has sharded stays sharded."""
     shard_as_libraries_do()

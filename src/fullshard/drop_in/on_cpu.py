@@ -87,6 +87,27 @@ def _change_accelerate(state: Any) -> None:
     _set(state.AcceleratorState, "__init__", begin_whole_on_cpus)
 
 
+def _change_plugin(dataclasses: Any) -> None:
+    """Let the plugin build on CPUs what FSDP1's sync_module_states fills, where it knows accelerators alone."""
+    plugin = dataclasses.FullyShardedDataParallelPlugin
+    finish = plugin.__post_init__
+
+    @functools.wraps(finish)
+    def finish_on_cpus(self: Any) -> None:
+        try:
+            finish(self)
+        except RuntimeError:  # its last step but for warnings
+            if not self.sync_module_states:
+                raise
+            self.param_init_fn = _to_empty_on_cpu
+
+    _set(plugin, "__post_init__", finish_on_cpus)
+
+
+def _to_empty_on_cpu(module: Any) -> None:
+    module.to_empty(device=torch.device("cpu"), recurse=False)
+
+
 def begun(state: Any) -> dict[str, Any]:
     """Return what all of Accelerate's states share, empty before the first. state: its module of that name."""
     return dict(vars(state.PartialState)["_shared_state"])
@@ -101,7 +122,8 @@ def _change_lightning(connector: Any) -> None:
     """Leave the check out that wants a GPU for FSDP, whose strategy is an object or "fsdp", "fsdp_..."."""
     names = ("_AcceleratorConnector", "_Connector")
     owner = next(getattr(connector, name) for name in names if hasattr(connector, name))
-    check = owner._check_strategy_and_fallback
+    name = "_check_strategy_and_fallback"
+    check = vars(owner)[name]
 
     @functools.wraps(check)
     def check_others(self: Any) -> None:
@@ -110,12 +132,13 @@ def _change_lightning(connector: Any) -> None:
         if not is_named and type(strategy) is not connector.FSDPStrategy:
             check(self)
 
-    _set(owner, "_check_strategy_and_fallback", check_others)
+    _set(owner, name, check_others)
 
 
 _CONNECTORS = ("trainer.connectors.accelerator_connector", "connector")  # Trainer's and Fabric's
 _CHANGES: dict[str, Change] = {
     "accelerate.state": _change_accelerate,
+    "accelerate.utils.dataclasses": _change_plugin,
     **{
         f"{package}.{_CONNECTORS[package.endswith('fabric')]}": _change_lightning
         for package in (

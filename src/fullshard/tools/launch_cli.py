@@ -1,5 +1,6 @@
 """`fullshard launch`: what can be typed. It prints; it starts nothing."""
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -100,6 +101,21 @@ def launch(
         print("Options: fullshard launch --help", file=sys.stderr)
         raise typer.Exit(Exit.USAGE) from None
     print(text, end="")
+    if kind == "k8s" and (where := _lost_with_its_pod(ready, volume)):
+        print(f"fullshard launch: {where}", file=sys.stderr)
+
+
+def _lost_with_its_pod(program: Sequence[str], volume: str) -> str:
+    """Say so if what `fullshard train` saves is in no volume; empty for any other program."""
+    words = list(program)
+    out = next((b for a, b in itertools.pairwise(words) if a == "--out"), "")
+    mounted = volume.partition(":")[2].rstrip("/")
+    if "--out" not in words or (mounted and f"{out}/".startswith(f"{mounted}/")):
+        return ""
+    return (
+        f"note: --out {out} is on a pod's own disk, and is lost with it; give --volume CLAIM:/PATH, and an --out "
+        "below that path, for the run to go on after a failure."
+    )
 
 
 def _check_train(context: typer.Context, words: Sequence[str]) -> bool:
@@ -114,6 +130,11 @@ def _check_train(context: typer.Context, words: Sequence[str]) -> bool:
     if given["ranks"] is not None:
         raise OptionError(
             f"train --ranks {given['ranks']}: leave it out; the ranks are --nodes times --ranks-per-node."
+        )
+    if given["resume"] is not None and given["out"] not in (None, given["resume"]):
+        raise OptionError(
+            f"train --resume {given['resume']} and --out {given['out']}: a resumed run stays in its folder; leave "
+            "out --out."
         )
     if given["out"] is None and given["resume"] is None:
         raise OptionError(

@@ -59,8 +59,8 @@ class RunFolder:
         """Raise OptionError if a run is already here (unless it may) or the folder cannot be."""
         if not may_have_begun and (self.config_file.exists() or self.checkpoints.exists()):
             raise OptionError(
-                f"--out {self.path}: already holds a run. Continue it with --resume {self.path}, "
-                "or name another folder."
+                f"--out {self.path}: already holds a run. Continue it with --resume {self.path} "
+                "(or --auto-resume, which begins it where there is none), or name another folder."
             )
         if self.path.exists() and not self.path.is_dir():
             raise OptionError(f"--out {self.path}: is a file; name a folder.")

@@ -18,7 +18,8 @@ def manifest(request: Request) -> str:
         "image": request.image,
         "numNodes": request.nodes,
         "numProcPerNode": request.ranks_per_node,
-        "command": ["torchrun", *request.program],
+        # Kubernetes puts values for $(NAME) in a command, and one $ for two.
+        "command": ["torchrun", *(word.replace("$", "$$") for word in request.program)],
     }
     if not request.on_cpu:
         gpus = {"nvidia.com/gpu": request.ranks_per_node}
