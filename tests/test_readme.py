@@ -56,6 +56,15 @@ SEEN = {
         "traced.py": [r"^rank 0 holds ", r"^sharded parameters ", r"^optimizer state "],
         "fullshard report runs/traced": [r"runs/traced/report\.html"],
     },
+    "docs/concepts.md": {
+        "hybrid.py": [
+            r"^rank 0: holds \(4, 8\) of \(8, 8\)$",
+            r"^rank 1: holds \(4, 8\) of \(8, 8\)$",
+        ],
+    },
+    "docs/compile.md": {
+        "compiled.py": [r"^rank 0: loss 0\.\d{3}$", r"^rank 1: loss 0\.\d{3}$"],
+    },
     "docs/notebooks.md": {
         "cell.py": [r"^loss 0\.\d{3}$", r"^\[rank 1\] loss 0\.\d{3}$", r"^0\.\d{3} and 0\.\d{3}$"],
     },
