@@ -91,7 +91,7 @@ $(EXAMPLES): constraints.txt examples/requirements.txt pyproject.toml scripts/bo
 
 # Without torch: the site's reference is read from the sources, not imported.
 $(DOCS): constraints.txt scripts/docs_requirements.txt scripts/bootstrap_venv.py
-	@echo "==> .venv-docs: what builds the site (90 MB)"
+	@echo "==> .venv-docs: what builds the site (180 MB)"
 	$(PYTHON) scripts/bootstrap_venv.py .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement scripts/docs_requirements.txt
 	@touch $@
@@ -147,7 +147,9 @@ package: ## build sdist and wheel into dist/, and use them in a new environment,
 	$(PYTHON) scripts/check_package.py $(ARGS)
 
 # Broken links and anchors, and names of the reference that are not there, fail.
-docs: $(DOCS) ## build the documentation as a site into build/site; needs no torch
+docs: $(DOCS) ## build the documentation as a site into build/site; without torch
+	@test -x .venv-docs/bin/zensical || \
+		{ echo "make docs needs Python 3.11 or newer: rm -r .venv-docs; make PYTHON=python3.12 docs" >&2; exit 1; }
 	@.venv-docs/bin/python scripts/docs_pages.py build/docs
 	@PATH="$(CURDIR)/.venv-docs/bin:$$PATH" zensical build --clean --strict
 

@@ -6,7 +6,7 @@ Our docstrings are prose. Where they explain arguments, each begins a line, and 
         root, as its first forward would.
     first_step: the number of the first step, for the report.
 
-Markdown would make one paragraph of these lines.
+Markdown would make one paragraph of these lines. An enum's values are added.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ class ArgumentLists(griffe.Extension):
             each = waiting.pop()
             members = [member for member in each.members.values() if not member.is_alias]
             waiting += members
-            if getattr(each, "overloads", None) and each.is_function:
-                each.overloads = None  # two for type checkers, of one call
+            if each.is_function:
+                each.overloads = None  # several for type checkers, of one call
             if each.docstring:
                 names = {member.name for member in members}
                 for function in (each, each.members.get("__init__"), each.members.get("__new__")):
                     names |= {one.name for one in getattr(function, "parameters", None) or ()}
                 each.docstring.value = with_lists(each.docstring.value, names)
+                if each.is_class and any(str(base).endswith("Enum") for base in each.bases):
+                    values = [f"`{member.name}`" for member in members if member.is_attribute]
+                    each.docstring.value += f"\n\nValues: {', '.join(values)}."
