@@ -201,12 +201,15 @@ def _is_understood_by_run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> 
     class UnderstoodError(Exception):
         pass
 
-    def parsed(parser: argparse.ArgumentParser) -> None:
-        options = parser.parse_known_args(words)[0]
-        assert options.script in ("train.py", "my_package.train")
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(parser: argparse.ArgumentParser, given: list[str]) -> None:
+        options: Any = parse(parser, given)
+        assert (options.script or options.module) in ("train.py", "my_package.train")
         raise UnderstoodError
 
     with monkeypatch.context() as patch:
+        patch.setattr("sys.argv", ["run", *words])
         patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
         with pytest.raises(UnderstoodError):
             run.main()
