@@ -110,7 +110,7 @@ def test_attention_equals_its_definition() -> None:
     model = build().double()
     attention = model.model.layers[0].self_attn
     x = torch.randn(1, 5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rotation = model.model.rotary_emb(0, 5)
+    rotation = model.model.rotary_emb(torch.arange(5))
     q, k, v = (
         project(x).view(5, -1, 16).transpose(0, 1)
         for project in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -187,3 +187,38 @@ def test_two_tokens_after_a_filled_cache_are_refused() -> None:
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(TINY, **sizes)
+
+
+class TestPackedDocuments:
+    """Rows of several documents, told apart by positions that count from 0 in each."""
+
+    LENGTHS = (5, 1, 7, 3)
+
+    def _positions(self) -> torch.Tensor:
+        row = torch.cat([torch.arange(length) for length in self.LENGTHS])
+        whole = torch.arange(sum(self.LENGTHS))  # the second row is one document
+        return torch.stack((row, whole))
+
+    @pytest.mark.parametrize("recompute", [False, True])
+    def test_each_is_as_if_it_were_alone(self, recompute: bool) -> None:
+        model = build()
+        model.recompute_layers(recompute)
+        given = tokens(2, sum(self.LENGTHS))
+        packed = model(given, positions=self._positions())
+        start = 0
+        for length in self.LENGTHS:
+            alone = model(given[:1, start : start + length])
+            torch.testing.assert_close(packed[:1, start : start + length], alone)
+            start += length
+        torch.testing.assert_close(packed[1:], model(given[1:]))
+
+    def test_gradients_are_those_of_documents_alone(self) -> None:
+        model = build()
+        given = tokens(1, sum(self.LENGTHS))
+        model(given, positions=self._positions()[:1]).square().sum().backward()
+        packed = {name: param.grad.clone() for name, param in model.named_parameters()}
+        model.zero_grad()
+        for part in given.split(self.LENGTHS, dim=1):
+            model(part).square().sum().backward()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(packed[name], param.grad, rtol=1e-4, atol=1e-4)

@@ -106,6 +106,18 @@ SEEN = {
         "fullshard report runs/mine": [r"runs/mine/report\.html"],
         "fullshard export runs/mine --hf exports/mine": [r"exports/mine: 21 tensors"],
     },
+    "docs/data.md": {
+        "prepare.py": [],
+        "fullshard train --tokenizer tokenizer.json --data code/ --val-data code/ --out runs/code": [
+            r"tokens of 2,000 kinds in 90 documents, 1 file",
+            r"documents end with <\|endoftext\|>",
+            r"\bval \d\.\d{3}",
+        ],
+        "fullshard train --resume runs/code": [r"\bstep 8/8 "],
+        "fullshard export runs/code --hf exports/code": [
+            r"exports/code: 21 tensors.*with its tokenizer"
+        ],
+    },
     "docs/doctor.md": {
         "fullshard doctor": [r"^ok +communication .*peer memory \(one host\)", r"^2 ranks, "],
         "fullshard doctor --json": [r'^{"verdict": "'],
@@ -312,9 +324,9 @@ def _run(words: list[str], folder: Path) -> str:
             return _torchrun(rest, folder)
         case ["fullshard", "train", *rest]:
             # The last of an option counts.
-            shorter = (
-                ["--steps", "8"] if "--resume" in rest else ["--steps", "4", "--model", "tiny"]
-            )
+            shorter = ["--steps", "8" if "--resume" in rest else "4", "--cache", "cache"]
+            if not {"--resume", "--model"} & {*rest}:
+                shorter += ["--model", "tiny"]
             return _call([sys.executable, "-m", "fullshard", "train", *rest, *shorter], folder)
         case ["fullshard", *rest]:
             return _call([sys.executable, "-m", "fullshard", *rest], folder)

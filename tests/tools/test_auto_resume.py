@@ -10,10 +10,10 @@ from typer.testing import CliRunner, Result
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import cli, commands, train
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.corpus import open_corpus
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import restarted_job
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.text.corpus import open_corpus
 from tests.fresh import fullshard_on_ranks
 from tests.tools.processes import TINY, losses
 

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.tools.config import OptionError, TrainConfig
-from fullshard.tools.corpus import (
+from fullshard.tools.loggers import RunInfo, RunLogger
+from fullshard.tools.loggers.choosing import Loggers, check_loggers, make_loggers
+from fullshard.tools.text.corpus import (
     CorpusError,
     draw_batch,
     held_out_batch,
     open_corpus,
     window_start,
 )
-from fullshard.tools.loggers import RunInfo, RunLogger
-from fullshard.tools.loggers.choosing import Loggers, check_loggers, make_loggers
 from tests.examples.test_examples import PYTHON
 from tests.fresh import Ended, in_warm_forks
 from tests.tools.processes import TINY, environment

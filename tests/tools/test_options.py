@@ -182,7 +182,7 @@ def test_auto_takes_the_gpus_that_are_there(
 class TestResume:
     @pytest.fixture
     def folder(self, text: Path, tmp_path: Path) -> RunFolder:
-        from fullshard.tools.corpus import open_corpus
+        from fullshard.tools.text.corpus import open_corpus
 
         config = TrainConfig(model="tiny", seq=16, data=(str(text),), steps=50)
         folder = RunFolder(tmp_path / "run")

@@ -78,7 +78,13 @@ def test_running_mean_is_not_pulled_to_zero() -> None:
 
 def test_the_curve_is_a_picture_even_of_one_step(tmp_path: Path) -> None:
     plot_loss(
-        tmp_path / "loss.png", [1], [5.5], held_out={1: 5.0}, unigram_entropy=3.2, title="one"
+        tmp_path / "loss.png",
+        [1],
+        [5.5],
+        held_out={1: 5.0},
+        unigram_entropy=3.2,
+        title="one",
+        unit="byte",
     )
     assert (tmp_path / "loss.png").stat().st_size > 5000
 

@@ -28,13 +28,14 @@ from fullshard.models.sizes import LlamaConfig
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the rotary angles, each (positions, head_dim), in float32."""
+    """Cosines and sines of the rotary angles, in float32: (positions, head_dim), or one of these for each row,
+    (batch, 1, positions, head_dim)."""
 
     cos: Tensor
     sin: Tensor
 
     def turn(self, x: Tensor) -> Tensor:
-        """Rotate (..., positions, head_dim), keeping its dtype."""
+        """Rotate (batch, heads, positions, head_dim), keeping its dtype."""
         first, second = x.float().chunk(2, dim=-1)
         rotated = torch.cat((-second, first), dim=-1)
         return (x.float() * self.cos + rotated * self.sin).to(x.dtype)
@@ -98,12 +99,24 @@ class RotaryEmbedding(nn.Module):
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         self.inv_freq.copy_(self.theta**-exponent)
 
-    def forward(self, start: int, length: int) -> Rotation:
-        positions = torch.arange(start, start + length, device=self.inv_freq.device)
+    def forward(self, positions: Tensor) -> Rotation:
         # float() because a mixed-precision cast of the whole model may have narrowed the buffer.
-        angles = torch.outer(positions.float(), self.inv_freq.float())
+        angles = positions.float()[..., None] * self.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
+        if positions.ndim == 2:  # a row for each sequence, the same for all heads
+            angles = angles[:, None]
         return Rotation(angles.cos(), angles.sin())
+
+
+def within_documents(positions: Tensor) -> Tensor:
+    """Return which tokens each token may see, (batch, 1, positions, positions) of bool.
+
+    positions: (batch, positions), of each token in its document; 0 begins one. A token sees itself and those
+    before it in its document.
+    """
+    document = (positions == 0).cumsum(-1)
+    together = document[:, :, None] == document[:, None, :]
+    return together.tril()[:, None]
 
 
 class Attention(nn.Module):
@@ -121,7 +134,13 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        cache: KeyValueCache | None,
+        visible: Tensor | None = None,
+    ) -> Tensor:
         queries = rotation.turn(self._heads(self.q_proj(x)))
         keys = rotation.turn(self._heads(self.k_proj(x)))
         values = self._heads(self.v_proj(x))
@@ -130,9 +149,13 @@ class Attention(nn.Module):
             seen = cache.length
             keys, values = cache.append(keys, values)
         # With a filled cache only one new position comes at a time, and it may see everything.
-        causal = seen == 0
+        causal = seen == 0 and visible is None
+        if visible is not None and values.device.type != "cpu":
+            # On a GPU only the kernel that writes out all scores takes a mask and shared heads.
+            shared_by = queries.shape[1] // keys.shape[1]
+            keys, values = (each.repeat_interleave(shared_by, 1) for each in (keys, values))
         mixed = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=causal, enable_gqa=True
+            queries, keys, values, attn_mask=visible, is_causal=causal, enable_gqa=True
         )
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
@@ -165,15 +188,23 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.recompute = False
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        visible: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         if not self.recompute or cache is not None:
-            return self._layer(x, rotation, cache)
+            return self._layer(x, rotation, visible, cache)
         # Inside the module, so that a sharding unit around it gathers once for recompute and
         # backward together.
-        return checkpoint(self._layer, x, rotation, cache, use_reentrant=False)
+        return checkpoint(self._layer, x, rotation, visible, cache, use_reentrant=False)
 
-    def _layer(self, x: Tensor, rotation: Rotation, cache: KeyValueCache | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, cache)
+    def _layer(
+        self, x: Tensor, rotation: Rotation, visible: Tensor | None, cache: KeyValueCache | None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, cache, visible)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -187,7 +218,12 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
 
-    def forward(self, tokens: Tensor, caches: list[KeyValueCache] | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        caches: list[KeyValueCache] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         seen = caches[0].length if caches else 0
         if seen and tokens.shape[1] != 1:
             raise ValueError(
@@ -195,14 +231,20 @@ class Decoder(nn.Module):
                 "prompt at once and then one token at a time."
             )
         x = self.embed_tokens(tokens)
-        rotation = self.rotary_emb(seen, tokens.shape[1])
+        visible = None if positions is None else within_documents(positions)
+        if positions is None:
+            positions = torch.arange(seen, seen + tokens.shape[1], device=tokens.device)
+        rotation = self.rotary_emb(positions)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotation, caches[index] if caches else None)
+            x = layer(x, rotation, visible, caches[index] if caches else None)
         return self.norm(x)
 
 
 class Llama(nn.Module):
     """Next-token logits (batch, positions, vocab) for tokens (batch, positions).
+
+    positions, of the same shape, are for rows of several documents: they count from 0 in each, and no document
+    sees another.
 
     with torch.device("meta"):
         model = Llama(SIZES["10m"])
@@ -234,8 +276,13 @@ class Llama(nn.Module):
             assert isinstance(layer, DecoderLayer)
             layer.recompute = recompute
 
-    def forward(self, tokens: Tensor, caches: list[KeyValueCache] | None = None) -> Tensor:
-        return self.lm_head(self.model(tokens, caches))
+    def forward(
+        self,
+        tokens: Tensor,
+        caches: list[KeyValueCache] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        return self.lm_head(self.model(tokens, caches, positions))
 
 
 def init_weights(model: Llama, *, seed: int) -> None:

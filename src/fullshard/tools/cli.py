@@ -28,7 +28,7 @@ import typer
 from fullshard.tools.checking_cli import REPLAY_EXAMPLES, VERIFY_EXAMPLES, replay, verify
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
 from fullshard.tools.cli_options import flag, option
-from fullshard.tools.config import TINY_DEFAULTS, OptionError, TrainConfig
+from fullshard.tools.config import DEFAULT_CACHE, TINY_DEFAULTS, OptionError, TrainConfig
 from fullshard.tools.config_file import read_options
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch_cli import LAUNCH_EXAMPLES, launch
@@ -202,8 +202,27 @@ def train(
         ),
     ] = None,
     text_field: Annotated[
-        str, option("Where a line of a .jsonl file holds its text.", panel="Text")
+        str, option("Where a line of JSON, or a row of a table, holds its text.", panel="Text")
     ] = _DEFAULT.text_field,
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="File or folder with a tokenizer.json of Hugging Face. Default: none, a token is a byte.",
+            rich_help_panel="Text",
+            metavar="PATH",
+        ),
+    ] = _DEFAULT.tokenizer,
+    end_token: Annotated[
+        str,
+        option(
+            "The token behind each document. Default: what the tokenizer's configuration says.",
+            panel="Text",
+        ),
+    ] = _DEFAULT.end_token,
+    val_data: Annotated[
+        list[str] | None,
+        option("Text to measure the loss on, instead of --val-fraction; may repeat.", panel="Text"),
+    ] = None,
     val_fraction: Annotated[
         float,
         option("Of the text, at its end, that is held out to measure the loss on.", panel="Text"),
@@ -215,10 +234,17 @@ def train(
     val_sequences: Annotated[
         int, option("Sequences of it that are measured, over all ranks.", panel="Text")
     ] = _DEFAULT.val_sequences,
-    seq: Annotated[int, option("Bytes in a sequence.", panel="Text")] = _DEFAULT.seq,
+    seq: Annotated[int, option("Tokens in a sequence.", panel="Text")] = _DEFAULT.seq,
     model: Annotated[
         str, option("Size: tiny, 10m, 35m, 125m, 350m, 1b, 8b.", panel="Model")
     ] = _DEFAULT.model,
+    vocab_size: Annotated[
+        int | None,
+        option(
+            "Kinds of tokens that the model tells apart. Default: as many as there are.",
+            panel="Model",
+        ),
+    ] = None,
     tie_embeddings: Annotated[
         bool, flag("--tie-embeddings", "Embedding and head share a weight.", panel="Model")
     ] = _DEFAULT.tie_embeddings,
@@ -304,10 +330,10 @@ def train(
         str, option("Beginning of the text sample.", panel="Results")
     ] = _DEFAULT.prompt,
     sample_length: Annotated[
-        int, option("Bytes to generate at the end; 0 for none.", panel="Results")
+        int, option("Tokens to generate at the end; 0 for none.", panel="Results")
     ] = _DEFAULT.sample_length,
     temperature: Annotated[
-        float, option("Of the sample; 0 takes the likeliest byte.", panel="Results")
+        float, option("Of the sample; 0 takes the likeliest token.", panel="Results")
     ] = _DEFAULT.temperature,
     trace_steps: Annotated[
         int, option("Steps to record for the report; 0 for none.", panel="Results")
@@ -323,6 +349,9 @@ def train(
             rich_help_panel="Results",
         ),
     ] = None,
+    cache: Annotated[
+        Path, option("Where tokenized text is kept for runs to come.", panel="Text")
+    ] = DEFAULT_CACHE,
     as_json: Annotated[
         bool, flag("--json", "Print the summary as one JSON object.", panel="Results")
     ] = False,
@@ -337,9 +366,10 @@ def train(
     typed = {name for name in context.params if _was_typed(context, name)}
     options = {k: v for k, v in context.params.items() if k in TrainConfig.__dataclass_fields__}
     options |= {"data": (*(data or ()), *(more_data or ())), "log": tuple(log or ())}
+    options["val_data"] = tuple(val_data or ())
     if more_data:
         typed.add("data")
-    typing = commands.Typed(options, typed, sys.argv[2:], out, resume, auto_resume)
+    typing = commands.Typed(options, typed, sys.argv[2:], out, resume, auto_resume, cache)
     raise typer.Exit(commands.train(typing, os.environ, as_json=as_json))
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fullshard.errors import CheckpointError, MisuseError, StateError
 from fullshard.local_ranks import threads_for
 from fullshard.plan.trace import TraceError
-from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.config import DEFAULT_CACHE, OptionError, TrainConfig
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import (
     Job,
@@ -43,6 +43,7 @@ class Typed(NamedTuple):
     out: Path | None
     resume: Path | None
     auto_resume: bool = False
+    cache: Path = DEFAULT_CACHE
 
 
 def train(typed: Typed, environment: Mapping[str, str], *, as_json: bool) -> Exit:
@@ -136,6 +137,7 @@ def export(
 ) -> Exit:
     """Write a run's weights for Transformers, and say where."""
     from fullshard.tools.progress import Copying
+    from fullshard.tools.text.tokenizer import FILE as TOKENIZER
     from fullshard.tools.weights import export_run
 
     try:
@@ -153,14 +155,14 @@ def export(
     except CheckpointError as error:
         print(f"fullshard export: {error}", file=sys.stderr)
         return Exit.FAILED
+    has_tokenizer = (out / TOKENIZER).is_file()
     if as_json:
         fields: dict[str, Any] = {"checkpoint": str(checkpoint), "out": str(exported.path)}
         fields |= {"files": list(exported.files), "nbytes": exported.nbytes}
         print(json.dumps(fields | {"num_tensors": exported.num_tensors}))
     else:
-        print(
-            f"{exported.path}: {exported.num_tensors} tensors of {checkpoint}; no tokenizer, as tokens are bytes"
-        )
+        beside = "with its tokenizer" if has_tokenizer else "no tokenizer, as tokens are bytes"
+        print(f"{exported.path}: {exported.num_tensors} tensors of {checkpoint}; {beside}")
     return Exit.OK
 
 
@@ -259,10 +261,10 @@ def _job(typed: Typed, place: Place | None) -> Job:
                 "--auto-resume: continues the run in --out, or begins it there. Name the folder with --out, "
                 "and leave out --resume."
             )
-        return restarted_job(options, out, changes)
+        return restarted_job(options, out, changes, cache=typed.cache)
     if resume is None:
-        return new_job(options, out or _default_out())
-    return resumed_job(resume, changes)
+        return new_job(options, out or _default_out(), cache=typed.cache)
+    return resumed_job(resume, changes, cache=typed.cache)
 
 
 def _launch(job: Job, typed: Typed, environment: Mapping[str, str]) -> Ending:

@@ -42,6 +42,10 @@ TINY_DEFAULTS: dict[str, Any] = {"steps": 400, "batch": 8, "lr": 1e-2, "warmup":
 """What `--model tiny` learns most from in a minute on two CPU ranks; a matter of its size."""
 
 
+DEFAULT_CACHE = Path("~/.cache/fullshard")
+"""Where tokens of texts are kept, for runs to come."""
+
+
 class OptionError(FullshardError, ValueError):
     """An option that cannot work; raised before anything is written or started."""
 
@@ -50,7 +54,8 @@ class OptionError(FullshardError, ValueError):
 class TrainConfig:
     """Everything that decides what a run computes. `config.json` holds these fields.
 
-    One step trains on `ranks * batch * grad_accum` sequences of `seq` bytes.
+    One step trains on `ranks * batch * grad_accum` sequences of `seq` bytes, or of as many tokens of the
+    tokenizer. vocab_size: of the model.
     """
 
     model: str = "10m"
@@ -58,6 +63,10 @@ class TrainConfig:
     init_from: str = ""
     data: tuple[str, ...] = ()
     text_field: str = "text"
+    tokenizer: str = ""
+    end_token: str = ""
+    vocab_size: int = 256
+    val_data: tuple[str, ...] = ()
     steps: int = 350
     batch: int = 2
     seq: int = 256
@@ -107,6 +116,7 @@ class TrainConfig:
                 "grad_accum",
                 "keep_checkpoints",
                 "val_sequences",
+                "vocab_size",
             )
             if getattr(self, name) < 1
         ]
@@ -117,6 +127,10 @@ class TrainConfig:
         ]
         if not 0 <= self.val_fraction < 1:
             found.append(f"--val-fraction {self.val_fraction}: must be from 0 to below 1.")
+        if self.val_fraction and self.val_data:
+            found.append("--val-fraction and --val-data: both hold text out; leave one away.")
+        if self.end_token and not self.tokenizer:
+            found.append(f"--end-token {self.end_token}: is of a --tokenizer, and there is none.")
         if not 0 <= self.seed < 2**31:
             found.append(f"--seed {self.seed}: must be from 0 to {2**31 - 1}.")
         if not 0 <= self.min_lr <= self.lr:
@@ -129,6 +143,16 @@ class TrainConfig:
     def global_batch(self) -> int:
         """Sequences in one step, over all ranks."""
         return self.ranks * self.batch * self.grad_accum
+
+    @property
+    def unit(self) -> str:
+        """What a loss is for, and a sequence counted in."""
+        return "token" if self.tokenizer else "byte"
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is text that is not trained on, but measured."""
+        return bool(self.val_fraction or self.val_data)
 
     @property
     def tokens_per_step(self) -> int:
@@ -161,7 +185,7 @@ class TrainConfig:
     def from_fields(cls, fields: dict[str, Any], *, source: Path) -> "TrainConfig":
         """Make it from what `config.json` holds; raises OptionError naming the file."""
         try:
-            lists = {name: tuple(fields.get(name, ())) for name in ("data", "log")}
+            lists = {name: tuple(fields.get(name, ())) for name in ("data", "val_data", "log")}
             return cls(**{**fields, **lists})
         except TypeError as error:
             raise OptionError(

@@ -12,10 +12,13 @@ import torch
 
 import fullshard
 from fullshard.local_ranks import num_gpus
-from fullshard.tools.config import OptionError, TrainConfig, with_defaults
-from fullshard.tools.corpus import Corpus, open_corpus
+from fullshard.tools.config import DEFAULT_CACHE, OptionError, TrainConfig, with_defaults
 from fullshard.tools.loggers.choosing import check_loggers
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.text.corpus import NUM_BYTES
+from fullshard.tools.text.interface import Text
+from fullshard.tools.text.opening import open_text
+from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
 from fullshard.tools.weights import check_initial_weights
 
 _DEFAULT_CPU_RANKS = 2
@@ -31,7 +34,8 @@ class Job:
 
     config: TrainConfig
     folder: RunFolder
-    corpus: Corpus
+    text: Text
+    tokenizer: Tokenizer | None = None
     checkpoint: "fullshard.Checkpoint | None" = None
 
     @property
@@ -39,11 +43,17 @@ class Job:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-def new_job(options: dict[str, Any], out: Path, *, may_have_begun: bool = False) -> Job:
+def new_job(
+    options: dict[str, Any],
+    out: Path,
+    *,
+    may_have_begun: bool = False,
+    cache: Path = DEFAULT_CACHE,
+) -> Job:
     """Prepare a fresh run from its options; `auto` and None become what this machine has.
 
     may_have_begun: `out` may hold what an attempt without a checkpoint has left, which is written over.
-    Raises OptionError for options that cannot work and for a folder that is taken.
+    cache: the folder where tokens are kept. Raises OptionError for options that cannot work and for a folder that is taken.
     """
     options = with_defaults(options)
     gpus = num_gpus()
@@ -57,16 +67,35 @@ def new_job(options: dict[str, Any], out: Path, *, may_have_begun: bool = False)
     if ranks is None:
         # Without a GPU, one: `check_local_ranks` then says what is wrong, and not of `--ranks`.
         ranks = max(1, gpus) if device != "cpu" else _DEFAULT_CPU_RANKS
+    vocab_size = options.pop("vocab_size", None)
     config = TrainConfig(**{**options, "device": device, "dtype": dtype, "ranks": ranks})
     folder = RunFolder(out)
     folder.check_new(may_have_begun=may_have_begun)
+    tokenizer = None
+    if config.tokenizer:
+        tokenizer = open_tokenizer(Path(config.tokenizer), config.end_token)
+    config = dataclasses.replace(config, vocab_size=_vocab_size(vocab_size, tokenizer))
     if config.init_from:
         check_initial_weights(config)
     check_loggers(config.log)
-    return Job(config, folder, _open_corpus(config))
+    text = open_text(config, tokenizer, cache=cache.expanduser())
+    return Job(config, folder, text, tokenizer)
 
 
-def resumed_job(path: Path, changes: dict[str, Any]) -> Job:
+def _vocab_size(wanted: int | None, tokenizer: Tokenizer | None) -> int:
+    """Return how many kinds of tokens the model tells apart."""
+    needed = tokenizer.vocab_size if tokenizer else NUM_BYTES
+    if wanted is None:
+        return needed
+    if wanted < needed:
+        what = "the tokenizer has" if tokenizer else "bytes have"
+        raise OptionError(
+            f"--vocab-size {wanted}: {what} {needed} kinds. Leave it out, or give more."
+        )
+    return wanted
+
+
+def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CACHE) -> Job:
     """Prepare to continue the run in `path`, with the options that were typed as changes.
 
     Raises OptionError for a folder without a complete checkpoint, for changes that make it
@@ -92,25 +121,30 @@ def resumed_job(path: Path, changes: dict[str, Any]) -> Job:
             f"--resume {path}: has {checkpoint.step} of {config.steps} steps behind it, so nothing "
             f"is left to do. Ask for more, for example --steps {2 * checkpoint.step}."
         )
-    corpus = _open_corpus(config)
-    if corpus.survey.fingerprint != folder.read_fingerprint():
+    tokenizer = None
+    if config.tokenizer:  # the run's own copy
+        tokenizer = open_tokenizer(folder.tokenizer_folder, config.end_token)
+    text = open_text(config, tokenizer, cache=cache.expanduser())
+    if text.survey.fingerprint != folder.read_fingerprint():
         raise OptionError(
             f"--resume {path}: the text has changed since the run was started "
-            f"(now {corpus.nbytes} bytes in {len(corpus.paths)} files). Restore it; without "
+            f"(now {text.size} in {len(text.paths)} files). Restore it; without "
             "--data, resume with the Python that started the run."
         )
-    return Job(config, folder, corpus, checkpoint)
+    return Job(config, folder, text, tokenizer, checkpoint)
 
 
-def restarted_job(options: dict[str, Any], out: Path, changes: dict[str, Any]) -> Job:
+def restarted_job(
+    options: dict[str, Any], out: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CACHE
+) -> Job:
     """Prepare to continue the run in `out` if it has a complete checkpoint, and else to begin it.
 
     Raises OptionError as `new_job` and `resumed_job` do.
     """
     folder = RunFolder(out)
     if folder.config_file.is_file() and fullshard.latest_checkpoint(folder.checkpoints):
-        return resumed_job(out, changes)
-    return new_job(options, out, may_have_begun=True)
+        return resumed_job(out, changes, cache=cache)
+    return new_job(options, out, may_have_begun=True, cache=cache)
 
 
 def default_local_ranks() -> int:
@@ -130,15 +164,6 @@ def check_local_ranks(device: str, ranks: int) -> None:
             f"--ranks {ranks}: this machine has {gpus} GPU{'' if gpus == 1 else 's'}, and "
             f"each rank needs its own. Use --ranks {gpus} or --device cpu."
         )
-
-
-def _open_corpus(config: TrainConfig) -> Corpus:
-    return open_corpus(
-        config.data,
-        seq=config.seq,
-        text_field=config.text_field,
-        val_fraction=config.val_fraction,
-    )
 
 
 def _why_no_gpu() -> str:

@@ -18,6 +18,7 @@ def plot_loss(
     held_out: Mapping[int, float],
     unigram_entropy: float,
     title: str,
+    unit: str,
 ) -> None:
     """Draw each step's loss, a running mean, that of text held out, and the entropy that only context beats."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
@@ -35,7 +36,7 @@ def plot_loss(
         ha="right",
         color="#d94801",
     )
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.set(xlabel="step", ylabel=f"loss (nats per {unit})", title=title)
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
     axes.grid(alpha=0.25)

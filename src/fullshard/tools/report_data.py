@@ -32,14 +32,14 @@ from fullshard.tools.trace_metrics import (
 _LAST_STEPS = 20  # that the final loss averages, as in summary.json
 
 SPEED_HOW = (
-    "Tokens of a step over all ranks (bytes of text), divided by the seconds of that step on rank 0, "
+    "Tokens of a step over all ranks (bytes, without --tokenizer), divided by the seconds of that step on rank 0, "
     "from reading the text to the parameters' update. The figure is the median of all steps but the "
     "first, which allocates memory."
 )
 LOSS_HOW = (
-    "Cross entropy in nats per byte, averaged over the ranks. The figure is the mean of the last "
+    "Cross entropy in nats per token (a byte, without --tokenizer), averaged over the ranks. The figure is the mean of the last "
     f"{_LAST_STEPS} steps. The running mean gives a step the weight 0.95 for each step since. Unigram "
-    "entropy is the loss of a model that knows only how frequent each byte is."
+    "entropy is the loss of a model that knows only how frequent each token is."
 )
 PEAK_HOW = (
     "The most memory that any rank has held during the run: resident host memory of the process on "
@@ -55,7 +55,7 @@ LR_HOW = (
     "The learning rate of each step: it rises for --warmup steps and falls as a cosine to --min-lr."
 )
 VAL_HOW = (
-    "Cross entropy in nats per byte on text that is never trained on (--val-fraction): the mean of the same "
+    "Cross entropy on text that is never trained on (--val-fraction, --val-data): the mean of the same "
     "sequences each time."
 )
 TENSORS_HOW = (
@@ -113,8 +113,9 @@ def figures(run: Run) -> list[Figure]:
         losses = [entry["loss"] for entry in run.metrics][-_LAST_STEPS:]
         loss = sum(losses) / len(losses)
         entropy = _entropy(run)
-        note = f"nats per byte; unigram entropy {entropy:.2f}" if entropy else "nats per byte"
-        found.append(Figure("loss", "Loss", loss, "nats/byte", f"{loss:.3f}", note, LOSS_HOW))
+        unit = _unit(run)
+        note = f"nats per {unit}; unigram entropy {entropy:.2f}" if entropy else f"nats per {unit}"
+        found.append(Figure("loss", "Loss", loss, f"nats/{unit}", f"{loss:.3f}", note, LOSS_HOW))
         found += _held_out(run) + _flops(run)
     return found
 
@@ -127,9 +128,20 @@ def _held_out(run: Run) -> list[Figure]:
     loss, step = known[-1]
     return [
         Figure(
-            "val_loss", "Loss held out", loss, "nats/byte", f"{loss:.3f}", f"step {step}", VAL_HOW
+            "val_loss",
+            "Loss held out",
+            loss,
+            f"nats/{_unit(run)}",
+            f"{loss:.3f}",
+            f"step {step}",
+            VAL_HOW,
         )
     ]
+
+
+def _unit(run: Run) -> str:
+    """Return what a loss is for."""
+    return run.config.unit if run.config else "byte"
 
 
 def _flops(run: Run) -> list[Figure]:
@@ -249,7 +261,7 @@ def facts(run: Run) -> list[str]:
             f"model {config.model}",
             f"{config.ranks} {config.device} {rank_word}",
             config.dtype,
-            f"{config.global_batch} x {config.seq} bytes a step",
+            f"{config.global_batch} x {config.seq} {config.unit}s a step",
         ]
     elif traces:
         said.append(f"{traces[0].num_ranks} ranks on {traces[0].device.split(':')[0]}")

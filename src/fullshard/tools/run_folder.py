@@ -2,6 +2,7 @@
 
     config.json      the options (tools/config.py), the fingerprint of the text, and what the numbers
                      depend on beside them (tools/run_facts.py)
+    tokenizer/       a copy of the tokenizer, if there is one
     metrics.jsonl    one line a step
     checkpoints/     step-00000350/ and the like, the newest ones (docs/checkpoints.md)
     loss.png         the loss curve
@@ -30,6 +31,10 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         return self.path / "config.json"
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.path / "tokenizer"
 
     @property
     def metrics_file(self) -> Path:
@@ -94,9 +99,16 @@ class RunFolder:
         fingerprint: str,
         done: int,
         facts: Mapping[str, Any] | None = None,
+        tokenizer: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Write the configuration and drop what lies beyond step `done` of an earlier attempt."""
+        """Write the configuration and drop what lies beyond step `done` of an earlier attempt.
+
+        tokenizer: the content of its files, by name.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        for name, content in (tokenizer or {}).items():
+            self.tokenizer_folder.mkdir(exist_ok=True)
+            (self.tokenizer_folder / name).write_bytes(content)
         fields = {
             "options": dataclasses.asdict(config),
             "corpus": fingerprint,

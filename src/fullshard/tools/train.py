@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.filesize import decimal
 from torch import Tensor
 
 import fullshard
 from fullshard.errors import FullshardError
 from fullshard.models.generation import generate
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.corpus import draw_batch, held_out_batch
 from fullshard.tools.job import Job
 from fullshard.tools.loggers.choosing import make_loggers
 from fullshard.tools.loggers.interface import RunInfo
@@ -35,6 +33,7 @@ from fullshard.tools.recording import StepRecorder, steps_to_trace
 from fullshard.tools.report import write_report
 from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.text.interface import IGNORED, Batch
 from fullshard.tools.weights import load_initial_weights, model_config
 
 
@@ -71,20 +70,14 @@ class Trainer:
     def __init__(self, job: Job, stop: StopRequest, report: Reporter) -> None:
         self.config = config = job.config
         self.folder = job.folder
-        self.corpus = job.corpus
+        self.text = job.text
         self.stop = stop
         self.report = report
         self.rank = dist.get_rank()
         self.device = _device(config)
-        num_files = len(self.corpus.paths)
-        report.note(
-            f"corpus: {decimal(self.corpus.nbytes)} in {num_files} "
-            f"file{'s' if num_files > 1 else ''}, "
-            f"unigram entropy {self.corpus.survey.unigram_entropy:.3f} nats per byte"
-        )
-        if self.corpus.skipped:
-            report.note(f"of --data, not trained on: {self.corpus.skipped}")
-        self._check_same_corpus()
+        for note in self.text.notes():
+            report.note(note)
+        self._check_same_text()
         self._check_same_start(job)
         self._speed = Speed()
         self.val_loss: float | None = None  # the last one, on rank 0
@@ -94,7 +87,7 @@ class Trainer:
         report.note(
             f"model: {num_params / 1e6:.1f}M parameters, sharded over {config.ranks} "
             f"{config.device} rank{'s' if config.ranks > 1 else ''}, {config.dtype}; "
-            f"{config.tokens_per_step} bytes a step"
+            f"{config.tokens_per_step} {config.unit}s a step"
         )
         self.optimizer = build_optimizer(self.model, config)
         self.checkpoints = fullshard.CheckpointManager(
@@ -144,6 +137,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         total = torch.zeros((), device=self.device)
+        # Of all tokens that the ranks predict together, whose gradients are averaged over the ranks.
+        share = config.ranks / max(1, self.text.num_targets(step))
         # Each micro-batch is reduced: gradients then take a shard's memory per rank. Without
         # (`set_requires_gradient_sync`) a rank would hold whole float32 gradients, `ranks` times as
         # much, and `--grad-accum` is there to save memory. Two CPU ranks, four micro-batches: a GPT
@@ -151,16 +146,8 @@ class Trainer:
         # "reduced in last" and "in each"); `--model 10m` 0.96 of the time, which is noise, and 47 MB.
         for micro in range(config.grad_accum):
             first = (micro * config.ranks + self.rank) * config.batch
-            tokens = draw_batch(
-                self.corpus,
-                seq=config.seq,
-                seed=config.seed,
-                step=step,
-                indices=range(first, first + config.batch),
-            ).to(self.device)
-            logits = self.model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-            loss = loss / config.grad_accum
+            losses = self._losses(self.text.batch(step, range(first, first + config.batch)))
+            loss = losses.sum() * share
             loss.backward()
             total += loss.detach()
         max_norm = config.clip or math.inf
@@ -177,26 +164,26 @@ class Trainer:
         """Return the mean loss of the text that is held out, if it is due; collective."""
         config = self.config
         is_due = is_last or (config.val_every and done % config.val_every == 0)
-        if not config.val_fraction or not is_due:
+        if not config.holds_out or not is_due:
             return None
         total = torch.zeros((), device=self.device)
         # All ranks run as many forwards: where sequences do not suffice, the last ones count nothing.
         for first in range(0, config.val_sequences, config.ranks * config.batch):
             own = first + self.rank * config.batch
-            tokens = held_out_batch(
-                self.corpus,
-                seq=config.seq,
-                count=config.val_sequences,
-                indices=range(own, own + config.batch),
-            ).to(self.device)
-            logits = self.model(tokens[:, :-1])
-            targets = tokens[:, 1:].flatten()
-            losses = F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="none")
+            losses = self._losses(self.text.held_out(range(own, own + config.batch)))
             count = min(config.batch, max(0, config.val_sequences - own))
-            total += losses.view(len(tokens), -1)[:count].sum()
+            total += losses[:count].sum()
         total = total.double()
         dist.all_reduce(total)
-        return total.item() / (config.val_sequences * config.seq)
+        return total.item() / max(1, self.text.num_held_out_targets())
+
+    def _losses(self, batch: Batch) -> Tensor:
+        """Return each token's loss, (sequences, tokens); 0 where none is predicted."""
+        inputs, targets = batch.inputs.to(self.device), batch.targets.to(self.device)
+        positions = None if batch.positions is None else batch.positions.to(self.device)
+        logits = self.model(inputs, positions=positions).float().flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
+        return losses.view(targets.shape)
 
     def _record(
         self, done: int, result: StepReport, seconds: float, val_loss: float | None
@@ -213,6 +200,8 @@ class Trainer:
             "tokens_per_second": round(num_tokens / seconds, 1),
             "peak_memory": memory,
         }
+        if (epoch := self.text.epochs(done)) is not None:
+            values["epoch"] = round(epoch, 6)
         if val_loss is not None:
             values["val_loss"] = self.val_loss = val_loss
         self.folder.add_metrics({"step": done, **values})
@@ -222,12 +211,20 @@ class Trainer:
             **({"val": f"{self.val_loss:.3f}"} if self.val_loss is not None else {}),
             f"tokens/s (last {SPEED_STEPS} steps)": f"{self._speed.after(num_tokens, seconds):,.0f}",
             "peak": f"{memory / 2**30:.2f} GiB",
+            **({"epoch": f"{epoch:.2f}"} if epoch is not None else {}),
         }
         self.report.step(done, figures)
 
-    def sample(self) -> Iterator[bytes]:
-        """Generate from the sharded model, all ranks together; ends early when asked to stop."""
-        prompt = torch.tensor([list(self.config.prompt.encode())], device=self.device)
+    def sample(self) -> str:
+        """Generate from the sharded model, all ranks together, and return prompt and sample.
+
+        Ends early with a token that ends a document, and when asked to stop.
+        """
+        begin = self.text.encode(self.config.prompt)
+        return self.text.decode([*begin, *self._sampled(begin)])
+
+    def _sampled(self, begin: list[int]) -> Iterator[int]:
+        prompt = torch.tensor([begin], device=self.device)
         for token in generate(
             self.model,
             prompt,
@@ -236,9 +233,9 @@ class Trainer:
             seed=self.config.seed,
             agree=self._agree,
         ):
-            if token.item() < 0:
+            if token.item() < 0 or token.item() == self.text.end_token:
                 return
-            yield bytes([int(token.item())])
+            yield int(token.item())
 
     def _agree(self, choice: Tensor) -> Tensor:
         """Take rank 0's token; -1 says that rank 0 was asked to stop."""
@@ -247,9 +244,9 @@ class Trainer:
         dist.broadcast(choice, src=0)
         return choice
 
-    def _check_same_corpus(self) -> None:
+    def _check_same_text(self) -> None:
         fingerprints: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(fingerprints, self.corpus.survey.fingerprint)
+        dist.all_gather_object(fingerprints, self.text.survey.fingerprint)
         for rank, fingerprint in enumerate(fingerprints):
             if fingerprint != fingerprints[0]:
                 raise TrainingError(
@@ -298,8 +295,13 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
             seq=config.seq,
             device=trainer.device,
         )
-        fingerprint = job.corpus.survey.fingerprint
-        folder.start(config, fingerprint=fingerprint, done=job.done, facts=facts)
+        folder.start(
+            config,
+            fingerprint=job.text.survey.fingerprint,
+            done=job.done,
+            facts=facts,
+            tokenizer=job.tokenizer.files if job.tokenizer else None,
+        )
         trainer.loggers.start(RunInfo(folder.path, dataclasses.asdict(config), job.done))
     try:
         summary = _run(job, trainer, report)
@@ -317,9 +319,8 @@ def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     text = ""
     if done == config.steps and config.sample_length:
-        report.note(f"sampling {config.sample_length} bytes from the sharded model ...")
-        data = config.prompt.encode() + b"".join(trainer.sample())
-        text = data.decode(errors="replace")
+        report.note(f"sampling {config.sample_length} {config.unit}s from the sharded model ...")
+        text = trainer.sample()
     own_peak = float(peak_memory_nbytes(trainer.device))
     peak = torch.tensor(own_peak, dtype=torch.float64, device=trainer.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -329,7 +330,8 @@ def _run(job: Job, trainer: Trainer, report: Reporter) -> dict[str, Any]:
         "steps": config.steps,
         "loss": _final_loss(folder) if trainer.rank == 0 else None,
         "val_loss": trainer.val_loss,
-        "unigram_entropy": job.corpus.survey.unigram_entropy,
+        "unigram_entropy": job.text.survey.unigram_entropy,
+        "unit": config.unit,
         "tokens_per_second": (done - job.done) * config.tokens_per_step / seconds,
         "seconds": seconds,
         "peak_memory_per_rank": int(peak.item()),
@@ -358,7 +360,8 @@ def _finish_folder(folder: RunFolder, config: TrainConfig, summary: dict[str, An
         held_out={e["step"]: e["val_loss"] for e in metrics if "val_loss" in e},
         unigram_entropy=summary["unigram_entropy"],
         title=f"{config.model}, {config.ranks} {config.device} ranks, {config.dtype}, "
-        f"{config.tokens_per_step} bytes a step",
+        f"{config.tokens_per_step} {config.unit}s a step",
+        unit=config.unit,
     )
     folder.write_summary(summary)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,18 @@ from fullshard.models.hugging_face import config_fields, differences
 from fullshard.models.sizes import SIZES, LlamaConfig
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.text.tokenizer import files_for_export, open_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_config(config: TrainConfig) -> LlamaConfig:
     """Return the sizes of a run's model."""
-    return dataclasses.replace(SIZES[config.model], tie_embeddings=config.tie_embeddings)
+    return dataclasses.replace(
+        SIZES[config.model],
+        vocab_size=config.vocab_size,
+        tie_embeddings=config.tie_embeddings,
+    )
 
 
 # Out
@@ -58,18 +64,34 @@ def export_run(
             "checkpoint, call fullshard.export_hf(checkpoint, folder, config=...): "
             "only you know its configuration."
         )
-    config = folder.read_config()
-    fields = config_fields(model_config(config), num_positions=config.seq)
-    exported = fullshard.export_hf(
-        checkpoint,
-        out,
-        config=fields,
-        dtype=DTYPES[dtype] if dtype else None,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    with tempfile.TemporaryDirectory() as beside:
+        _write_beside(folder, Path(beside))
+        exported = fullshard.export_hf(
+            checkpoint,
+            out,
+            config=beside,
+            dtype=DTYPES[dtype] if dtype else None,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+        )
     return checkpoint, exported
+
+
+def _write_beside(folder: RunFolder, target: Path) -> None:
+    """Write what belongs beside the weights of a run: the model's configuration, and the tokenizer."""
+    config = folder.read_config()
+    files: dict[str, bytes] = {}
+    marks: dict[str, int | None] = {}
+    if config.tokenizer:
+        tokenizer = open_tokenizer(folder.tokenizer_folder, config.end_token)
+        files = files_for_export(tokenizer)
+        begin_token = tokenizer.before[0] if tokenizer.before else None
+        marks = {"begin_token": begin_token, "end_token": tokenizer.end_token}
+    fields = config_fields(model_config(config), num_positions=config.seq, **marks)
+    files["config.json"] = json.dumps(fields, indent=2).encode() + b"\n"
+    for name, content in files.items():
+        (target / name).write_bytes(content)
 
 
 # In

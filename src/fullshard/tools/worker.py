@@ -142,7 +142,7 @@ def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
     if summary["sample"]:
         print(f"\n--- sample ---\n{printable(summary['sample'])}\n--------------\n", flush=True)
     print(
-        f"loss {summary['loss']:.3f} nats per byte, unigram entropy "
+        f"loss {summary['loss']:.3f} nats per {summary['unit']}, unigram entropy "
         f"{summary['unigram_entropy']:.3f}; {summary['tokens_per_second']:,.0f} tokens/s, "
         f"{summary['seconds']:.0f} s; everything is in {out}{report_at}",
         flush=True,

@@ -6,55 +6,32 @@ The tokenizer is the identity on bytes, so a token is a byte and a loss is in na
 import dataclasses
 import hashlib
 import math
-import os
 import struct
-import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
-from fullshard.tools.text_files import (
-    BINARY_NBYTES,
-    CorpusError,
-    JsonLines,
-    TextFile,
-    is_binary,
-    open_text,
+from fullshard.tools.text.files import ByteSource, CorpusError
+from fullshard.tools.text.finding import (
+    HELD_OUT,
+    TRAINING,
+    Skipped,
+    check_apart,
+    find_sources,
+    python_library,
 )
+from fullshard.tools.text.interface import Batch, Survey
 
+NUM_BYTES = 256
 _SURVEY_NBYTES = 64 * 2**20
 """Entropy and fingerprint read at most this much, in evenly spaced blocks."""
 _BLOCK_NBYTES = 2**20
-_NUM_NAMED = 3
-_NOT_OURS = frozenset(("site-packages", "dist-packages", "__pycache__"))
-
-
-@dataclasses.dataclass
-class Skipped:
-    """The files of --data that are not trained on, by the reason.
-
-    Prints as "2 binary (a.png, b.gif), 1 empty (c.txt)".
-    """
-
-    binary: list[str] = dataclasses.field(default_factory=list)
-    hidden: list[str] = dataclasses.field(default_factory=list)
-    empty: list[str] = dataclasses.field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.binary or self.hidden or self.empty)
-
-    def __str__(self) -> str:
-        return ", ".join(
-            f"{len(names)} {reason} ({', '.join(names[:_NUM_NAMED])}"
-            f"{', ...' if len(names) > _NUM_NAMED else ''})"
-            for reason, names in vars(self).items()
-            if names
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +44,7 @@ class Corpus:
     val_nbytes: bytes at the end that are never trained on.
     """
 
-    files: tuple[TextFile | JsonLines, ...]
+    files: tuple[ByteSource, ...]
     ends: tuple[int, ...]
     skipped: Skipped
     val_nbytes: int = 0
@@ -100,61 +77,65 @@ class Corpus:
         """Measure the byte distribution and fingerprint the text (see _SURVEY_NBYTES)."""
         num_blocks = math.ceil(min(self.nbytes, _SURVEY_NBYTES) / _BLOCK_NBYTES)
         stride = max(_BLOCK_NBYTES, self.nbytes // num_blocks)
-        counts = torch.zeros(256, dtype=torch.int64, device="cpu")
+        counts = torch.zeros(NUM_BYTES, dtype=torch.int64, device="cpu")
         digest = hashlib.sha256(struct.pack("<q", self.nbytes))
         for block in range(num_blocks):
             start = block * stride
             data = self.read(start, min(_BLOCK_NBYTES, self.nbytes - start))
             digest.update(data)
-            counts += torch.bincount(_as_tensor(data), minlength=256)
+            counts += torch.bincount(_as_tensor(data), minlength=NUM_BYTES)
         odds = counts[counts > 0].double() / counts.sum()
         return Survey(-(odds * odds.log()).sum().item(), digest.hexdigest())
 
 
-@dataclasses.dataclass(frozen=True)
-class Survey:
-    """Entropy of single bytes in nats, which a model must beat to have learnt any context, and a
-    fingerprint that tells one text from another."""
-
-    unigram_entropy: float
-    fingerprint: str
-
-
 def open_corpus(
-    data: Sequence[str], *, seq: int, text_field: str = "text", val_fraction: float = 0.0
+    data: Sequence[str],
+    *,
+    seq: int,
+    text_field: str = "text",
+    val_fraction: float = 0.0,
+    val_data: Sequence[str] = (),
+    cache: Path = Path(),
 ) -> Corpus:
     """Find the text: files and folders in the given order, or Python's own library for none.
 
     Folders give their files in the order of their relative paths, without hidden, binary and empty
-    ones. val_fraction: of the text, at its end, that is held out. Raises CorpusError for a path that does
-    not exist, a binary file that is named itself, or text of which a part is shorter than one sequence.
+    ones. val_fraction: of the text, at its end, that is held out. val_data: other text to hold out. cache: a
+    folder for the bytes of tables. Raises CorpusError for a path that does not exist, a binary file that is
+    named itself, or text of which a part is shorter than one sequence.
     """
     skipped = Skipped()
     if data:
-        paths = [path for name in data for path in _text_files(Path(name), skipped)]
+        found = find_sources(data, TRAINING, text_field=text_field, cache=cache, skipped=skipped)
+        skipped.empty += [str(file.path) for file in found if not file.nbytes]
     else:
-        stdlib = Path(sysconfig.get_path("stdlib"))
-        paths = _in_order(_python_files(stdlib), stdlib)
-    files = [open_text(path, text_field) for path in paths]
-    if data:
-        skipped.empty += [str(file.path) for file in files if not file.nbytes]
-    files = [file for file in files if file.nbytes]
+        found = python_library(text_field)
+    held = find_sources(val_data, HELD_OUT, text_field=text_field, cache=cache, skipped=Skipped())
+    check_apart(found, held)
+    files = [file for file in (*found, *held) if file.nbytes]
     total = sum(file.nbytes for file in files)
-    if total < seq + 1:
+    num_held = sum(file.nbytes for file in held)
+    if total - num_held < seq + 1:
         source = ", ".join(data) or "Python's standard library (its .py files may not be installed)"
+        num_files = sum(1 for file in found if file.nbytes)
         raise CorpusError(
-            f"--data: {source} holds {total} bytes of text in {len(files)} files, but one sequence "
+            f"--data: {source} holds {total - num_held} bytes of text in {num_files} files, but one sequence "
             f"needs {seq + 1}. {f'Skipped: {skipped}. ' if skipped else ''}Give more text with "
             "--data, or a smaller --seq."
         )
-    val_nbytes = int(total * val_fraction)
+    if val_data and num_held < seq + 1:
+        raise CorpusError(
+            f"--val-data: {', '.join(val_data)} holds {num_held} bytes of text, but one sequence needs {seq + 1}. "
+            "Give more text, or a smaller --seq."
+        )
+    val_nbytes = num_held or int(total * val_fraction)
     if val_fraction and min(val_nbytes, total - val_nbytes) < seq + 1:
         raise CorpusError(
             f"--val-fraction {val_fraction}: of {total} bytes of text it holds {val_nbytes} out and leaves "
             f"{total - val_nbytes}, but one sequence needs {seq + 1}. Give more text, or another fraction."
         )
     ends = tuple(accumulate(file.nbytes for file in files))
-    return Corpus(tuple(files), ends, skipped, val_nbytes)
+    return Corpus(tuple(files), ends, skipped.without(held), val_nbytes)
 
 
 def window_start(corpus: Corpus, *, seq: int, seed: int, step: int, index: int) -> int:
@@ -193,34 +174,68 @@ def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _text_files(path: Path, skipped: Skipped) -> list[Path]:
-    if path.is_file():
-        if is_binary(path):
-            raise CorpusError(
-                f"--data {path}: is not text (a zero byte comes within its first "
-                f"{BINARY_NBYTES}), and a folder's files of that kind are skipped. Give text in "
-                "UTF-8, which has none."
-            )
-        return [path]
-    if not path.is_dir():
-        raise CorpusError(f"--data {path}: no such file or folder.")
-    found = []
-    for file in _in_order(path.rglob("*"), path):
-        if any(part.startswith(".") for part in file.relative_to(path).parts):
-            skipped.hidden.append(str(file))
-        elif is_binary(file):
-            skipped.binary.append(str(file))
-        else:
-            found.append(file)
-    return found
+@dataclasses.dataclass(frozen=True)
+class ByteText:
+    """A corpus as the text of a run: sequences are windows from anywhere in it, each as likely as any other.
+
+    num_sequences: windows of the text held out that are measured.
+    """
+
+    corpus: Corpus
+    seq: int
+    batch_size: int
+    seed: int
+    num_sequences: int
+    vocab_size: int = NUM_BYTES
+    end_token: None = None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return self.corpus.paths
+
+    @property
+    def size(self) -> str:
+        return f"{self.corpus.nbytes} bytes"
+
+    @property
+    def survey(self) -> Survey:
+        return self.corpus.survey
+
+    def notes(self) -> list[str]:
+        num_files = len(self.paths)
+        said = [
+            f"corpus: {decimal(self.corpus.nbytes)} in {num_files} "
+            f"file{'s' if num_files > 1 else ''}, "
+            f"unigram entropy {self.survey.unigram_entropy:.3f} nats per byte"
+        ]
+        if self.corpus.skipped:
+            said.append(f"of --data, not trained on: {self.corpus.skipped}")
+        return said
+
+    def batch(self, step: int, indices: range) -> Batch:
+        return _as_batch(
+            draw_batch(self.corpus, seq=self.seq, seed=self.seed, step=step, indices=indices)
+        )
+
+    def num_targets(self, step: int) -> int:
+        return self.batch_size * self.seq
+
+    def held_out(self, indices: range) -> Batch:
+        count = self.num_sequences
+        return _as_batch(held_out_batch(self.corpus, seq=self.seq, count=count, indices=indices))
+
+    def num_held_out_targets(self) -> int:
+        return self.num_sequences * self.seq
+
+    def epochs(self, steps: int) -> float | None:
+        return None
+
+    def encode(self, prompt: str) -> list[int]:
+        return list(prompt.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
 
 
-def _python_files(root: Path) -> Iterator[Path]:
-    for folder, inner, names in os.walk(root):
-        # Not entered: what is installed beside the library is ten times its size.
-        inner[:] = [name for name in inner if name not in _NOT_OURS]
-        yield from (Path(folder, name) for name in names if name.endswith(".py"))
-
-
-def _in_order(paths: Iterable[Path], root: Path) -> list[Path]:
-    return sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix())
+def _as_batch(rows: Tensor) -> Batch:
+    return Batch(rows[:, :-1], rows[:, 1:])

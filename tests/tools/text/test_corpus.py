@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.tools.corpus import CorpusError, draw_batch, open_corpus, window_start
+from fullshard.tools.text.corpus import CorpusError, draw_batch, open_corpus, window_start
 
 
 @pytest.fixture
@@ -129,8 +129,8 @@ def test_entropy_is_that_of_single_bytes(tmp_path: Path) -> None:
 
 
 def test_large_text_is_surveyed_in_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("fullshard.tools.corpus._SURVEY_NBYTES", 300)
-    monkeypatch.setattr("fullshard.tools.corpus._BLOCK_NBYTES", 100)
+    monkeypatch.setattr("fullshard.tools.text.corpus._SURVEY_NBYTES", 300)
+    monkeypatch.setattr("fullshard.tools.text.corpus._BLOCK_NBYTES", 100)
     path = tmp_path / "text"
     path.write_bytes(b"a" * 500 + b"b" * 500)
     # Blocks at 0, 333 and 666: two of a, one of b.

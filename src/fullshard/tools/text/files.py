@@ -1,0 +1,222 @@
+"""Files of text: as they are, or JSON lines of which one field is the text.
+
+A line of JSON such as {"text": "Hello", "id": 7} is a document. Read as bytes, it stands for those of Hello
+and a newline.
+"""
+
+import codecs
+import json
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import IO, NamedTuple, Protocol
+
+from fullshard.tools.config import OptionError
+
+BINARY_NBYTES = 1024
+PIECE_SIZE = 2**20
+"""A document is tokenized in pieces of about so many characters."""
+_JSON_LINES = frozenset((".jsonl", ".ndjson"))
+
+
+class CorpusError(OptionError):
+    """Text that is missing, unreadable, too short or not what the run was started with."""
+
+
+class Piece(NamedTuple):
+    """Part of a document, or all of it. done: how much of its source lies behind it, from 0 to 1."""
+
+    text: str
+    ends_document: bool
+    done: float
+
+
+class Source(Protocol):
+    """Documents in one place. path: what they are called by. size: on the disk, in bytes."""
+
+    path: Path
+    size: int
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give the documents one after the other; raises CorpusError where there is none to read."""
+        ...
+
+    def stamp(self) -> list[tuple[str, int, int]]:
+        """Return name, size and time of change of what is read: other text has another stamp."""
+        ...
+
+
+class ByteSource(Source, Protocol):
+    """Documents that can be read as one string of bytes as well."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Raises CorpusError when the file is gone or has changed."""
+        ...
+
+
+class TextFile:
+    """A file whose bytes are the text: one document."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = self.nbytes = path.stat().st_size
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        with _opened(self.path) as file:
+            file.seek(offset)
+            part = file.read(nbytes)
+        if len(part) != nbytes:
+            raise CorpusError(
+                f"--data: {self.path} has become shorter since the run started; training text must "
+                "not change during a run."
+            )
+        return part
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give the file in pieces that end with a line, where lines are not too long for that."""
+        # What is not UTF-8 becomes U+FFFD: read as bytes, it would have been trained on as well.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        text, position = "", 0
+        with _opened(self.path) as file:
+            while block := file.read(PIECE_SIZE):
+                position += len(block)
+                text += decoder.decode(block)
+                end = text.rfind("\n") + 1 or len(text)
+                if len(text) > end or position < self.nbytes:
+                    yield Piece(text[:end], False, position / self.nbytes)
+                    text = text[end:]
+        yield Piece(text + decoder.decode(b"", final=True), True, 1.0)
+
+    def stamp(self) -> list[tuple[str, int, int]]:
+        return stamp_of([self.path])
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, whose `field` is the text.
+
+    To be read as bytes it is first read once, to learn where each line begins and how long its text is, 16
+    bytes a line; a window is then taken from the lines that it touches. Two lines with the texts "abc" and
+    "de" at offsets 0 and 15 of the file have starts (0, 15) and ends (4, 7). Raises CorpusError for a line
+    that is not an object with such a field, a string.
+    """
+
+    def __init__(self, path: Path, field: str) -> None:
+        self.path, self._field = path, field
+        self.size = path.stat().st_size
+
+    @cached_property
+    def _lines(self) -> tuple["array[int]", "array[int]"]:
+        starts, ends = array("q"), array("q")
+        end = position = 0
+        for line, text, _ in self._texts():
+            if text is not None:
+                end += len(_as_bytes(text))
+                starts.append(position)
+                ends.append(end)
+            position += len(line)
+        return starts, ends
+
+    @property
+    def nbytes(self) -> int:
+        ends = self._lines[1]
+        return ends[-1] if ends else 0
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        starts, ends = self._lines
+        index = bisect_right(ends, offset)
+        begin = ends[index - 1] if index else 0
+        skip, text = offset - begin, b""
+        with _opened(self.path) as file:
+            while len(text) < skip + nbytes:
+                file.seek(starts[index])
+                line = file.readline()
+                if line:
+                    text += _as_bytes(self._text(line, where=f"byte {starts[index]}"))
+                if begin + len(text) != ends[index]:
+                    raise CorpusError(
+                        f"--data: {self.path} has changed since the run started; training text "
+                        "must not change during a run."
+                    )
+                index += 1
+        return text[skip : skip + nbytes]
+
+    def pieces(self) -> Iterator[Piece]:
+        for _, text, done in self._texts():
+            if text is not None:
+                yield from in_pieces(text, done)
+
+    def stamp(self) -> list[tuple[str, int, int]]:
+        return stamp_of([self.path])
+
+    def _texts(self) -> Iterator[tuple[bytes, str | None, float]]:
+        """Give each line, its text, or None for an empty line, and how much of the file is done."""
+        position = 0
+        with _opened(self.path) as file:
+            for number, line in enumerate(file, start=1):
+                position += len(line)
+                text = self._text(line, where=f"line {number}") if line.strip() else None
+                yield line, text, position / self.size
+
+    def _text(self, line: bytes, *, where: str) -> str:
+        try:
+            entry = json.loads(line)
+        except ValueError as error:  # not JSON, or not UTF-8
+            raise CorpusError(f"--data: {self.path}, {where}: is not JSON ({error}).") from error
+        if not isinstance(entry, dict):
+            raise CorpusError(
+                f"--data: {self.path}, {where}: is not an object such as "
+                f'{{"{self._field}": "..."}}.'
+            )
+        text = entry.get(self._field)
+        if not isinstance(text, str):
+            has = ", ".join(key for key, value in entry.items() if isinstance(value, str))
+            raise CorpusError(
+                f"--data: {self.path}, {where}: has no field {self._field!r} with text. Name "
+                f"another with --text-field (text is in: {has or 'none'})."
+            )
+        return text
+
+
+def open_text(path: Path, text_field: str) -> TextFile | JsonLines:
+    """Open a file by its name: .jsonl and .ndjson are JSON lines, all else is text."""
+    return JsonLines(path, text_field) if is_json_lines(path) else TextFile(path)
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a file's name says that it holds JSON lines."""
+    return path.suffix.lower() in _JSON_LINES
+
+
+def is_binary(path: Path) -> bool:
+    """Whether a zero byte comes early: text has none, most other formats do."""
+    with _opened(path) as file:
+        return b"\0" in file.read(BINARY_NBYTES)
+
+
+def in_pieces(text: str, done: float) -> Iterator[Piece]:
+    """Cut a document that is long: 2.5 million characters become three pieces."""
+    for start in range(0, max(1, len(text)), PIECE_SIZE):
+        end = start + PIECE_SIZE
+        yield Piece(text[start:end], end >= len(text), done)
+
+
+def stamp_of(paths: list[Path]) -> list[tuple[str, int, int]]:
+    """Return each file's full name, size and time of change in nanoseconds."""
+    found = ((path.resolve(), path.stat()) for path in paths)
+    return [(str(path), status.st_size, status.st_mtime_ns) for path, status in found]
+
+
+def _as_bytes(text: str) -> bytes:
+    return text.encode(errors="replace") + b"\n"
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CorpusError(f"--data: {path} cannot be read: {error.strerror}.") from error

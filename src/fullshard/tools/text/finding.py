@@ -1,0 +1,207 @@
+"""Which files are text to train on: those that are named, and those of folders.
+
+A folder is one of three kinds. What `datasets` has saved is a data set. A folder of JSON lines or Parquet is one
+too if no other text is in it but what describes it; of its splits, told by the files' names as `datasets` does,
+one is taken. Any other is a folder of texts.
+"""
+
+import dataclasses
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fullshard.tools.text.files import (
+    BINARY_NBYTES,
+    ByteSource,
+    CorpusError,
+    is_binary,
+    is_json_lines,
+    open_text,
+)
+from fullshard.tools.text.rows import (
+    ParquetFile,
+    SavedDataset,
+    is_parquet,
+    is_saved_dataset,
+    saved_splits,
+)
+
+_NUM_NAMED = 3
+_NOT_OURS = frozenset(("site-packages", "dist-packages", "__pycache__"))
+_DESCRIBES = re.compile(
+    r"(README|LICEN[CS]E|NOTICE|CITATION|CHANGELOG)\b.*|.*\.(md|json|ya?ml)", re.I
+)
+"""Names of files beside the data of a data set."""
+# Source of the words: https://huggingface.co/docs/datasets/repository_structure
+_SPLITS = {
+    "train": "train|training",
+    "validation": "validation|valid|val|dev",
+    "test": "test|testing|eval|evaluation",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What text is for: the option that names it, and which splits of a data set it takes, the first there is."""
+
+    option: str
+    splits: tuple[str, ...]
+
+
+TRAINING = Use("--data", ("train",))
+HELD_OUT = Use("--val-data", ("validation", "test"))
+
+
+@dataclasses.dataclass
+class Skipped:
+    """The files of --data that are not trained on, by the reason.
+
+    Prints as "2 binary (a.png, b.gif), 1 empty (c.txt)".
+    """
+
+    binary: list[str] = dataclasses.field(default_factory=list)
+    hidden: list[str] = dataclasses.field(default_factory=list)
+    empty: list[str] = dataclasses.field(default_factory=list)
+    beside_data: list[str] = dataclasses.field(default_factory=list)
+    of_other_splits: list[str] = dataclasses.field(default_factory=list)
+
+    def without(self, held: Sequence[ByteSource]) -> "Skipped":
+        """Return the same without text that is held out, which has a use."""
+        names = {str(source.path) for source in held}
+        others = [name for name in self.of_other_splits if name not in names]
+        return dataclasses.replace(self, of_other_splits=others)
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{len(names)} {reason.replace('_', ' ')} ({', '.join(names[:_NUM_NAMED])}"
+            f"{', ...' if len(names) > _NUM_NAMED else ''})"
+            for reason, names in vars(self).items()
+            if names
+        )
+
+
+def find_sources(
+    data: Sequence[str], use: Use, *, text_field: str, cache: Path, skipped: Skipped
+) -> list[ByteSource]:
+    """Open the text of files and folders, in the given order.
+
+    Folders give their files in the order of their relative paths. Notes in `skipped` what is left out. Raises
+    CorpusError for a path that does not exist, a binary file that is named itself, and a data set without
+    the split that is wanted.
+    """
+    found: list[ByteSource] = []
+    for name in data:
+        path = Path(name)
+        if path.is_dir() and is_saved_dataset(path):
+            splits = saved_splits(path)
+            taken = _chosen(splits, use, path)
+            skipped.of_other_splits += [
+                str(folder) for split, folder in splits.items() if split not in taken
+            ]
+            found += [SavedDataset(splits[split], text_field, cache) for split in taken]
+            continue
+        for file in _files_of(path, use, skipped):
+            if is_parquet(file):
+                found.append(ParquetFile(file, text_field, cache))
+            else:
+                found.append(open_text(file, text_field))
+    return found
+
+
+def check_apart(sources: Sequence[ByteSource], held: Sequence[ByteSource]) -> None:
+    """Raise CorpusError for a file that is to be trained on and held out."""
+    training = {source.path.resolve() for source in sources}
+    for source in held:
+        if source.path.resolve() in training:
+            raise CorpusError(
+                f"--val-data: {source.path} is text of --data as well. Hold out other text, or a part of that "
+                "with --val-fraction."
+            )
+
+
+def python_library(text_field: str) -> list[ByteSource]:
+    """Open the source files of Python's own library, without what is installed beside it."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return [open_text(path, text_field) for path in _in_order(_python_files(root), root)]
+
+
+def _files_of(path: Path, use: Use, skipped: Skipped) -> list[Path]:
+    if path.is_file():
+        if not is_parquet(path) and is_binary(path):
+            raise CorpusError(
+                f"{use.option} {path}: is not text (a zero byte comes within its first "
+                f"{BINARY_NBYTES}), and a folder's files of that kind are skipped. Give text in "
+                "UTF-8, which has none."
+            )
+        return [path]
+    if not path.is_dir():
+        raise CorpusError(f"{use.option} {path}: no such file or folder.")
+    found = []
+    for file in _in_order(path.rglob("*"), path):
+        if any(part.startswith(".") for part in file.relative_to(path).parts):
+            skipped.hidden.append(str(file))
+        elif not is_parquet(file) and is_binary(file):
+            skipped.binary.append(str(file))
+        else:
+            found.append(file)
+        if is_saved_dataset(file.parent):
+            raise CorpusError(
+                f"{use.option} {path}: holds a data set in {file.parent}. Name that folder, and others beside it."
+            )
+    tables = [file for file in found if is_parquet(file) or is_json_lines(file)]
+    others = [file for file in found if file not in tables]
+    if not tables or not all(_DESCRIBES.fullmatch(file.name) for file in others):
+        return found
+    skipped.beside_data += map(str, others)
+    splits: dict[str, list[Path]] = {}
+    for file in tables:
+        splits.setdefault(split_of(file.relative_to(path)), []).append(file)
+    taken = _chosen(splits, use, path)
+    skipped.of_other_splits += [
+        str(file) for split, files in splits.items() if split not in taken for file in files
+    ]
+    return [file for file in tables if split_of(file.relative_to(path)) in taken]
+
+
+def split_of(path: Path) -> str:
+    """Return the split that a file's name or folder says, or "": data/train-00000-of-00002.parquet is of train."""
+    for part in reversed(path.with_suffix("").parts):
+        for split, words in _SPLITS.items():
+            if re.search(rf"(?:^|[-._ 0-9])(?:{words})(?:[-._ 0-9]|$)", part):
+                return split
+    return ""
+
+
+def _chosen(splits: Mapping[str, object], use: Use, path: Path) -> Sequence[str]:
+    """Return the names of the splits to take.
+
+    A data set whose files name none is taken whole, and the only one for training, whatever its name.
+    """
+    if set(splits) == {""}:
+        return ("",)
+    for wanted in (*use.splits, *([""] if use is TRAINING else [])):
+        if wanted in splits:
+            return (wanted,)
+    if use is TRAINING and len(splits) == 1:
+        return tuple(splits)
+    there = ", ".join(split or "no split" for split in splits)
+    raise CorpusError(
+        f"{use.option} {path}: is a data set without the split {' or '.join(use.splits)} (there is: {there}). "
+        "Name the files or the folder of one."
+    )
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder, inner, names in os.walk(root):
+        # Not entered: what is installed beside the library is ten times its size.
+        inner[:] = [name for name in inner if name not in _NOT_OURS]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
+def _in_order(paths: Iterable[Path], root: Path) -> list[Path]:
+    return sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix())

@@ -1,0 +1,88 @@
+"""From a run's options to its text: bytes, or packed documents in the tokens of a tokenizer."""
+
+from pathlib import Path
+
+from fullshard.tools.config import TrainConfig
+from fullshard.tools.progress import Copying
+from fullshard.tools.text.corpus import ByteText, open_corpus
+from fullshard.tools.text.files import ByteSource
+from fullshard.tools.text.finding import (
+    HELD_OUT,
+    TRAINING,
+    Skipped,
+    Use,
+    check_apart,
+    find_sources,
+    python_library,
+)
+from fullshard.tools.text.interface import Text
+from fullshard.tools.text.packed import HeldOut, PackedText, check_length, where_held_out
+from fullshard.tools.text.packing import Packing
+from fullshard.tools.text.tokenizer import Tokenizer
+from fullshard.tools.text.tokens import Tokens, tokenized
+
+
+def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) -> Text:
+    """Open what --data and --val-data name, and tokenize it unless that was done before.
+
+    cache: the folder where tokens, and bytes of tables, are kept. Raises CorpusError for text that is not
+    there, cannot be read, or is too short.
+    """
+    if tokenizer is not None:
+        return _packed(config, tokenizer, cache)
+    corpus = open_corpus(
+        config.data,
+        seq=config.seq,
+        text_field=config.text_field,
+        val_fraction=config.val_fraction,
+        val_data=config.val_data,
+        cache=cache,
+    )
+    return ByteText(corpus, config.seq, config.global_batch, config.seed, config.val_sequences)
+
+
+def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedText:
+    skipped, seq = Skipped(), config.seq
+    sources = (
+        _sources(config, TRAINING, cache, skipped)
+        if config.data
+        else python_library(config.text_field)
+    )
+    tokens = _tokens(sources, tokenizer, config, cache)
+    first, held = len(tokens.all), None
+    what = ", ".join(config.data) or "Python's standard library"
+    if config.val_fraction:
+        first = where_held_out(tokens, config.val_fraction)
+        held = HeldOut(tokens, first, config.val_sequences)
+        what += f", less --val-fraction {config.val_fraction},"
+    elif config.val_data:
+        others = _sources(config, HELD_OUT, cache, Skipped())
+        skipped = skipped.without(others)
+        check_apart(sources, others)
+        held = HeldOut(_tokens(others, tokenizer, config, cache), 0, config.val_sequences)
+    check_length(first, seq, what=f"--data: {what}")
+    if held is not None:
+        what = ", ".join(config.val_data)
+        option = (
+            f"--val-data: {what}"
+            if what
+            else f"--val-fraction {config.val_fraction}: what is held out"
+        )
+        check_length(len(held.tokens.all) - held.first, seq, what=option)
+    packing = Packing(first, tokens.ends, seq, config.global_batch, config.seed)
+    paths = [source.path for source in sources]
+    return PackedText(tokenizer, tokens, paths, packing, held, str(skipped))
+
+
+def _sources(config: TrainConfig, use: Use, cache: Path, skipped: Skipped) -> list[ByteSource]:
+    data = config.data if use is TRAINING else config.val_data
+    return find_sources(data, use, text_field=config.text_field, cache=cache, skipped=skipped)
+
+
+def _tokens(
+    sources: list[ByteSource], tokenizer: Tokenizer, config: TrainConfig, cache: Path
+) -> Tokens:
+    with Copying("tokenizing") as bar:
+        return tokenized(
+            sources, tokenizer, text_field=config.text_field, cache=cache, progress=bar.update
+        )

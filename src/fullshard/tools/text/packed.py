@@ -1,0 +1,161 @@
+"""Text as packed documents, in the tokens of a tokenizer."""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from rich.filesize import decimal
+
+from fullshard.tools.text.files import CorpusError
+from fullshard.tools.text.interface import IGNORED, Batch, Survey
+from fullshard.tools.text.packing import Packing, borders, num_targets, positions
+from fullshard.tools.text.tokenizer import FILE, Tokenizer
+from fullshard.tools.text.tokens import Tokens
+
+_SURVEY_SIZE = 2**24
+"""Entropy and fingerprint read about this many tokens, in evenly spaced blocks."""
+_BLOCK_SIZE = 2**18
+
+
+class HeldOut(NamedTuple):
+    """Tokens from `first` to the end, of which `num_sequences` are measured, spread evenly.
+
+    Where there are too few they overlap.
+    """
+
+    tokens: Tokens
+    first: int
+    num_sequences: int
+
+    def start(self, index: int, seq: int) -> int:
+        """Return where a sequence begins; beyond the last, that of the last."""
+        room = len(self.tokens.all) - self.first - seq - 1
+        last = self.num_sequences - 1
+        return self.first + min(index, last) * room // max(1, last)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedText:
+    """Documents packed into sequences (`text/packing.py`).
+
+    skipped: what was left out of the text, in words.
+    """
+
+    tokenizer: Tokenizer
+    tokens: Tokens
+    paths: Sequence[Path]
+    packing: Packing
+    held: "HeldOut | None" = None
+    skipped: str = ""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    @property
+    def size(self) -> str:
+        return f"{len(self.tokens.all):,} tokens"
+
+    @property
+    def end_token(self) -> int | None:
+        return self.tokenizer.end_token
+
+    @cached_property
+    def survey(self) -> Survey:
+        tokens = self.tokens.all
+        num_blocks = math.ceil(min(len(tokens), _SURVEY_SIZE) / _BLOCK_SIZE)
+        stride = max(_BLOCK_SIZE, len(tokens) // num_blocks)
+        counts = np.zeros(self.vocab_size, np.int64)
+        digest = hashlib.sha256(self.tokenizer.files[FILE])
+        digest.update(f"{self.tokenizer.end} {len(tokens)} {self.packing.num_tokens}".encode())
+        digest.update(self.tokens.ends[:_SURVEY_SIZE].tobytes())
+        if self.held is not None:
+            digest.update(self.held.tokens.all[:_SURVEY_SIZE].tobytes())
+        for block in range(num_blocks):
+            part = np.asarray(tokens[block * stride : block * stride + _BLOCK_SIZE])
+            digest.update(part.tobytes())
+            counts += np.bincount(part, minlength=self.vocab_size)
+        odds = counts[counts > 0] / counts.sum()
+        return Survey(float(-(odds * np.log(odds)).sum()), digest.hexdigest())
+
+    def notes(self) -> list[str]:
+        packing, num_files = self.packing, len(self.paths)
+        num_documents = self.tokens.num_documents
+        epoch = packing.num_sequences / packing.batch
+        return [
+            f"text: {self.size} of {self.vocab_size:,} kinds in {num_documents:,} "
+            f"document{'s' if num_documents != 1 else ''}, {num_files:,} file{'s' if num_files != 1 else ''} "
+            f"({decimal(self.tokens.nbytes)}, kept in {self.tokens.folder}); unigram entropy "
+            f"{self.survey.unigram_entropy:.3f} nats per token",
+            f"an epoch is {packing.num_sequences:,} sequences, {epoch:,.1f} steps; documents end with "
+            f"{self.tokenizer.end}",
+            *([f"of --data, not trained on: {self.skipped}"] if self.skipped else []),
+        ]
+
+    def batch(self, step: int, indices: range) -> Batch:
+        starts = [self.packing.start(step, index) for index in indices]
+        return _batch(self.tokens, starts, self.packing.seq)
+
+    def num_targets(self, step: int) -> int:
+        return self.packing.num_targets(step)
+
+    def held_out(self, indices: range) -> Batch:
+        assert self.held is not None
+        seq = self.packing.seq
+        starts = [self.held.start(index, seq) for index in indices]
+        return _batch(self.held.tokens, starts, seq)
+
+    def num_held_out_targets(self) -> int:
+        assert self.held is not None
+        seq, ends = self.packing.seq, self.held.tokens.ends
+        starts = (self.held.start(index, seq) for index in range(self.held.num_sequences))
+        return sum(num_targets(ends, start, seq) for start in starts)
+
+    def epochs(self, steps: int) -> float | None:
+        return self.packing.epochs(steps)
+
+    def encode(self, prompt: str) -> list[int]:
+        return [*self.tokenizer.before, *self.tokenizer.encode([prompt])[0]]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+
+def _batch(tokens: Tokens, starts: Sequence[int], seq: int) -> Batch:
+    rows = np.stack([tokens.all[start : start + seq + 1] for start in starts]).astype(np.int64)
+    inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
+    within = np.empty_like(inputs)
+    for row, start in enumerate(starts):
+        found = borders(tokens.ends, start, seq)
+        targets[row, found - 1] = IGNORED
+        within[row] = positions(seq, found)
+    is_whole = bool(within[:, 1:].all())
+    batch = Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+    return batch if is_whole else batch._replace(positions=torch.from_numpy(within))
+
+
+def check_length(num_tokens: int, seq: int, *, what: str) -> None:
+    """Raise CorpusError for tokens that are fewer than one sequence. what: option and text."""
+    if num_tokens < seq + 1:
+        raise CorpusError(
+            f"{what} has {num_tokens:,} tokens, but one sequence needs {seq + 1:,}. Give more text, or a "
+            "smaller --seq."
+        )
+
+
+def where_held_out(tokens: Tokens, fraction: float) -> int:
+    """Return where the last tokens begin that are at most that fraction of all, and whole documents.
+
+    Of text that ends with a longer document, its end.
+    """
+    total = len(tokens.all)
+    first = math.ceil(total * (1 - fraction))
+    index = int(np.searchsorted(tokens.ends, first, side="left"))
+    begins = int(tokens.ends[index]) if index < tokens.num_documents else total
+    return begins if begins < total else first

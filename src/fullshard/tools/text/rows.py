@@ -1,0 +1,169 @@
+"""Tables of which one column is text: Parquet files, and what `datasets` has saved to disk. A row is a document."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fullshard.tools.config import OptionError
+from fullshard.tools.text.cache import kept
+from fullshard.tools.text.files import CorpusError, Piece, TextFile, in_pieces, stamp_of
+
+_NUM_ROWS = 1000  # read at once
+_SAVED = "state.json"  # in the folder of a data set that was saved
+_SAVED_SPLITS = "dataset_dict.json"  # in one that holds several, by their splits
+
+
+class Rows(ABC):
+    """Rows with a column of text. Read as bytes, each is followed by a newline, and all are written to `cache`.
+
+    Raises CorpusError for a column that is not there or is not text, and for a row without.
+    """
+
+    path: Path
+    size: int
+
+    def __init__(self, path: Path, field: str, cache: Path) -> None:
+        self.path, self._field, self._cache = path, field, cache
+        self.size = sum(nbytes for _, nbytes, _ in self.stamp())
+
+    @abstractmethod
+    def stamp(self) -> list[tuple[str, int, int]]: ...
+
+    @abstractmethod
+    def _batches(self) -> Iterator[Sequence[str | None]]: ...
+
+    @abstractmethod
+    def _num_rows(self) -> int: ...
+
+    def pieces(self) -> Iterator[Piece]:
+        total, number = self._num_rows(), 0
+        for batch in self._batches():
+            for text in batch:
+                number += 1
+                if text is None:
+                    raise CorpusError(
+                        f"--data: {self.path}, row {number}: has no text in {self._field!r}. Filter such rows out."
+                    )
+                yield from in_pieces(text, number / total)
+
+    @property
+    def nbytes(self) -> int:
+        return self._flat.nbytes
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self._flat.read(offset, nbytes)
+
+    @cached_property
+    def _flat(self) -> TextFile:
+        def write(folder: Path) -> None:
+            with (folder / "bytes").open("wb") as file:
+                for text, ends, _ in self.pieces():
+                    file.write(text.encode(errors="replace") + (b"\n" if ends else b""))
+
+        key = ["bytes", 1, self._field, self.stamp()]
+        return TextFile(kept(self._cache, key, write) / "bytes")
+
+    def _check_column(self, columns: dict[str, bool]) -> None:
+        """columns: of each name, whether it holds text."""
+        if not columns.get(self._field):
+            has = ", ".join(name for name, is_text in columns.items() if is_text)
+            raise CorpusError(
+                f"--data: {self.path}: has no column {self._field!r} with text. Name another with "
+                f"--text-field (text is in: {has or 'none'})."
+            )
+
+
+class ParquetFile(Rows):
+    """A file of Apache Parquet."""
+
+    def _batches(self) -> Iterator[Sequence[str | None]]:
+        try:
+            with self._opened() as file:
+                for batch in file.iter_batches(batch_size=_NUM_ROWS, columns=[self._field]):
+                    yield batch.column(0).to_pylist()
+        except (OSError, ValueError) as error:
+            if isinstance(error, CorpusError):
+                raise
+            raise CorpusError(f"--data: {self.path}: cannot be read: {error}") from error
+
+    def _num_rows(self) -> int:
+        types = _library("pyarrow.types")
+        try:
+            with self._opened() as file:
+                self._check_column(
+                    {
+                        each.name: types.is_string(each.type) or types.is_large_string(each.type)
+                        for each in file.schema_arrow
+                    }
+                )
+                return int(file.metadata.num_rows)
+        except (OSError, ValueError) as error:
+            if isinstance(error, CorpusError):
+                raise
+            raise CorpusError(f"--data: {self.path}: is no Parquet file ({error}).") from error
+
+    def _opened(self) -> Any:
+        return _library("pyarrow.parquet").ParquetFile(self.path, memory_map=True)
+
+    def stamp(self) -> list[tuple[str, int, int]]:
+        return stamp_of([self.path])
+
+
+class SavedDataset(Rows):
+    """A folder that `datasets.Dataset.save_to_disk` has written."""
+
+    @cached_property
+    def _dataset(self) -> Any:
+        try:
+            found = _library("datasets").load_from_disk(str(self.path))
+        except (OSError, ValueError, KeyError) as error:
+            raise CorpusError(f"--data: {self.path}: cannot be read: {error}") from error
+        self._check_column(
+            {
+                name: getattr(feature, "dtype", None) in ("string", "large_string")
+                for name, feature in found.features.items()
+            }
+        )
+        return found.select_columns(self._field)
+
+    def _batches(self) -> Iterator[Sequence[str | None]]:
+        for batch in self._dataset.iter(batch_size=_NUM_ROWS):
+            yield batch[self._field]
+
+    def _num_rows(self) -> int:
+        return len(self._dataset)
+
+    def stamp(self) -> list[tuple[str, int, int]]:
+        return stamp_of(sorted(path for path in self.path.iterdir() if path.is_file()))
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `save_to_disk` of a data set, or of a dictionary of several, has written a folder."""
+    return (folder / _SAVED).is_file() or (folder / _SAVED_SPLITS).is_file()
+
+
+def saved_splits(folder: Path) -> dict[str, Path]:
+    """Return the folder of each split; of a data set alone, that one without a name."""
+    if not (folder / _SAVED_SPLITS).is_file():
+        return {"": folder}
+    return {path.parent.name: path.parent for path in sorted(folder.glob(f"*/{_SAVED}"))}
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file's name says that it is Parquet."""
+    return path.suffix.lower() == ".parquet"
+
+
+def _library(name: str) -> ModuleType:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise OptionError(
+            f"--data: Parquet and saved data sets are read by {name.partition('.')[0]}, which is not installed "
+            f'({error}). pip install "fullshard[huggingface]"'
+        ) from error

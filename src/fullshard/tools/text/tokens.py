@@ -1,0 +1,124 @@
+"""Documents as tokens, in two files: all tokens one after the other, and where each document ends.
+
+tokens    uint16 where that suffices, else uint32
+ends      int64; documents of 3 and 4 tokens have ends 3 and 7
+"""
+
+import dataclasses
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fullshard.tools.text.cache import kept
+from fullshard.tools.text.files import Piece, Source
+from fullshard.tools.text.tokenizer import FILE, Tokenizer
+
+Progress = Callable[[int, int], object]
+"""Told how many bytes of how many are done."""
+
+_FORMAT = 1
+_BATCH_SIZE = 2**22  # characters that are tokenized at once, on all cores
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Tokenized documents, read from the disk as they are needed. dtype: of the tokens."""
+
+    folder: Path
+    dtype: "np.dtype[Any]"
+
+    @cached_property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """Return where each document ends, which is where the next begins."""
+        return _mapped(self.folder / "ends", np.dtype(np.int64))
+
+    @cached_property
+    def all(self) -> npt.NDArray[Any]:
+        """Return the tokens of all documents."""
+        return _mapped(self.folder / "tokens", self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.all.nbytes + self.ends.nbytes
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.ends)
+
+
+def tokenized(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    *,
+    text_field: str,
+    cache: Path,
+    progress: Progress,
+) -> Tokens:
+    """Tokenize documents, or take what an earlier run has kept.
+
+    Documents without a token are left out. Raises CorpusError for text that cannot be read, and where
+    nothing can be written.
+    """
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    stamps = [source.stamp() for source in sources]
+    key = ["tokens", _FORMAT, text_field, tokenizer.end, stamps, tokenizer.files[FILE].decode()]
+
+    def make(folder: Path) -> None:
+        end, ends = 0, array("q")
+        with (folder / "tokens").open("wb") as file:
+            for tokens, ends_document in _parts(sources, tokenizer, progress):
+                end += len(tokens)
+                file.write(np.asarray(tokens, dtype).tobytes())
+                if ends_document:
+                    ends.append(end)
+        (folder / "ends").write_bytes(ends.tobytes())
+
+    return Tokens(kept(cache, key, make), dtype)
+
+
+def _parts(
+    sources: Sequence[Source], tokenizer: Tokenizer, progress: Progress
+) -> Iterator[tuple[list[int], bool]]:
+    """Give the tokens of each piece, with those around a document, and whether the document ends there."""
+    is_within = False
+    for pieces in _batches(sources, progress):
+        for piece, tokens in zip(
+            pieces, tokenizer.encode([each.text for each in pieces]), strict=True
+        ):
+            found = tokens
+            if tokens and not is_within:
+                found = [*tokenizer.before, *tokens]
+                is_within = True
+            if piece.ends_document and is_within:
+                yield [*found, *tokenizer.behind], True
+                is_within = False
+            elif found:
+                yield found, False
+
+
+def _batches(sources: Sequence[Source], progress: Progress) -> Iterator[list[Piece]]:
+    total, before = sum(source.size for source in sources), 0
+    batch: list[Piece] = []
+    size = 0
+    for source in sources:
+        for piece in source.pieces():
+            batch.append(piece)
+            size += len(piece.text)
+            if size >= _BATCH_SIZE:
+                yield batch
+                progress(before + int(source.size * piece.done), total)
+                batch, size = [], 0
+        before += source.size
+    yield batch
+    progress(total, total)
+
+
+def _mapped(path: Path, dtype: "np.dtype[Any]") -> npt.NDArray[Any]:
+    if not path.stat().st_size:  # which cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r")

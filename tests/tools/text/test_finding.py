@@ -1,0 +1,157 @@
+"""Which files of folders are text: data sets, their splits, and what lies beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.tools.text.corpus import open_corpus
+from fullshard.tools.text.files import CorpusError
+from fullshard.tools.text.finding import (
+    HELD_OUT,
+    TRAINING,
+    Skipped,
+    Use,
+    find_sources,
+    split_of,
+)
+
+
+def _names(path: Path, use: Use = TRAINING, skipped: Skipped | None = None) -> list[str]:
+    found = find_sources(
+        [str(path)],
+        use,
+        text_field="text",
+        cache=path / ".cache",
+        skipped=Skipped() if skipped is None else skipped,
+    )
+    return [str(source.path.relative_to(path)) for source in found]
+
+
+def _folder(path: Path, *names: str) -> Path:
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text('{"text": "hello there"}\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train.jsonl", "train"),
+        ("data/train-00000-of-00002.parquet", "train"),
+        ("my_training_set.jsonl", "train"),
+        ("test/part0.jsonl", "test"),
+        ("validation/x.jsonl", "validation"),
+        ("dev.jsonl", "validation"),
+        ("eval-1.jsonl", "test"),
+        ("trainer.jsonl", ""),
+        ("latest.jsonl", ""),
+        ("contest/x.jsonl", ""),
+    ],
+)
+def test_a_split_is_a_word_of_the_path(name: str, split: str) -> None:
+    assert split_of(Path(name)) == split
+
+
+def test_of_a_data_set_one_split_is_taken_and_the_rest_is_said(tmp_path: Path) -> None:
+    names = ("data/train-0.jsonl", "data/train-1.jsonl", "data/test-0.jsonl", "data/dev.jsonl")
+    _folder(tmp_path, *names, "README.md", "dataset_infos.json")
+    skipped = Skipped()
+    assert _names(tmp_path, TRAINING, skipped) == ["data/train-0.jsonl", "data/train-1.jsonl"]
+    said = str(skipped)
+    assert f"2 beside data ({tmp_path}/README.md, {tmp_path}/dataset_infos.json)" in said
+    assert "2 of other splits" in said
+    assert _names(tmp_path, HELD_OUT) == ["data/dev.jsonl"]
+    (tmp_path / "data/dev.jsonl").unlink()
+    assert _names(tmp_path, HELD_OUT) == ["data/test-0.jsonl"]
+
+
+def test_what_is_held_out_is_not_said_to_be_left_out(tmp_path: Path) -> None:
+    _folder(tmp_path, "train.jsonl", "test.jsonl")
+    corpus = open_corpus([str(tmp_path)], seq=4, val_data=[str(tmp_path)])
+    assert not corpus.skipped
+    assert (corpus.train_nbytes, corpus.val_nbytes) == (12, 12)
+
+
+@pytest.mark.parametrize(
+    ("names", "taken"),
+    [
+        (["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"]),
+        (["test.jsonl"], ["test.jsonl"]),  # the only text there is
+        (["a.jsonl", "test.jsonl"], ["a.jsonl"]),
+        (["test_one.txt", "train.txt", "x.jsonl"], ["test_one.txt", "train.txt", "x.jsonl"]),
+    ],
+)
+def test_folders_that_name_no_split_for_training(
+    tmp_path: Path, names: list[str], taken: list[str]
+) -> None:
+    assert _names(_folder(tmp_path, *names)) == taken
+
+
+def test_a_split_that_is_not_there_is_asked_for(tmp_path: Path) -> None:
+    _folder(tmp_path, "dev.jsonl", "test.jsonl")
+    with pytest.raises(
+        CorpusError, match=r"without the split train \(there is: validation, test\)"
+    ):
+        _names(tmp_path)
+    other = _folder(tmp_path / "other", "train.jsonl")
+    with pytest.raises(CorpusError, match=r"--val-data .*without the split validation or test"):
+        _names(other, HELD_OUT)
+
+
+def test_text_that_is_trained_on_cannot_be_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("hello there " * 5)
+    with pytest.raises(CorpusError, match=r"--val-data: .*a\.txt is text of --data as well"):
+        open_corpus([str(tmp_path)], seq=4, val_data=[str(path)])
+
+
+class TestSaved:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        import datasets
+
+        def rows(*texts: str) -> datasets.Dataset:
+            return datasets.Dataset.from_dict({"text": list(texts), "n": [*range(len(texts))]})
+
+        splits = {"train": rows("one", "two"), "test": rows("three"), "other": rows("four")}
+        datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+        return tmp_path / "saved"
+
+    def test_its_splits_are_told_apart(self, folder: Path) -> None:
+        skipped = Skipped()
+        assert _names(folder, TRAINING, skipped) == ["train"]
+        assert skipped.of_other_splits == [str(folder / "other"), str(folder / "test")]
+        assert _names(folder, HELD_OUT) == ["test"]
+        assert _names(folder / "other") == ["."]
+
+    def test_its_bytes_are_those_of_its_texts_a_line_each(self, folder: Path) -> None:
+        corpus = open_corpus(
+            [str(folder)], seq=2, val_data=[str(folder)], cache=folder.parent / "cache"
+        )
+        assert corpus.read(0, corpus.train_nbytes) == b"one\ntwo\n"
+        assert corpus.read(corpus.train_nbytes, corpus.val_nbytes) == b"three\n"
+
+    def test_a_column_that_is_no_text_is_refused(self, folder: Path) -> None:
+        for field in ("n", "nothing"):
+            with pytest.raises(
+                CorpusError, match=rf"no column '{field}' with text.*text is in: text\)"
+            ):
+                open_corpus([str(folder)], seq=2, text_field=field, cache=folder / "cache")
+
+    def test_a_folder_around_it_is_refused(self, folder: Path) -> None:
+        with pytest.raises(CorpusError, match=r"holds a data set in .*Name that folder"):
+            _names(folder.parent)
+
+
+def test_a_row_without_text_and_a_file_that_is_no_table_are_named(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["a", None]}).to_parquet(tmp_path / "x.parquet")
+    with pytest.raises(CorpusError, match=r"x\.parquet, row 2: has no text in 'text'"):
+        open_corpus([str(tmp_path)], seq=2, cache=tmp_path / "cache")
+    (tmp_path / "x.parquet").write_text("not a table")
+    with pytest.raises(CorpusError, match=r"x\.parquet: is no Parquet file"):
+        open_corpus([str(tmp_path)], seq=2, cache=tmp_path / "cache")

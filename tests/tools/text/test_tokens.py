@@ -1,0 +1,152 @@
+"""Documents of every kind of file as tokens, made once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fullshard.tools.text import files, tokens
+from fullshard.tools.text.files import CorpusError, TextFile
+from fullshard.tools.text.finding import TRAINING, Skipped, find_sources
+from fullshard.tools.text.tokens import Tokens, tokenized
+from tests.tools.text.conftest import Words
+
+DOCUMENTS = ["a b c", "", "d", "   ", "e f"]
+EXPECTED = [3, 4, 5, 2, 6, 2, 7, 8, 2]
+ENDS = [4, 6, 9]
+
+
+def _tokenized(words: Words, *data: Path, field: str = "text") -> Tokens:
+    cache = words.folder / "cache"
+    sources = find_sources(
+        [str(path) for path in data], TRAINING, text_field=field, cache=cache, skipped=Skipped()
+    )
+    return tokenized(
+        sources, words.tokenizer, text_field=field, cache=cache, progress=lambda *_: None
+    )
+
+
+def _write(kind: str, path: Path, documents: list[str]) -> Path:
+    import datasets
+
+    rows = [{"id": n, "body": text} for n, text in enumerate(documents)]
+    if kind == "jsonl":
+        path = path.with_suffix(".jsonl")
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        path = path.with_suffix(".parquet")
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+def test_each_row_is_a_document_and_empty_ones_are_none(
+    words: Words, tmp_path: Path, kind: str
+) -> None:
+    found = _tokenized(words, _write(kind, tmp_path / "d", DOCUMENTS), field="body")
+    assert found.all.tolist() == EXPECTED
+    assert found.ends.tolist() == ENDS
+    assert found.dtype == np.uint16
+
+
+def test_a_file_of_text_is_a_document(words: Words, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a b\nc")
+    (tmp_path / "two.txt").write_text("d")
+    found = _tokenized(words, tmp_path / "two.txt", tmp_path / "one.txt")
+    assert found.all.tolist() == [6, 2, 3, 4, 5, 2]
+    assert found.ends.tolist() == [2, 6]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize("batch", [1, 5, 1000])
+def test_long_documents_are_read_in_pieces_and_marked_once(
+    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, batch: int
+) -> None:
+    monkeypatch.setattr(files, "PIECE_SIZE", size)
+    monkeypatch.setattr(tokens, "_BATCH_SIZE", batch)
+    path = tmp_path / "long.txt"
+    path.write_text("a\nb\n\u00e9\nc\nd\n" * 3)
+    lines = _write("jsonl", tmp_path / "d", ["a b c d e f", "g"])
+    found = _tokenized(words, path)
+    assert found.all.tolist() == [3, 4, 0, 5, 6] * 3 + [2]
+    rows = _tokenized(words, lines, field="body")
+    assert rows.all.tolist() == [3, 4, 5, 6, 7, 8, 2, 9, 2]
+    assert rows.ends.tolist() == [7, 9]
+    assert "".join(piece.text for piece in TextFile(path).pieces()) == path.read_text()
+
+
+def test_bytes_that_are_no_text_become_a_mark(words: Words, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"a \xff b\xc3")
+    assert _tokenized(words, tmp_path / "x.txt").all.tolist() == [3, 0, 0, 2]
+
+
+def test_it_is_made_once_and_again_when_anything_has_changed(words: Words, tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("a b")
+    first = _tokenized(words, path)
+    assert _tokenized(words, path).folder == first.folder
+    path.write_text("a c")
+    second = _tokenized(words, path)
+    assert second.folder != first.folder
+    assert second.all.tolist() == [3, 5, 2]
+    other = words._replace(tokenizer=_with_end(words, "<s>"))
+    assert _tokenized(other, path).all.tolist() == [3, 5, 1]
+
+
+def _with_end(words: Words, end: str):
+    from fullshard.tools.text.tokenizer import open_tokenizer
+
+    return open_tokenizer(words.folder, end)
+
+
+def _in_process(folder: Path, path: Path, results: multiprocessing.Queue[str]) -> None:
+    from fullshard.tools.text.tokenizer import open_tokenizer
+
+    results.put(str(_tokenized(Words(folder, open_tokenizer(folder)), path).folder))
+
+
+def test_of_processes_that_want_it_at_once_one_makes_it(words: Words, tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("a b c\n" * 20000)
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[str] = context.Queue()
+    started = [
+        context.Process(target=_in_process, args=(words.folder, path, results)) for _ in range(3)
+    ]
+    for process in started:
+        process.start()
+    found = {results.get(timeout=60) for _ in started}
+    for process in started:
+        process.join(timeout=30)
+        assert process.exitcode == 0
+    assert len(found) == 1
+    kept = sorted(each.name for each in (words.folder / "cache").iterdir())
+    assert kept == [Path(*found).name, Path(*found).name + ".lock"]
+    assert len(_tokenized(words, path).all) == 60001
+
+
+def test_what_an_interrupted_run_left_is_made_anew(words: Words, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n{"text": 1}\n')
+    with pytest.raises(CorpusError, match=r"x\.jsonl, line 2: has no field 'text' with text"):
+        _tokenized(words, path)
+    status = path.stat()
+    path.write_text('{"text": "a"}\n{"text":""}\n')
+    import os
+
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    assert _tokenized(words, path).all.tolist() == [3, 2]
+
+
+def test_a_cache_that_cannot_be_written_is_named(words: Words, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("a b")
+    (words.folder / "cache").write_text("a file")
+    with pytest.raises(CorpusError, match=r"--cache .*cache: cannot be written \(File exists\)"):
+        _tokenized(words, tmp_path / "x.txt")
