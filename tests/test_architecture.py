@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "migrate": NEAR_TORCH | {"comm", "engine", "fsdp1", "plan", "state"},
     "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state", "watch"},
     "run": BASE | {"__init__", "drop_in"},
-    "models": {"errors"},
+    "models": {"deferred", "errors"},
     "tools": BASE | {"__init__", "host", "local_ranks", "models", "plan", "versions"},
 }
 

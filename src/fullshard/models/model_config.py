@@ -1,0 +1,136 @@
+"""The configuration of a model of Transformers: a `config.json`, read and compared without torch."""
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import FullshardError
+
+# What says how a model is stored, started or run by others, and not what it computes from its weights.
+_ASIDE = frozenset(
+    (
+        *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+        *("_name_or_path", "name_or_path", "_commit_hash", "use_cache", "return_dict"),
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
+        *("_experts_implementation", "experts_implementation", "use_kernels", "torchscript"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("initializer_range", "gradient_checkpointing", "task_specific_params"),
+        *("id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
+    )
+)
+
+
+class ModelConfigError(FullshardError, ValueError):
+    """A configuration that cannot be read, or whose model cannot be trained here."""
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Return the fields of a `config.json`, or of the one in a folder.
+
+    Raises ModelConfigError where there is none, or where it is another file than a model's.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelConfigError(
+            f"{file}: is not there. Give the config.json of a model of Transformers, or its folder."
+        ) from None
+    except OSError as error:
+        raise ModelConfigError(f"{file}: cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ModelConfigError(
+            f"{file}: is no JSON ({error}). Give the config.json of a model of Transformers."
+        ) from error
+    if isinstance(fields, dict) and isinstance(fields.get("model_type"), str):
+        return fields
+    if isinstance(fields, dict) and "options" in fields and "corpus" in fields:
+        raise ModelConfigError(
+            f"{file}: describes a run of fullshard train, not a model. To go on with its weights give "
+            "the run to --init-from; or write its model with fullshard export --hf, and give that folder."
+        )
+    raise ModelConfigError(
+        f"{file}: has no model_type, by which Transformers finds a model's code. Give the config.json "
+        "that save_pretrained writes, or add model_type to this one."
+    )
+
+
+def config_differences(fields: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Say where two configurations are of models that compute differently with the same weights.
+
+    {"model_type": "gpt2", "n_layer": 2} and {"model_type": "gpt2", "n_layer": 3, "use_cache": False}:
+        ["n_layer is 2, and 3 in the other"]
+
+    What only training or storage knows about does not count: dtypes, names, initial values, dropout,
+    the numbers of special tokens. Where Transformers is installed, a field that is left out has its
+    value there, and old names are new ones; elsewhere a field that one side leaves out is a difference.
+    """
+    kinds = [each.get("model_type") for each in (fields, other)]
+    if kinds[0] != kinds[1]:
+        return [f"model_type is {kinds[0]!r}, and {kinds[1]!r} in the other"]
+    ours, theirs = _complete(fields), _complete(other)
+    if ours is None or theirs is None:
+        ours, theirs = dict(fields), dict(other)
+    return [
+        f"{key} is {ours.get(key)!r}, and {theirs.get(key)!r} in the other"
+        for key in sorted(ours.keys() | theirs.keys())
+        if not _is_aside(key) and ours.get(key) != theirs.get(key)
+    ]
+
+
+def _is_aside(key: str) -> bool:
+    endings = ("_token_id", "_token_ids", "dropout", "_drop", "_dropout_prob", "pdrop")
+    return key in _ASIDE or key.endswith(endings)
+
+
+def _complete(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return all fields as Transformers has them; None if it is not there or does not take these."""
+    try:
+        return dict(transformers_config(fields).to_dict())
+    except ModelConfigError:
+        return None
+
+
+def transformers_config(fields: Mapping[str, Any]) -> Any:
+    """Return the configuration of Transformers that these fields give.
+
+    What would choose code from elsewhere, or another way to attend, is left out. Raises
+    ModelConfigError without Transformers, for a model that it does not know, and for fields that it
+    does not take.
+    """
+    configs = _transformers().CONFIG_MAPPING
+    kind = fields["model_type"]
+    if kind not in configs:
+        raise ModelConfigError(
+            f"model_type {kind!r}: is not known to Transformers {_transformers().__version__}. Install "
+            "one that knows it; code that comes with a model is never run here."
+        )
+    ignored = {"auto_map", "return_dict", "output_attentions", "output_hidden_states"}
+    ignored |= {key for key in fields if key.endswith(("attn_implementation", "use_kernels"))}
+    ignored |= {key for key in fields if key.endswith("experts_implementation")}
+    given = {key: value for key, value in fields.items() if key not in ignored}
+    try:
+        return configs[kind].from_dict(given)
+    except Exception as error:  # each configuration checks its fields in its own way
+        said = " ".join(str(error).split())
+        raise ModelConfigError(
+            f"the configuration of a {kind} is not one that Transformers takes: {said}"
+        ) from error
+
+
+def _transformers() -> Any:
+    # An extra, and slow to import: not before somebody needs it.
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ModelConfigError(
+            "Models of a config.json need the package transformers. Install it with: "
+            'pip install "fullshard[huggingface]"'
+        ) from error
+
+
+def causal_language_models() -> Any:
+    """Return what builds a causal language model of a configuration: `AutoModelForCausalLM`."""
+    return _transformers().AutoModelForCausalLM
