@@ -27,7 +27,6 @@ from fullshard.models.documents import check_causal, check_documents_apart
 from fullshard.models.model_config import ModelConfigError, config_differences, read_model_config
 from fullshard.models.operations import flops_per_token
 from fullshard.models.sizes import LlamaConfig
-from fullshard.tools.run_facts import flops_per_token as flops_of_llama
 from tests.fsdp1.models import quiet
 from tests.harness import mesh_of, on_ranks, rank
 
@@ -395,7 +394,7 @@ def test_operations_of_a_llama_are_those_of_ours() -> None:
             VOCAB, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=tied
         )
         model = build_from_config(APART["llama, tied" if tied else "llama"], seed=0)
-        assert flops_per_token(model, seq=50) == flops_of_llama(sizes, seq=50)
+        assert flops_per_token(model, seq=50) == sizes.flops_per_token(seq=50)
 
 
 def test_operations_of_gpt2_are_those_of_its_matrices() -> None:

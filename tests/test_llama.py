@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fullshard.models.generation import generate
+from fullshard.models.generation import continuation, generate
 from fullshard.models.llama import KeyValueCache, Llama, init_weights
 from fullshard.models.sizes import SIZES, LlamaConfig
 
@@ -152,7 +152,7 @@ def test_generation_with_a_cache_equals_generation_without() -> None:
     model = build()
     prompt = tokens(1, 6)
     sequence = prompt
-    for token in generate(model, prompt, length=10, temperature=0):
+    for token in generate(continuation(model), prompt, length=10, temperature=0):
         assert token.item() == model(sequence)[0, -1].argmax().item()
         sequence = torch.cat((sequence, token), dim=1)
     assert sequence.shape == (1, 16)
@@ -162,14 +162,14 @@ def test_generation_repeats_for_a_seed() -> None:
     model = build()
 
     def sample(seed: int) -> list[int]:
-        return [int(t) for t in generate(model, tokens(1, 4), length=12, seed=seed)]
+        return [int(t) for t in generate(continuation(model), tokens(1, 4), length=12, seed=seed)]
 
     assert sample(1) == sample(1) != sample(2)
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
-        next(generate(build(), torch.empty(1, 0, dtype=torch.long), length=1))
+        next(generate(continuation(build()), torch.empty(1, 0, dtype=torch.long), length=1))
 
 
 def test_two_tokens_after_a_filled_cache_are_refused() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tokenizers
 import typer
 from packaging.requirements import Requirement
 from PIL import Image
@@ -89,6 +90,15 @@ SEEN = {
         "fullshard export runs/books --hf exports/books": [r"exports/books: 21 tensors"],
         "fullshard train --model tiny --init-from exports/books --out runs/letters": [
             r"beginning with the weights of exports/books"
+        ],
+        "fullshard train --model downloads/llama --tokenizer tokenizer.json --data my_texts/ --seq 128 "
+        "--out runs/llama": [r"tokens of 257 kinds", r"runs/llama/report\.html"],
+        "fullshard train --model downloads/llama --init-from downloads/llama --tokenizer tokenizer.json "
+        "--data my_texts/ --seq 128 --lr 1e-5 --out runs/tuned": [
+            r"beginning with the weights of downloads/llama"
+        ],
+        "fullshard export runs/tuned --hf exports/tuned": [
+            r"exports/tuned: 21 .*with its tokenizer"
         ],
     },
     "docs/live.md": {
@@ -307,7 +317,7 @@ def _installs(words: list[str]) -> bool:
 
 
 def _write_what_they_name(folder: Path) -> None:
-    """Write `train.py`, the first page's program for PyTorch's FSDP, and `my_texts/`."""
+    """Write `train.py`, the first page's program for PyTorch's FSDP, `my_texts/` and a tokenizer."""
     (program,) = [block.text for block in _blocks("README.md") if block.language == "python"]
     assert program.count("from fullshard import") == 1
     theirs = program.replace("from fullshard import", "from torch.distributed.fsdp import")
@@ -316,6 +326,14 @@ def _write_what_they_name(folder: Path) -> None:
     texts.mkdir()
     for i, page in enumerate(PAGES):
         (texts / f"{i}.txt").write_text((ROOT / page).read_text())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=257, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def _run(words: list[str], folder: Path) -> str:

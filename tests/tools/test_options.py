@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
 from fullshard.tools import cli, commands, job
-from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.config import OptionError, TrainConfig, with_defaults
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import check_local_ranks, new_job, resumed_job
 from fullshard.tools.run_folder import RunFolder
@@ -55,7 +55,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (["--model", "7t"], "--model 7t: no such size; choose from tiny, 10m"),
         (["--dtype", "fp16"], "--dtype fp16: choose from auto, fp32, bf16"),
         (["--device", "tpu"], "--device tpu: choose from auto, cpu, cuda"),
-        (["--lr", "1e-5"], "--min-lr 0.0001: must be from 0 to --lr 1e-05"),
+        (["--lr", "1e-5", "--min-lr", "1e-4"], "--min-lr 0.0001: must be from 0 to --lr 1e-05"),
         (["--lr", "nan"], "--min-lr"),
         (["--clip", "-1"], "--clip -1.0: must not be negative"),
         (["--seed", "-1"], "--seed -1: must be from 0"),
@@ -142,6 +142,9 @@ def test_what_is_not_typed_depends_on_the_model_and_the_number_of_steps(
 
     assert chosen(model="10m") == (350, 2, 2e-3, 30)
     assert chosen(model="tiny") == (400, 8, 1e-2, 20)
+    assert with_defaults({"lr": 1e-5})["min_lr"] == pytest.approx(1e-6)
+    assert with_defaults({"lr": 1e-2})["min_lr"] == 1e-4
+    assert with_defaults({"lr": 1e-2, "min_lr": 0.0})["min_lr"] == 0
     assert chosen(model="tiny", steps=50) == (50, 8, 1e-2, 5)
     assert chosen(model="tiny", steps=50, lr=1e-3, warmup=40) == (50, 8, 1e-3, 40)
 

@@ -21,7 +21,7 @@ from fullshard.tools.exits import Exit
 from fullshard.tools.recording import steps_to_trace
 from fullshard.tools.report import metrics_of, write_report
 from fullshard.tools.report_compare import compare, write_comparison
-from fullshard.tools.run_facts import flops_per_token, gather_facts, peak_flops
+from fullshard.tools.run_facts import gather_facts, peak_flops
 from fullshard.tools.run_folder import RunFolder
 from tests.tools.test_trace_metrics import hand_made
 
@@ -224,7 +224,9 @@ def test_the_page_says_what_the_run_was_made_of(tmp_path: Path) -> None:
     folder = RunFolder(make_traced_run(tmp_path / "run"))
     config = TrainConfig(steps=30, val_fraction=0.1, log=("wandb",))
     facts = gather_facts(
-        SIZES["10m"], num_parameters=9_600_000, seq=256, device=torch.device("cpu")
+        num_parameters=9_600_000,
+        flops_per_token=SIZES["10m"].flops_per_token(seq=256),
+        device=torch.device("cpu"),
     )
     metrics = [{**entry, "lr": 1e-3, "grad_norm": 2.0} for entry in folder.metrics()]
     metrics[9]["val_loss"] = 2.5
@@ -276,7 +278,7 @@ def test_operations_are_counted_as_papers_do() -> None:
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2)
     matrices -= config.vocab_size * config.hidden_size  # rows of the embedding are looked up
     attention = 12 * config.num_layers * config.hidden_size * 256
-    assert flops_per_token(config, seq=256) == 6 * matrices + attention
+    assert config.flops_per_token(seq=256) == 6 * matrices + attention
 
 
 def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:

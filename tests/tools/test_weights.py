@@ -19,8 +19,9 @@ from fullshard.models.sizes import SIZES
 from fullshard.tools import cli, commands
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
+from fullshard.tools.recipe import model_config
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.weights import load_initial_weights, model_config
+from fullshard.tools.weights import load_initial_weights
 from tests.fresh import fullshard_on_ranks
 from tests.tools.processes import TINY, losses
 

@@ -50,8 +50,7 @@ def build_from_config(fields: Mapping[str, Any], *, seed: int) -> nn.Module:
     Raises ModelConfigError for what is no causal language model of text alone, for quantised weights, and
     for fields that Transformers cannot build a model of.
     """
-    config = transformers_config(fields)
-    _check_trainable(config)
+    config = check_trainable(fields)
     models = causal_language_models()
     torch.manual_seed(seed)
     try:
@@ -65,7 +64,9 @@ def build_from_config(fields: Mapping[str, Any], *, seed: int) -> nn.Module:
         ) from error
 
 
-def _check_trainable(config: Any) -> None:
+def check_trainable(fields: Mapping[str, Any]) -> Any:
+    """Return the configuration of Transformers; raises ModelConfigError as `build_from_config` does."""
+    config = transformers_config(fields)
     kind = config.model_type
     if getattr(config, "quantization_config", None) is not None:
         raise ModelConfigError(
@@ -91,6 +92,7 @@ def _check_trainable(config: Any) -> None:
             f"model_type {kind!r}: is an encoder, whose tokens see later ones, unless its configuration "
             'says "is_decoder": true. Say so in config.json, or give another model.'
         )
+    return config
 
 
 def config_of(model: nn.Module) -> Any:

@@ -10,6 +10,15 @@ from fullshard.models.llama import KeyValueCache, Llama
 Agree = Callable[[Tensor], Tensor]
 """Makes one rank's choice everybody's: takes and returns the chosen tokens (batch, 1)."""
 
+Step = Callable[[Tensor], Tensor]
+"""Takes the next tokens (batch, new) of some sequences and returns their logits (batch, new, vocab)."""
+
+
+def continuation(model: Llama) -> Step:
+    """Return what keeps the keys and values of the tokens that it is given, for some sequences."""
+    caches = [KeyValueCache() for _ in range(model.config.num_layers)]
+    return lambda tokens: model(tokens, caches)
+
 
 def _alone(tokens: Tensor) -> Tensor:
     return tokens
@@ -17,7 +26,7 @@ def _alone(tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: Llama,
+    step: Step,
     prompt: Tensor,
     *,
     length: int,
@@ -27,18 +36,17 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yield `length` tokens (batch, 1), one at a time, that continue `prompt` (batch, positions).
 
-    Temperature 0 takes the likeliest token. With a sharded model every rank must call this with
-    the same arguments, because each forward gathers parameters from all of them; `agree` then
-    broadcasts one rank's choice, so that ranks stay together even where their devices round
-    differently. Raises ValueError for an empty prompt.
+    step: of new sequences, such as `continuation(model)`. Temperature 0 takes the likeliest token. With a
+    sharded model every rank must call this with the same arguments, because each forward gathers
+    parameters from all of them; `agree` then broadcasts one rank's choice, so that ranks stay together even
+    where their devices round differently. Raises ValueError for an empty prompt.
     """
     if prompt.shape[1] == 0:
         raise ValueError("generate: the prompt is empty; give at least one token to continue.")
     generator = torch.Generator().manual_seed(seed)
-    caches = [KeyValueCache() for _ in range(model.config.num_layers)]
     tokens = prompt
     for _ in range(length):
-        logits = model(tokens, caches)[:, -1].float().cpu()
+        logits = step(tokens)[:, -1].float().cpu()
         if temperature == 0:
             choice = logits.argmax(-1, keepdim=True)
         else:

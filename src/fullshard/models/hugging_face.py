@@ -6,17 +6,10 @@ from typing import Any
 from fullshard.models.sizes import LlamaConfig
 
 
-def config_fields(
-    config: LlamaConfig,
-    *,
-    num_positions: int,
-    begin_token: int | None = None,
-    end_token: int | None = None,
-) -> dict[str, Any]:
+def config_fields(config: LlamaConfig, *, num_positions: int) -> dict[str, Any]:
     """Return the fields of ``config.json`` with which ``LlamaForCausalLM`` is the same model.
 
-    num_positions: that it was trained on. begin_token, end_token: around a document; where a byte is a token,
-    there are none.
+    num_positions: that it was trained on. No token marks a beginning or an end, as where a byte is a token.
     """
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -29,8 +22,8 @@ def config_fields(
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": begin_token,
-        "eos_token_id": end_token,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "pad_token_id": None,
         "dtype": "float32",
     }

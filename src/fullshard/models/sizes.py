@@ -37,6 +37,18 @@ class LlamaConfig:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
+    def flops_per_token(self, *, seq: int) -> int:
+        """Return the operations of forward and backward for a token, as model FLOPs utilization counts them.
+
+        Six for every weight of a matrix that it is multiplied with, and for attention 12 x layers x heads x
+        head size x tokens. What is computed again (activation checkpointing) is not counted.
+        Source: arXiv 2204.02311, appendix B.
+        """
+        heads = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        weights = self.num_layers * (heads + mlp) + self.hidden_size * self.vocab_size
+        return 6 * weights + 12 * self.num_layers * self.num_heads * self.head_dim * seq
+
 
 SIZES = {
     "tiny": LlamaConfig(

@@ -49,6 +49,10 @@ Examples:
 
     fullshard train --config runs/books --out runs/again   the options of another run
 
+    fullshard train --data books.jsonl --tokenizer llama/ --model llama/config.json --seq 1024
+
+    fullshard train --data books.jsonl --tokenizer llama/ --model llama/ --init-from llama/ --lr 1e-5
+
     fullshard train --resume runs/books  continue, bit for bit
 
     fullshard train --init-from runs/books --data letters/  begin with its weights
@@ -59,7 +63,7 @@ Examples:
 
     fullshard launch --help              a script for Slurm, Kubernetes, Ray or SkyPilot
 
-Text is trained on byte by byte. A .jsonl or .ndjson file is text in JSON lines: of each line, the field that --text-field names, and a newline. A folder's hidden, binary and empty files are skipped, and named.
+Text is trained on byte by byte, or in the tokens of --tokenizer. It is plain, JSON lines (.jsonl, .ndjson), Parquet, or a folder that `datasets` has saved. A folder's hidden, binary and empty files are skipped, and named.
 
 While it runs, tokens/s is the mean of the last 20 steps; metrics.jsonl has that of each.
 
@@ -219,6 +223,14 @@ def train(
             panel="Text",
         ),
     ] = _DEFAULT.end_token,
+    across_documents: Annotated[
+        bool,
+        flag(
+            "--across-documents",
+            "Let documents in a sequence see those before them.",
+            panel="Text",
+        ),
+    ] = _DEFAULT.across_documents,
     val_data: Annotated[
         list[str] | None,
         option("Text to measure the loss on, instead of --val-fraction; may repeat.", panel="Text"),
@@ -236,7 +248,13 @@ def train(
     ] = _DEFAULT.val_sequences,
     seq: Annotated[int, option("Tokens in a sequence.", panel="Text")] = _DEFAULT.seq,
     model: Annotated[
-        str, option("Size: tiny, 10m, 35m, 125m, 350m, 1b, 8b.", panel="Model")
+        str,
+        typer.Option(
+            help="Size: tiny, 10m, 35m, 125m, 350m, 1b, 8b. Or the config.json, or the folder, of a model of "
+            "Transformers.",
+            rich_help_panel="Model",
+            metavar="SIZE|PATH",
+        ),
     ] = _DEFAULT.model,
     vocab_size: Annotated[
         int | None,
@@ -251,8 +269,8 @@ def train(
     init_from: Annotated[
         str,
         typer.Option(
-            help="Begin with the weights of this folder: a run, one of its checkpoints, or what "
-            "`fullshard export` has written.",
+            help="Begin with the weights of this folder: a run, one of its checkpoints, or a model's of "
+            "Hugging Face (safetensors).",
             rich_help_panel="Model",
             metavar="DIR",
         ),
@@ -289,8 +307,12 @@ def train(
     ] = _DEFAULT.grad_accum,
     lr: Annotated[float | None, _by_model("Highest learning rate.", "lr", panel="Training")] = None,
     min_lr: Annotated[
-        float, option("Learning rate at the last step.", panel="Training")
-    ] = _DEFAULT.min_lr,
+        float | None,
+        option(
+            f"Learning rate at the last step. Default: a tenth of --lr, at most {_DEFAULT.min_lr}.",
+            panel="Training",
+        ),
+    ] = None,
     warmup: Annotated[
         int | None,
         _by_model("Steps of linear rise before the cosine.", "warmup", panel="Training"),

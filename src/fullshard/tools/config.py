@@ -67,6 +67,7 @@ class TrainConfig:
     end_token: str = ""
     vocab_size: int = 256
     val_data: tuple[str, ...] = ()
+    across_documents: bool = False
     steps: int = 350
     batch: int = 2
     seq: int = 256
@@ -100,8 +101,15 @@ class TrainConfig:
     def _problems(self) -> list[str]:
         """Say every problem at once, each with the option's name and what would work."""
         found = []
-        if self.model not in SIZES:
-            found.append(f"--model {self.model}: no such size; choose from {', '.join(SIZES)}.")
+        if self.model not in SIZES and not is_path(self.model):
+            found.append(
+                f"--model {self.model}: no such size; choose from {', '.join(SIZES)}, or name the config.json "
+                "of a model of Transformers."
+            )
+        if self.tie_embeddings and self.model not in SIZES:
+            found.append(f"--tie-embeddings: what {self.model} says counts (tie_word_embeddings).")
+        if self.across_documents and not self.tokenizer:
+            found.append("--across-documents: is for a --tokenizer; bytes are not told apart.")
         for name, choices in (("device", DEVICES), ("dtype", DTYPES)):
             # `auto` can be typed, and has become another by now (job.new_job).
             if getattr(self, name) not in choices[1:]:
@@ -203,12 +211,26 @@ def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("model") == "tiny":
         defaults |= TINY_DEFAULTS
     filled = dict(options)
+    if "model" in filled:
+        filled["model"] = as_size_or_path(filled["model"])
     for name in ("steps", "batch", "lr"):
         if filled.get(name) is None:
             filled[name] = defaults[name]
     if filled.get("warmup") is None:
         filled["warmup"] = min(defaults["warmup"], max(0, filled["steps"]) // 10)
+    if filled.get("min_lr") is None:
+        filled["min_lr"] = min(defaults["min_lr"], filled["lr"] / 10)
     return filled
+
+
+def as_size_or_path(model: str) -> str:
+    """Return a name of a size, or a path that is seen to be one even where it is not there any more."""
+    return f"./{model}" if model not in SIZES and "/" not in model and is_path(model) else model
+
+
+def is_path(model: str) -> bool:
+    """Whether --model is meant as a file or folder: one with a slash, a name in .json, or one that is there."""
+    return "/" in model or model.endswith(".json") or Path(model).is_dir()
 
 
 def _flag(name: str) -> str:

@@ -12,8 +12,19 @@ import torch
 
 import fullshard
 from fullshard.local_ranks import num_gpus
-from fullshard.tools.config import DEFAULT_CACHE, OptionError, TrainConfig, with_defaults
+from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint
+from fullshard.models.configured import check_trainable
+from fullshard.models.model_config import ModelConfigError, read_model_config
+from fullshard.models.sizes import SIZES
+from fullshard.tools.config import (
+    DEFAULT_CACHE,
+    OptionError,
+    TrainConfig,
+    as_size_or_path,
+    with_defaults,
+)
 from fullshard.tools.loggers.choosing import check_loggers
+from fullshard.tools.recipe import blueprint_of
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.corpus import NUM_BYTES
 from fullshard.tools.text.interface import Text
@@ -30,12 +41,17 @@ class NothingLeftError(OptionError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A checked run: what to compute, where to put it, on which text, and from which step."""
+    """A checked run: what to compute, where to put it, on which text, and from which step.
+
+    model_fields: of the config.json that --model names, if it does.
+    """
 
     config: TrainConfig
     folder: RunFolder
     text: Text
+    blueprint: Blueprint
     tokenizer: Tokenizer | None = None
+    model_fields: dict[str, Any] | None = None
     checkpoint: "fullshard.Checkpoint | None" = None
 
     @property
@@ -74,12 +90,22 @@ def new_job(
     tokenizer = None
     if config.tokenizer:
         tokenizer = open_tokenizer(Path(config.tokenizer), config.end_token)
-    config = dataclasses.replace(config, vocab_size=_vocab_size(vocab_size, tokenizer))
-    if config.init_from:
-        check_initial_weights(config)
+    fields = None
+    try:
+        if config.model not in SIZES:
+            fields = read_model_config(Path(config.model))
+            vocab_size = _vocab_size_of(ConfiguredBlueprint(fields), config, vocab_size, tokenizer)
+        else:
+            vocab_size = _vocab_size(vocab_size, tokenizer)
+        config = dataclasses.replace(config, vocab_size=vocab_size)
+        blueprint = blueprint_of(config, fields)
+        if config.init_from:
+            check_initial_weights(config, blueprint)
+    except ModelConfigError as error:
+        raise OptionError(f"--model {config.model}: {error}") from error
     check_loggers(config.log)
     text = open_text(config, tokenizer, cache=cache.expanduser())
-    return Job(config, folder, text, tokenizer)
+    return Job(config, folder, text, blueprint, tokenizer, fields)
 
 
 def _vocab_size(wanted: int | None, tokenizer: Tokenizer | None) -> int:
@@ -93,6 +119,37 @@ def _vocab_size(wanted: int | None, tokenizer: Tokenizer | None) -> int:
             f"--vocab-size {wanted}: {what} {needed} kinds. Leave it out, or give more."
         )
     return wanted
+
+
+def _vocab_size_of(
+    blueprint: ConfiguredBlueprint,
+    config: TrainConfig,
+    wanted: int | None,
+    tokenizer: Tokenizer | None,
+) -> int:
+    """Return how many kinds of tokens a configuration has, after a look at whether text fits it."""
+    has, where = blueprint.vocab_size, f"--model {config.model}"
+    if wanted not in (None, has):
+        raise OptionError(
+            f"--vocab-size {wanted}: {where} has {has} kinds. Leave --vocab-size out."
+        )
+    if tokenizer is None and has != NUM_BYTES:
+        raise OptionError(
+            f"{where}: has {has} kinds of tokens, and without --tokenizer there are {NUM_BYTES}, of bytes. Give "
+            "its --tokenizer."
+        )
+    if tokenizer is not None and has < tokenizer.vocab_size:
+        raise OptionError(
+            f"{where}: has {has} kinds of tokens, and the tokenizer {tokenizer.vocab_size}. Give the model's "
+            "tokenizer, or a configuration with a larger vocab_size."
+        )
+    longest = blueprint.num_positions
+    if longest is not None and config.seq > longest:
+        raise OptionError(
+            f"--seq {config.seq}: {where} is for {longest} tokens (max_position_embeddings). Give no more."
+        )
+    check_trainable(blueprint.fields)
+    return has
 
 
 def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CACHE) -> Job:
@@ -114,6 +171,8 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
             "Start it again with another --out."
         )
     changes = {key: value for key, value in changes.items() if value not in ("auto", None)}
+    if "model" in changes:
+        changes["model"] = as_size_or_path(changes["model"])
     config = folder.read_config().resumed_with(changes)
     check_loggers(config.log)
     if config.steps <= checkpoint.step:
@@ -124,6 +183,11 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
     tokenizer = None
     if config.tokenizer:  # the run's own copy
         tokenizer = open_tokenizer(folder.tokenizer_folder, config.end_token)
+    try:
+        fields = folder.read_model_fields()
+        blueprint = blueprint_of(config, fields)
+    except ModelConfigError as error:
+        raise OptionError(f"--resume {path}: {error}") from error
     text = open_text(config, tokenizer, cache=cache.expanduser())
     if text.survey.fingerprint != folder.read_fingerprint():
         raise OptionError(
@@ -131,7 +195,7 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
             f"(now {text.size} in {len(text.paths)} files). Restore it; without "
             "--data, resume with the Python that started the run."
         )
-    return Job(config, folder, text, tokenizer, checkpoint)
+    return Job(config, folder, text, blueprint, tokenizer, fields, checkpoint)
 
 
 def restarted_job(

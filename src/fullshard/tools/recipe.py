@@ -1,39 +1,59 @@
-"""What is trained and how: the sharded model, its optimizer and the learning rate of each step."""
+"""What is trained and how: which model, sharded, its optimizer and the learning rate of each step."""
 
+import dataclasses
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.models.llama import Llama, init_weights
+from fullshard.models.blueprints import (
+    Blueprint,
+    ConfiguredBlueprint,
+    LanguageModel,
+    OwnBlueprint,
+)
+from fullshard.models.sizes import SIZES, LlamaConfig
 from fullshard.tools.config import TrainConfig
-from fullshard.tools.weights import model_config
 
 _BETAS = (0.9, 0.95)
 
 
-def build_model(config: TrainConfig, device: torch.device) -> Llama:
-    """Build on `meta`, shard each layer and the rest, then allocate and fill only the shards."""
-    with torch.device("meta"):
-        model = Llama(model_config(config))
+def model_config(config: TrainConfig) -> LlamaConfig:
+    """Return the sizes of a run's model, which is one of ours."""
+    return dataclasses.replace(
+        SIZES[config.model],
+        vocab_size=config.vocab_size,
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def blueprint_of(config: TrainConfig, fields: Mapping[str, Any] | None) -> Blueprint:
+    """Return what a run's model is built from. fields: of the config.json that --model names, if it does."""
+    return OwnBlueprint(model_config(config)) if fields is None else ConfiguredBlueprint(fields)
+
+
+def build_model(blueprint: Blueprint, config: TrainConfig, device: torch.device) -> LanguageModel:
+    """Build the model on `meta`, shard each layer and the rest, then allocate and fill only the shards."""
     mesh = init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("shard",))
     policy = fullshard.MixedPrecisionPolicy()
     if config.dtype == "bf16":
         policy = fullshard.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
-    model.recompute_layers(config.activation_checkpointing)
-    for layer in model.model.layers:
-        fullshard.fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fullshard.fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.to_empty(device=device)
-    model.tie_weights()
-    init_weights(model, seed=config.seed)
-    return model
+
+    def shard(layers: Sequence[nn.Module], model: nn.Module) -> None:
+        for layer in (*layers, model):
+            fullshard.fully_shard(layer, mesh=mesh, mp_policy=policy)
+
+    recompute = config.activation_checkpointing
+    return blueprint.build(shard, device=device, seed=config.seed, recompute=recompute)
 
 
-def build_optimizer(model: Llama, config: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW; only matrices decay."""
     params = list(model.parameters())
     groups = [

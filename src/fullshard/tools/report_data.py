@@ -282,11 +282,10 @@ def about(run: Run) -> list[tuple[str, str]]:
         return []
     hardware, versions = run.facts["hardware"], run.facts["versions"]
     processor = f"{hardware['processor']}, {hardware['processors']} processors"
+    flops = run.facts["flops_per_token"]
+    of_flops = "FLOPs a token not known" if flops is None else f"{flops:,} FLOPs a token"
     rows = [
-        (
-            "Model",
-            f"{run.facts['num_parameters']:,} parameters, {run.facts['flops_per_token']:,} FLOPs a token",
-        ),
+        ("Model", f"{run.facts['num_parameters']:,} parameters, {of_flops}"),
         ("Device", hardware["device"]),
         ("Host", f"{processor}, {nbytes(hardware['memory_nbytes'])} of memory"),
         ("System", hardware["system"]),

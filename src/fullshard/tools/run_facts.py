@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fullshard.models.sizes import LlamaConfig
 from fullshard.versions import VERSION
 
 # Dense bfloat16 in FLOP/s, from the makers' data sheets, by a part of the name that torch gives a device.
@@ -30,7 +29,7 @@ _PEAKS = (
 
 
 def gather_facts(
-    config: LlamaConfig, *, num_parameters: int, seq: int, device: torch.device
+    *, num_parameters: int, flops_per_token: int | None, device: torch.device
 ) -> dict[str, Any]:
     """Return what stays true for a whole run, as JSON takes it."""
     name = "" if device.type == "cpu" else _name_of(device)
@@ -52,22 +51,8 @@ def gather_facts(
             "device": name,
         },
         "num_parameters": num_parameters,
-        "flops_per_token": flops_per_token(config, seq=seq),
+        "flops_per_token": flops_per_token,
     }
-
-
-def flops_per_token(config: LlamaConfig, *, seq: int) -> int:
-    """Return the operations of forward and backward for a token, as model FLOPs utilization counts them.
-
-    Six for every weight of a matrix that it is multiplied with, and for attention 12 x layers x heads x
-    head size x tokens. What is computed again (activation checkpointing) is not counted.
-    Source: arXiv 2204.02311, appendix B.
-    """
-    head = config.head_dim
-    attention = config.hidden_size * head * 2 * (config.num_heads + config.num_kv_heads)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    weights = config.num_layers * (attention + mlp) + config.hidden_size * config.vocab_size
-    return 6 * weights + 12 * config.num_layers * config.num_heads * head * seq
 
 
 def peak_flops(device: str, dtype: str) -> float | None:

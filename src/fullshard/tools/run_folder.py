@@ -3,6 +3,7 @@
     config.json      the options (tools/config.py), the fingerprint of the text, and what the numbers
                      depend on beside them (tools/run_facts.py)
     tokenizer/       a copy of the tokenizer, if there is one
+    model.json       a copy of the configuration that --model names, if it does
     metrics.jsonl    one line a step
     checkpoints/     step-00000350/ and the like, the newest ones (docs/checkpoints.md)
     loss.png         the loss curve
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fullshard.models.model_config import read_model_config
 from fullshard.tools.config import OptionError, TrainConfig
 
 
@@ -35,6 +37,10 @@ class RunFolder:
     @property
     def tokenizer_folder(self) -> Path:
         return self.path / "tokenizer"
+
+    @property
+    def model_file(self) -> Path:
+        return self.path / "model.json"
 
     @property
     def metrics_file(self) -> Path:
@@ -74,6 +80,10 @@ class RunFolder:
         """Return the options of the run; raises OptionError for a file that does not hold them."""
         return TrainConfig.from_fields(self._config_fields()["options"], source=self.config_file)
 
+    def read_model_fields(self) -> dict[str, Any] | None:
+        """Return the model's configuration, if it is one of Transformers."""
+        return read_model_config(self.model_file) if self.model_file.is_file() else None
+
     def read_fingerprint(self) -> str:
         return str(self._config_fields()["corpus"])
 
@@ -100,15 +110,18 @@ class RunFolder:
         done: int,
         facts: Mapping[str, Any] | None = None,
         tokenizer: Mapping[str, bytes] | None = None,
+        model: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the configuration and drop what lies beyond step `done` of an earlier attempt.
 
-        tokenizer: the content of its files, by name.
+        tokenizer: the content of its files, by name. model: the fields of its configuration.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for name, content in (tokenizer or {}).items():
             self.tokenizer_folder.mkdir(exist_ok=True)
             (self.tokenizer_folder / name).write_bytes(content)
+        if model is not None:
+            self.model_file.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
         fields = {
             "options": dataclasses.asdict(config),
             "corpus": fingerprint,

@@ -22,7 +22,9 @@ from torch import Tensor
 
 import fullshard
 from fullshard.errors import FullshardError
+from fullshard.models.evaluating import evaluating
 from fullshard.models.generation import generate
+from fullshard.models.model_config import ModelConfigError
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.job import Job
 from fullshard.tools.loggers.choosing import make_loggers
@@ -34,7 +36,7 @@ from fullshard.tools.report import write_report
 from fullshard.tools.run_facts import gather_facts
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.interface import IGNORED, Batch
-from fullshard.tools.weights import load_initial_weights, model_config
+from fullshard.tools.weights import load_initial_weights
 
 
 class TrainingError(FullshardError, RuntimeError):
@@ -82,13 +84,16 @@ class Trainer:
         self._speed = Speed()
         self.val_loss: float | None = None  # the last one, on rank 0
         self.loggers = make_loggers(config.log if self.rank == 0 else (), report.note)
-        self.model = build_model(config, self.device)
+        self.language_model = build_model(job.blueprint, config, self.device)
+        self.model = self.language_model.module
         self.num_params = num_params = sum(param.numel() for param in self.model.parameters())
         report.note(
             f"model: {num_params / 1e6:.1f}M parameters, sharded over {config.ranks} "
             f"{config.device} rank{'s' if config.ranks > 1 else ''}, {config.dtype}; "
             f"{config.tokens_per_step} {config.unit}s a step"
         )
+        self._check_model()
+        torch.manual_seed(config.seed + self.rank)  # of dropout, which is another one on each rank
         self.optimizer = build_optimizer(self.model, config)
         self.checkpoints = fullshard.CheckpointManager(
             self.folder.checkpoints,
@@ -170,7 +175,8 @@ class Trainer:
         # All ranks run as many forwards: where sequences do not suffice, the last ones count nothing.
         for first in range(0, config.val_sequences, config.ranks * config.batch):
             own = first + self.rank * config.batch
-            losses = self._losses(self.text.held_out(range(own, own + config.batch)))
+            with evaluating(self.model):
+                losses = self._losses(self.text.held_out(range(own, own + config.batch)))
             count = min(config.batch, max(0, config.val_sequences - own))
             total += losses[:count].sum()
         total = total.double()
@@ -181,7 +187,7 @@ class Trainer:
         """Return each token's loss, (sequences, tokens); 0 where none is predicted."""
         inputs, targets = batch.inputs.to(self.device), batch.targets.to(self.device)
         positions = None if batch.positions is None else batch.positions.to(self.device)
-        logits = self.model(inputs, positions=positions).float().flatten(0, 1)
+        logits = self.language_model.logits(inputs, positions).float().flatten(0, 1)
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
         return losses.view(targets.shape)
 
@@ -226,7 +232,7 @@ class Trainer:
     def _sampled(self, begin: list[int]) -> Iterator[int]:
         prompt = torch.tensor([begin], device=self.device)
         for token in generate(
-            self.model,
+            self.language_model.continuation(),
             prompt,
             length=self.config.sample_length,
             temperature=self.config.temperature,
@@ -253,6 +259,23 @@ class Trainer:
                     f"--data: rank {rank} reads other text than rank 0. Give every host the same "
                     "files; without --data, the same Python version."
                 )
+
+    def _check_model(self) -> None:
+        """Run the model for a moment, to see that no token sees what it must not."""
+        config = self.config
+        given: dict[str, Any] = {"vocab_size": config.vocab_size, "device": self.device}
+        try:
+            self.language_model.check_causal(**given)
+        except ModelConfigError as error:
+            raise TrainingError(f"--model {config.model}: {error}") from error
+        if config.across_documents or not config.tokenizer:
+            return
+        try:
+            self.language_model.check_documents_apart(**given)
+        except ModelConfigError as error:
+            raise TrainingError(
+                f"--model {config.model}: {error} With --across-documents, documents may see each other."
+            ) from error
 
     def _check_same_start(self, job: Job) -> None:
         steps = [0] * dist.get_world_size()
@@ -290,9 +313,8 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
     dist.barrier()  # nobody may still be checking the folder when rank 0 starts to write
     if trainer.rank == 0:
         facts = gather_facts(
-            model_config(config),
             num_parameters=trainer.num_params,
-            seq=config.seq,
+            flops_per_token=trainer.language_model.flops_per_token(seq=config.seq),
             device=trainer.device,
         )
         folder.start(
@@ -301,6 +323,7 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
             done=job.done,
             facts=facts,
             tokenizer=job.tokenizer.files if job.tokenizer else None,
+            model=job.model_fields,
         )
         trainer.loggers.start(RunInfo(folder.path, dataclasses.asdict(config), job.done))
     try:

@@ -1,6 +1,5 @@
 """Weights that leave a run, and those that one begins with: which folder, and whether it fits."""
 
-import dataclasses
 import json
 import tempfile
 from collections.abc import Callable
@@ -12,22 +11,13 @@ from torch import nn
 
 import fullshard
 from fullshard.errors import CheckpointError
-from fullshard.models.hugging_face import config_fields, differences
-from fullshard.models.sizes import SIZES, LlamaConfig
+from fullshard.models.blueprints import Blueprint
 from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.recipe import blueprint_of
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.tokenizer import files_for_export, open_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def model_config(config: TrainConfig) -> LlamaConfig:
-    """Return the sizes of a run's model."""
-    return dataclasses.replace(
-        SIZES[config.model],
-        vocab_size=config.vocab_size,
-        tie_embeddings=config.tie_embeddings,
-    )
 
 
 # Out
@@ -82,13 +72,15 @@ def _write_beside(folder: RunFolder, target: Path) -> None:
     """Write what belongs beside the weights of a run: the model's configuration, and the tokenizer."""
     config = folder.read_config()
     files: dict[str, bytes] = {}
-    marks: dict[str, int | None] = {}
+    marks: dict[str, int] = {}
     if config.tokenizer:
         tokenizer = open_tokenizer(folder.tokenizer_folder, config.end_token)
         files = files_for_export(tokenizer)
-        begin_token = tokenizer.before[0] if tokenizer.before else None
-        marks = {"begin_token": begin_token, "end_token": tokenizer.end_token}
-    fields = config_fields(model_config(config), num_positions=config.seq, **marks)
+        marks = {"eos_token_id": tokenizer.end_token}
+        if tokenizer.before:
+            marks["bos_token_id"] = tokenizer.before[0]
+    blueprint = blueprint_of(config, folder.read_model_fields())
+    fields = blueprint.config_fields(seq=config.seq, marks=marks)
     files["config.json"] = json.dumps(fields, indent=2).encode() + b"\n"
     for name, content in files.items():
         (target / name).write_bytes(content)
@@ -97,25 +89,28 @@ def _write_beside(folder: RunFolder, target: Path) -> None:
 # In
 
 
-def check_initial_weights(config: TrainConfig) -> None:
+def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
     """Raise OptionError if there is nothing in the folder of --init-from, or it is another model."""
     path = Path(config.init_from)
     where = f"--init-from {path}"
     if not path.is_dir():
         raise OptionError(f"{where}: is no folder.")
     if _is_run(path):
-        other = RunFolder(path).read_config()
-        if model_config(other) != model_config(config):
+        other, fields = RunFolder(path).read_config(), RunFolder(path).read_model_fields()
+        if blueprint_of(other, fields) != blueprint:
             tied = " --tie-embeddings" if other.tie_embeddings else ""
-            raise OptionError(f"{where}: is a run of --model {other.model}{tied}. Give the same.")
+            words = f" --vocab-size {other.vocab_size}" if other.tokenizer else ""
+            raise OptionError(
+                f"{where}: is a run of --model {other.model}{tied}{words}. Give the same."
+            )
         if _newest(RunFolder(path).checkpoints) is None:
             raise OptionError(f"{where}: holds no complete checkpoint.")
     elif (path / "config.json").is_file():
-        found = differences(model_config(config), _json(path / "config.json", where))
+        found = blueprint.differences(_json(path / "config.json", where))
         if found:
             raise OptionError(
                 f"{where}: is another model than --model {config.model}: {'; '.join(found)}. "
-                "`fullshard train` reads bytes: the folders that fit are those of `fullshard export`."
+                f"For the model of that folder, with its tokenizer: --model {path} --tokenizer {path}"
             )
 
 

@@ -71,7 +71,8 @@ def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedTex
         check_length(len(held.tokens.all) - held.first, seq, what=option)
     packing = Packing(first, tokens.ends, seq, config.global_batch, config.seed)
     paths = [source.path for source in sources]
-    return PackedText(tokenizer, tokens, paths, packing, held, str(skipped))
+    across = config.across_documents
+    return PackedText(tokenizer, tokens, paths, packing, held, across, str(skipped))
 
 
 def _sources(config: TrainConfig, use: Use, cache: Path, skipped: Skipped) -> list[ByteSource]:

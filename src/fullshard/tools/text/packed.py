@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from rich.filesize import decimal
+from torch import Tensor
 
 from fullshard.tools.text.files import CorpusError
 from fullshard.tools.text.interface import IGNORED, Batch, Survey
@@ -44,7 +45,7 @@ class HeldOut(NamedTuple):
 class PackedText:
     """Documents packed into sequences (`text/packing.py`).
 
-    skipped: what was left out of the text, in words.
+    across: whether documents of a sequence see those before them. skipped: what was left out, in words.
     """
 
     tokenizer: Tokenizer
@@ -52,6 +53,7 @@ class PackedText:
     paths: Sequence[Path]
     packing: Packing
     held: "HeldOut | None" = None
+    across: bool = False
     skipped: str = ""
 
     @property
@@ -100,20 +102,24 @@ class PackedText:
 
     def batch(self, step: int, indices: range) -> Batch:
         starts = [self.packing.start(step, index) for index in indices]
-        return _batch(self.tokens, starts, self.packing.seq)
+        return self._batch(self.tokens, starts)
 
     def num_targets(self, step: int) -> int:
+        if self.across:
+            return self.packing.batch * self.packing.seq
         return self.packing.num_targets(step)
 
     def held_out(self, indices: range) -> Batch:
         assert self.held is not None
         seq = self.packing.seq
         starts = [self.held.start(index, seq) for index in indices]
-        return _batch(self.held.tokens, starts, seq)
+        return self._batch(self.held.tokens, starts)
 
     def num_held_out_targets(self) -> int:
         assert self.held is not None
         seq, ends = self.packing.seq, self.held.tokens.ends
+        if self.across:
+            return self.held.num_sequences * seq
         starts = (self.held.start(index, seq) for index in range(self.held.num_sequences))
         return sum(num_targets(ends, start, seq) for start in starts)
 
@@ -126,18 +132,26 @@ class PackedText:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens)
 
+    def _batch(self, tokens: Tokens, starts: Sequence[int]) -> Batch:
+        rows = _rows(tokens, starts, self.packing.seq)
+        return Batch(rows[:, :-1], rows[:, 1:]) if self.across else _apart(rows, tokens, starts)
 
-def _batch(tokens: Tokens, starts: Sequence[int], seq: int) -> Batch:
-    rows = np.stack([tokens.all[start : start + seq + 1] for start in starts]).astype(np.int64)
-    inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
-    within = np.empty_like(inputs)
+
+def _rows(tokens: Tokens, starts: Sequence[int], seq: int) -> Tensor:
+    rows = np.stack([tokens.all[start : start + seq + 1] for start in starts])
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def _apart(rows: Tensor, tokens: Tokens, starts: Sequence[int]) -> Batch:
+    inputs, targets = rows[:, :-1], rows[:, 1:].clone()
+    seq = inputs.shape[1]
+    within = np.empty(inputs.shape, np.int64)
     for row, start in enumerate(starts):
         found = borders(tokens.ends, start, seq)
-        targets[row, found - 1] = IGNORED
+        targets[row, torch.from_numpy(found - 1)] = IGNORED
         within[row] = positions(seq, found)
     is_whole = bool(within[:, 1:].all())
-    batch = Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
-    return batch if is_whole else batch._replace(positions=torch.from_numpy(within))
+    return Batch(inputs, targets, None if is_whole else torch.from_numpy(within))
 
 
 def check_length(num_tokens: int, seq: int, *, what: str) -> None:

@@ -1,0 +1,181 @@
+"""`fullshard train --model config.json`: models of Transformers from start to end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fullshard.tools.run_folder import RunFolder
+from fullshard.tools.text.interface import IGNORED
+from fullshard.tools.text.opening import open_text
+from fullshard.tools.text.tokenizer import open_tokenizer
+from tests.fresh import Ended, fullshard_on_ranks
+from tests.tools.processes import TINY, losses
+from tests.tools.text.conftest import word_tokenizer
+
+SEED = 3
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 29,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+MAMBA = {"model_type": "mamba", "vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 1}
+WITHOUT_MODEL = TINY[2:]
+
+
+class Folder:
+    """Text, a tokenizer, configurations, and a run of six steps with a checkpoint after three."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.run = path, path / "run"
+        word_tokenizer().save(str(path / "tokenizer.json"))
+        lines = [json.dumps({"text": " ".join("abcdefghij"[: 1 + n % 10])}) for n in range(200)]
+        (path / "text.jsonl").write_text("\n".join(lines))
+        for name, fields in (("qwen3", QWEN3), ("mamba", MAMBA)):
+            (path / f"{name}.json").write_text(json.dumps(fields))
+        self.ranks = self.train(2, *("--steps", "6", "--save-every", "3", "--out", self.run))
+
+    def train(self, num_ranks: int, *words: object, model: str = "qwen3.json") -> list[Ended]:
+        return fullshard_on_ranks(
+            num_ranks, "train", *WITHOUT_MODEL, "--model", self.path / model,
+            "--tokenizer", self.path / "tokenizer.json", "--data", self.path / "text.jsonl",
+            "--seed", SEED, "--cache", self.path / "cache", *words,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    made = Folder(tmp_path_factory.mktemp("configured"))
+    assert [rank.code for rank in made.ranks] == [0, 0], made.ranks[0].err
+    return made
+
+
+def _first_entry(run: Path) -> dict[str, Any]:
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def test_a_step_is_that_of_transformers_in_one_process(folder: Folder) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    run = RunFolder(folder.run)
+    config = run.read_config()
+    assert (config.vocab_size, run.read_model_fields()) == (29, QWEN3)
+    tokenizer = open_tokenizer(run.tokenizer_folder)
+    batch = open_text(config, tokenizer, cache=folder.path / "cache").batch(0, range(4))
+    assert batch.positions is not None
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3))
+    logits = model(batch.inputs, position_ids=batch.positions, use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+    first = _first_entry(folder.run)
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    facts = run.read_facts()
+    assert facts["num_parameters"] == sum(param.numel() for param in model.parameters())
+    assert "loss" in folder.ranks[0].out
+
+
+def test_it_goes_on_exactly_with_its_own_configuration(folder: Folder, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder.run, run)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    (run / "checkpoints" / "latest").write_text("step-00000003\n")
+    file = folder.path / "qwen3.json"
+    file.rename(tmp_path / "away")
+    try:
+        ranks = fullshard_on_ranks(
+            2, "train", "--resume", run, "--cache", folder.path / "cache", "--model", file
+        )
+    finally:
+        (tmp_path / "away").rename(file)
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
+    assert losses(run) == losses(folder.run)
+
+
+def test_what_is_exported_loads_and_begins_another_run(folder: Folder, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "out"
+    (ended,) = fullshard_on_ranks(1, "export", folder.run, "--hf", out)
+    assert ended.code == 0, ended.err
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.eos_token_id == AutoTokenizer.from_pretrained(out).eos_token_id == 2
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    options = ("--init-from", out, "--steps", "1", "--lr", "0", "--min-lr", "0", "--seed", "9")
+    (again,) = folder.train(1, *options, "--out", tmp_path / "new", model=str(out))
+    assert again.code == 0, again.err
+    config = RunFolder(tmp_path / "new").read_config()
+    tokenizer = open_tokenizer(tmp_path / "new" / "tokenizer")
+    batch = open_text(config, tokenizer, cache=folder.path / "cache").batch(0, range(2))
+    logits = model(batch.inputs, position_ids=batch.positions, use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+    assert _first_entry(tmp_path / "new")["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_model_that_mixes_documents_is_trained_only_if_they_may_see_each_other(
+    folder: Folder, tmp_path: Path
+) -> None:
+    (refused,) = folder.train(1, "--steps", "1", "--out", tmp_path / "a", model="mamba.json")
+    assert refused.code == 1
+    assert "documents in one row cannot be kept apart" in refused.err
+    assert "With --across-documents, documents may see each other" in refused.err
+    (trained,) = folder.train(
+        1, "--steps", "1", "--across-documents", "--out", tmp_path / "b", model="mamba.json"
+    )
+    assert trained.code == 0, trained.err
+    config = RunFolder(tmp_path / "b").read_config()
+    tokenizer = open_tokenizer(tmp_path / "b" / "tokenizer")
+    text = open_text(config, tokenizer, cache=folder.path / "cache")
+    batch = text.batch(0, range(2))
+    assert batch.positions is None
+    assert (batch.targets != IGNORED).all()
+    assert text.num_targets(0) == batch.targets.numel()
+
+
+@pytest.fixture
+def refused(folder: Folder, tmp_path: Path) -> Callable[..., str]:
+    """Call with options, expect that nothing is started, and return what was said."""
+
+    def call(*options: object, model: str = "qwen3.json") -> str:
+        (rank,) = folder.train(1, *options, "--out", tmp_path / "refused", model=model)
+        assert rank.code == 2, rank.err
+        assert not (tmp_path / "refused").exists()
+        return rank.err
+
+    return call
+
+
+def test_models_and_options_that_do_not_fit_are_refused(
+    folder: Folder, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    assert "--seq 65: --model" in refused("--seq", "65")
+    assert "has 29 kinds. Leave --vocab-size out" in refused("--vocab-size", "64")
+    assert "without --tokenizer there are 256, of bytes" in refused("--tokenizer", "")
+    assert "qwen3.json says counts (tie_word_embeddings)" in refused("--tie-embeddings")
+    assert "nowhere.json: is not there" in refused(model="nowhere.json")
+    (folder.path / "small.json").write_text(json.dumps(QWEN3 | {"vocab_size": 20}))
+    assert "has 20 kinds of tokens, and the tokenizer 29" in refused(model="small.json")
+    (folder.path / "t5.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 29}))
+    assert "has an encoder beside its decoder" in refused(model="t5.json")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(QWEN3 | {"rope_theta": 5.0}))
+    assert "rope" in refused("--init-from", other)
+    assert "is another model than --model" in refused("--init-from", other)
