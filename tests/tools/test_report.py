@@ -302,6 +302,20 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert [run["name"] for run in page.data["runs"]] == ["a", "b"]
 
 
+def test_losses_for_bytes_and_for_tokens_are_not_compared(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    folder = RunFolder(second)
+    metrics = folder.metrics()
+    folder.start(TrainConfig(tokenizer="tokenizer.json"), fingerprint="text", done=0)
+    for entry in metrics:
+        folder.add_metrics(entry)
+    rows = {row["name"]: row for row in compare([first, second])["rows"]}
+    loss = f"{rows['loss']['values'][0]:.3f}"
+    assert rows["loss"]["texts"] == [f"{loss} nats/byte", f"{loss} nats/token"]
+    assert rows["loss"]["ratios"] == [1, None]
+    assert rows["tokens_per_second"]["ratios"] == [1, 1]
+
+
 def test_the_command_compares_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [str(make_run(tmp_path / name / "run")) for name in ("x", "y")]
     monkeypatch.chdir(tmp_path)

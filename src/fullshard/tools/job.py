@@ -12,10 +12,6 @@ import torch
 
 import fullshard
 from fullshard.local_ranks import num_gpus
-from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint
-from fullshard.models.configured import check_trainable
-from fullshard.models.model_config import ModelConfigError, read_model_config
-from fullshard.models.sizes import SIZES
 from fullshard.tools.config import (
     DEFAULT_CACHE,
     OptionError,
@@ -24,13 +20,11 @@ from fullshard.tools.config import (
     with_defaults,
 )
 from fullshard.tools.loggers.choosing import check_loggers
-from fullshard.tools.recipe import blueprint_of
+from fullshard.tools.model_choice import ModelChoice, choose_model, model_of_run
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.text.corpus import NUM_BYTES
 from fullshard.tools.text.interface import Text
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
-from fullshard.tools.weights import check_initial_weights
 
 _DEFAULT_CPU_RANKS = 2
 
@@ -41,17 +35,13 @@ class NothingLeftError(OptionError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A checked run: what to compute, where to put it, on which text, and from which step.
-
-    model_fields: of the config.json that --model names, if it does.
-    """
+    """A checked run: what to compute, where to put it, on which text, and from which step."""
 
     config: TrainConfig
     folder: RunFolder
     text: Text
-    blueprint: Blueprint
+    model: ModelChoice
     tokenizer: Tokenizer | None = None
-    model_fields: dict[str, Any] | None = None
     checkpoint: "fullshard.Checkpoint | None" = None
 
     @property
@@ -69,7 +59,8 @@ def new_job(
     """Prepare a fresh run from its options; `auto` and None become what this machine has.
 
     may_have_begun: `out` may hold what an attempt without a checkpoint has left, which is written over.
-    cache: the folder where tokens are kept. Raises OptionError for options that cannot work and for a folder that is taken.
+    cache: the folder where tokens are kept. Raises OptionError for options that cannot work and for a folder
+    that is taken.
     """
     options = with_defaults(options)
     gpus = num_gpus()
@@ -90,66 +81,10 @@ def new_job(
     tokenizer = None
     if config.tokenizer:
         tokenizer = open_tokenizer(Path(config.tokenizer), config.end_token)
-    fields = None
-    try:
-        if config.model not in SIZES:
-            fields = read_model_config(Path(config.model))
-            vocab_size = _vocab_size_of(ConfiguredBlueprint(fields), config, vocab_size, tokenizer)
-        else:
-            vocab_size = _vocab_size(vocab_size, tokenizer)
-        config = dataclasses.replace(config, vocab_size=vocab_size)
-        blueprint = blueprint_of(config, fields)
-        if config.init_from:
-            check_initial_weights(config, blueprint)
-    except ModelConfigError as error:
-        raise OptionError(f"--model {config.model}: {error}") from error
+    config, model = choose_model(config, tokenizer, vocab_size=vocab_size)
     check_loggers(config.log)
     text = open_text(config, tokenizer, cache=cache.expanduser())
-    return Job(config, folder, text, blueprint, tokenizer, fields)
-
-
-def _vocab_size(wanted: int | None, tokenizer: Tokenizer | None) -> int:
-    """Return how many kinds of tokens the model tells apart."""
-    needed = tokenizer.vocab_size if tokenizer else NUM_BYTES
-    if wanted is None:
-        return needed
-    if wanted < needed:
-        what = "the tokenizer has" if tokenizer else "bytes have"
-        raise OptionError(
-            f"--vocab-size {wanted}: {what} {needed} kinds. Leave it out, or give more."
-        )
-    return wanted
-
-
-def _vocab_size_of(
-    blueprint: ConfiguredBlueprint,
-    config: TrainConfig,
-    wanted: int | None,
-    tokenizer: Tokenizer | None,
-) -> int:
-    """Return how many kinds of tokens a configuration has, after a look at whether text fits it."""
-    has, where = blueprint.vocab_size, f"--model {config.model}"
-    if wanted not in (None, has):
-        raise OptionError(
-            f"--vocab-size {wanted}: {where} has {has} kinds. Leave --vocab-size out."
-        )
-    if tokenizer is None and has != NUM_BYTES:
-        raise OptionError(
-            f"{where}: has {has} kinds of tokens, and without --tokenizer there are {NUM_BYTES}, of bytes. Give "
-            "its --tokenizer."
-        )
-    if tokenizer is not None and has < tokenizer.vocab_size:
-        raise OptionError(
-            f"{where}: has {has} kinds of tokens, and the tokenizer {tokenizer.vocab_size}. Give the model's "
-            "tokenizer, or a configuration with a larger vocab_size."
-        )
-    longest = blueprint.num_positions
-    if longest is not None and config.seq > longest:
-        raise OptionError(
-            f"--seq {config.seq}: {where} is for {longest} tokens (max_position_embeddings). Give no more."
-        )
-    check_trainable(blueprint.fields)
-    return has
+    return Job(config, folder, text, model, tokenizer)
 
 
 def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CACHE) -> Job:
@@ -183,11 +118,6 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
     tokenizer = None
     if config.tokenizer:  # the run's own copy
         tokenizer = open_tokenizer(folder.tokenizer_folder, config.end_token)
-    try:
-        fields = folder.read_model_fields()
-        blueprint = blueprint_of(config, fields)
-    except ModelConfigError as error:
-        raise OptionError(f"--resume {path}: {error}") from error
     text = open_text(config, tokenizer, cache=cache.expanduser())
     if text.survey.fingerprint != folder.read_fingerprint():
         raise OptionError(
@@ -195,7 +125,7 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
             f"(now {text.size} in {len(text.paths)} files). Restore it; without "
             "--data, resume with the Python that started the run."
         )
-    return Job(config, folder, text, blueprint, tokenizer, fields, checkpoint)
+    return Job(config, folder, text, model_of_run(config, folder), tokenizer, checkpoint)
 
 
 def restarted_job(

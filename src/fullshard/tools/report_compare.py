@@ -7,7 +7,7 @@ from typing import Any
 
 from fullshard.tools.config import OptionError
 from fullshard.tools.report import RunRecord, read_run
-from fullshard.tools.report_data import about, figures, options, series
+from fullshard.tools.report_data import Figure, about, figures, options, series
 from fullshard.tools.report_page import render
 
 _MOST = 8  # as many colours tell apart
@@ -34,16 +34,19 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
         how = next(each[name].how for each in found if name in each)
         first = found[0].get(name)
         values = [each.get(name) for each in found]
+        units = {value.unit for value in values if value}
         rows.append(
             {
                 "name": name,
                 "label": known,
                 "how": how,
-                "texts": [value.text if value else "" for value in values],
+                "texts": [_text(value, with_unit=len(units) > 1) for value in values],
                 "values": [value.value if value else None for value in values],
-                # Of the first run, which the others are compared with.
+                # Of the first run, which the others are compared with, where both count the same.
                 "ratios": [
-                    value.value / first.value if value and first and first.value else None
+                    value.value / first.value
+                    if value and first and first.value and value.unit == first.unit
+                    else None
                     for value in values
                 ],
             }
@@ -58,6 +61,12 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
         "options": _differing([dict(options(run)) for run in runs]),
         "about": _differing([dict(about(run)) for run in runs]),
     }
+
+
+def _text(figure: Figure | None, *, with_unit: bool) -> str:
+    if figure is None:
+        return ""
+    return f"{figure.text} {figure.unit}" if with_unit else figure.text
 
 
 def _names(runs: Sequence[RunRecord], paths: Sequence[Path]) -> list[str]:

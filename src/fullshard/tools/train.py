@@ -84,7 +84,7 @@ class Trainer:
         self._speed = Speed()
         self.val_loss: float | None = None  # the last one, on rank 0
         self.loggers = make_loggers(config.log if self.rank == 0 else (), report.note)
-        self.language_model = build_model(job.blueprint, config, self.device)
+        self.language_model = build_model(job.model.blueprint, config, self.device)
         self.model = self.language_model.module
         self.num_params = num_params = sum(param.numel() for param in self.model.parameters())
         report.note(
@@ -323,7 +323,7 @@ def run_rank(job: Job, stop: StopRequest, report: Reporter) -> dict[str, Any]:
             done=job.done,
             facts=facts,
             tokenizer=job.tokenizer.files if job.tokenizer else None,
-            model=job.model_fields,
+            model=job.model.fields,
         )
         trainer.loggers.start(RunInfo(folder.path, dataclasses.asdict(config), job.done))
     try:

@@ -1,5 +1,6 @@
 """From a run's options to its text: bytes, or packed documents in the tokens of a tokenizer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fullshard.tools.config import TrainConfig
@@ -42,41 +43,43 @@ def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) 
 
 
 def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedText:
-    skipped, seq = Skipped(), config.seq
-    sources = (
-        _sources(config, TRAINING, cache, skipped)
-        if config.data
-        else python_library(config.text_field)
-    )
+    skipped, sources = Skipped(), python_library(config.text_field)
+    if config.data:
+        sources = _sources(config.data, TRAINING, config, cache, skipped)
     tokens = _tokens(sources, tokenizer, config, cache)
-    first, held = len(tokens.all), None
+    num_tokens, held = len(tokens.all), None
     what = ", ".join(config.data) or "Python's standard library"
     if config.val_fraction:
-        first = where_held_out(tokens, config.val_fraction)
-        held = HeldOut(tokens, first, config.val_sequences)
+        num_tokens = where_held_out(tokens, config.val_fraction)
+        held = HeldOut(tokens, num_tokens, config.val_sequences)
         what += f", less --val-fraction {config.val_fraction},"
+        check_length(
+            len(tokens.all) - num_tokens,
+            config.seq,
+            what=f"--val-fraction {config.val_fraction}: what is held out",
+        )
     elif config.val_data:
-        others = _sources(config, HELD_OUT, cache, Skipped())
+        others = _sources(config.val_data, HELD_OUT, config, cache, Skipped())
         skipped = skipped.without(others)
         check_apart(sources, others)
         held = HeldOut(_tokens(others, tokenizer, config, cache), 0, config.val_sequences)
-    check_length(first, seq, what=f"--data: {what}")
-    if held is not None:
-        what = ", ".join(config.val_data)
-        option = (
-            f"--val-data: {what}"
-            if what
-            else f"--val-fraction {config.val_fraction}: what is held out"
-        )
-        check_length(len(held.tokens.all) - held.first, seq, what=option)
-    packing = Packing(first, tokens.ends, seq, config.global_batch, config.seed)
-    paths = [source.path for source in sources]
-    across = config.across_documents
-    return PackedText(tokenizer, tokens, paths, packing, held, across, str(skipped))
+        named = ", ".join(config.val_data)
+        check_length(len(held.tokens.all), config.seq, what=f"--val-data: {named}")
+    check_length(num_tokens, config.seq, what=f"--data: {what}")
+    return PackedText(
+        tokenizer,
+        tokens,
+        [source.path for source in sources],
+        Packing(num_tokens, tokens.ends, config.seq, config.global_batch, config.seed),
+        held,
+        config.across_documents,
+        str(skipped),
+    )
 
 
-def _sources(config: TrainConfig, use: Use, cache: Path, skipped: Skipped) -> list[ByteSource]:
-    data = config.data if use is TRAINING else config.val_data
+def _sources(
+    data: Sequence[str], use: Use, config: TrainConfig, cache: Path, skipped: Skipped
+) -> list[ByteSource]:
     return find_sources(data, use, text_field=config.text_field, cache=cache, skipped=skipped)
 
 

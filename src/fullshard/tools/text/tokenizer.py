@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fullshard.tools.config import OptionError
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
-_BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+_BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
 _PROBE = "a"
 
@@ -33,6 +34,11 @@ class Tokenizer:
     files: dict[str, bytes]
     end: str
     end_token: int
+
+    @property
+    def version(self) -> str:
+        """Of the library, which may tokenize otherwise in another one."""
+        return metadata.version("tokenizers")
 
     @cached_property
     def vocab_size(self) -> int:

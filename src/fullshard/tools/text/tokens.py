@@ -66,7 +66,8 @@ def tokenized(
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     stamps = [source.stamp() for source in sources]
-    key = ["tokens", _FORMAT, text_field, tokenizer.end, stamps, tokenizer.files[FILE].decode()]
+    key = ["tokens", _FORMAT, text_field, stamps, tokenizer.end, tokenizer.version]
+    key.append(tokenizer.files[FILE].decode())
 
     def make(folder: Path) -> None:
         end, ends = 0, array("q")
