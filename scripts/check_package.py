@@ -8,7 +8,8 @@
     describe    twine's strict check of what a package page shows
     alone       a new environment with torch, NumPy and the wheel: import, the README's program on 2 ranks
     types       mypy --strict sees types of the installed wheel
-    extras      fullshard[train] trains 3 steps, fullshard[notebook] launches a lambda
+    extras      fullshard[train] trains 3 steps, fullshard[notebook] launches a lambda, fullshard[huggingface]
+                trains on tokens as docs/data.md has it
 
 What is downloaded goes into temporary environments, which are removed. Uses the standard library alone, so
 that any Python can run it; exits 1 with the output of the step that failed.
@@ -132,16 +133,17 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def readme_program() -> str:
-    """Return the program of the README."""
-    found = re.search(r"(?ms)^```python\n(.*?)^```$", (ROOT / "README.md").read_text())
+def program_of(page: str) -> str:
+    """Return the first program of a page."""
+    found = re.search(r"(?ms)^```python\n(.*?)^```$", (ROOT / page).read_text())
     assert found
     return found[1]
 
 
 def use(wheel: Path, tools: Environment, work: Path, python: str) -> None:
     """Install the wheel into a new environment, and use it."""
-    (work / "example.py").write_text(readme_program())
+    (work / "example.py").write_text(program_of("README.md"))
+    (work / "prepare.py").write_text(program_of("docs/data.md"))
     (work / "launched.py").write_text(LAUNCHED)
     (work / "typed.py").write_text(TYPED)
     with step(f"alone: {run(python, '--version').strip()}, torch and the wheel") as found:
@@ -182,25 +184,28 @@ def use(wheel: Path, tools: Environment, work: Path, python: str) -> None:
         found.append(f"types are seen: {len(expected)} planted errors are found, and no other")
     with step("extras: fullshard[train] and fullshard[notebook]") as found:
         fresh.install(f"{wheel}[train,notebook]")
-        options = [
-            "--steps",
-            "3",
-            "--model",
-            "tiny",
-            "--ranks",
-            "2",
-            "--device",
-            "cpu",
-            "--out",
-            "run",
-        ]
-        said = run(fresh.bin / "fullshard", "train", *options, cwd=work)
+        options = ["--steps", "3", "--model", "tiny", "--ranks", "2", "--device", "cpu"]
+        options += ["--sample-length", "20"]
+        said = run(fresh.bin / "fullshard", "train", *options, "--out", "run", cwd=work)
         if not (work / "run" / "report.html").exists():
             raise CheckError(f"fullshard train wrote no report:\n{said}")
         found.append("fullshard train --steps 3: wrote run/report.html")
         found.append(
             f"fullshard.launch(lambda): {run(fresh.python, 'launched.py', cwd=work).strip()}"
         )
+        tokens = ["--tokenizer", "tokenizer.json", "--data", "code/", "--val-data", "code/"]
+        tokens += ["--cache", "cache", "--out", "tokens"]
+        (work / "tokenizer.json").touch()
+        said = run(fresh.bin / "fullshard", "train", *options, *tokens, cwd=work, fails=True)
+        found.append(f"--tokenizer, without its extra: {said.strip().splitlines()[0]}")
+    with step("extras: fullshard[huggingface]") as found:
+        fresh.install(f"{wheel}[train,huggingface]")
+        run(fresh.python, "prepare.py", cwd=work)
+        said = run(fresh.bin / "fullshard", "train", *options, *tokens, cwd=work)
+        found.extend(re.findall(r"text: .* documents", said))
+        if not (work / "tokens" / "report.html").exists():
+            raise CheckError(f"fullshard train --tokenizer wrote no report:\n{said}")
+        found.append("fullshard train --tokenizer: wrote tokens/report.html")
 
 
 def main() -> int:
