@@ -79,11 +79,37 @@ def test_a_run_s_folder_is_a_file_too(tmp_path: Path, typed: list[commands.Typed
         ("steps = {a = 1}", r"steps is \{'a': 1\}; give text, a number"),
         ("data = [[1]]", r"data is \[\[1\]\]"),
         ("steps = [", "cannot be read"),
+        ("steps = true", "steps is True; give text or a number"),
+        ("steps = [3]", r"steps is \[3\]; give one value, not a list"),
+        ("tie_embeddings = 1", "tie_embeddings is 1; give true or false"),
+        ("grad-accum = 1\ngrad_accum = 2", "grad_accum comes twice, with - and with _"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(OptionError, match=rf"--config .*run\.toml: .*{message}"):
-        read_options(_written(tmp_path, text), known=KNOWN)
+        read_options(
+            _written(tmp_path, text), known=KNOWN, flags={"tie_embeddings"}, lists={"data"}
+        )
+
+
+def test_one_of_what_may_repeat_needs_no_list(tmp_path: Path, typed: list[commands.Typed]) -> None:
+    path = _written(tmp_path, 'data = "a b"\nlog = "wandb"\n')
+    assert CliRunner().invoke(cli.app, ["train", "--config", str(path)]).exit_code == 0
+    assert (typed[0].options["data"], typed[0].options["log"]) == (("a b",), ("wandb",))
+
+
+def test_a_run_s_own_copies_stand_for_what_they_were_made_of(
+    tmp_path: Path, typed: list[commands.Typed]
+) -> None:
+    fields = {"options": {"model": "./gone", "tokenizer": "gone.json"}, "corpus": "..."}
+    _written(tmp_path, json.dumps(fields), "config.json")
+    _written(tmp_path, "{}", "model.json")
+    (tmp_path / "tokenizer").mkdir()
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert CliRunner().invoke(cli.app, ["train", "--config", str(path)]).exit_code == 0
+        found = typed.pop().options
+        assert found["model"] == str(tmp_path / "model.json")
+        assert found["tokenizer"] == str(tmp_path / "tokenizer")
 
 
 def test_a_path_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (["--dtype", "fp16"], "--dtype fp16: choose from auto, fp32, bf16"),
         (["--device", "tpu"], "--device tpu: choose from auto, cpu, cuda"),
         (["--lr", "1e-5", "--min-lr", "1e-4"], "--min-lr 0.0001: must be from 0 to --lr 1e-05"),
-        (["--lr", "nan"], "--min-lr"),
+        (["--lr", "nan"], "--lr nan: must be a number from 0 on"),
         (["--clip", "-1"], "--clip -1.0: must not be negative"),
         (["--seed", "-1"], "--seed -1: must be from 0"),
         (["--prompt", ""], "--prompt: is empty"),

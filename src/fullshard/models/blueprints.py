@@ -88,6 +88,10 @@ class Blueprint(Protocol):
         """Say where the model of a `config.json` is another one."""
         ...
 
+    def is_same(self, other: "Blueprint") -> bool:
+        """Whether weights of the other are weights of this one, and mean the same."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class OwnBlueprint:
@@ -117,6 +121,9 @@ class OwnBlueprint:
 
     def differences(self, fields: Mapping[str, Any]) -> list[str]:
         return differences(self.config, fields)
+
+    def is_same(self, other: Blueprint) -> bool:
+        return self == other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +176,9 @@ class ConfiguredBlueprint:
 
     def differences(self, fields: Mapping[str, Any]) -> list[str]:
         return config_differences(fields, self.fields)
+
+    def is_same(self, other: Blueprint) -> bool:
+        return isinstance(other, ConfiguredBlueprint) and not self.differences(other.fields)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,7 +148,7 @@ def next_token_logits(model: nn.Module, tokens: Tensor, positions: Tensor | None
         if "position_ids" not in _arguments(model):
             raise ModelConfigError(
                 f"model_type {config_of(model).model_type!r}: takes no positions, so documents in one row "
-                "cannot be kept apart. Give it rows of one document each."
+                "cannot be kept apart."
             )
         more = {"position_ids": positions}
     logits: Tensor = model(input_ids=tokens, use_cache=False, **more).logits

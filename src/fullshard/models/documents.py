@@ -29,8 +29,7 @@ def check_documents_apart(model: nn.Module, *, vocab_size: int, device: torch.de
     if not _same(model, second[0], second[1]):
         raise ModelConfigError(
             f"model_type {config_of(model).model_type!r}: documents in one row are not kept apart. What it "
-            "predicts in the second depends on the first, so it would learn across documents. Give it rows "
-            "of one document each, or another model."
+            "predicts in the second depends on the first, so it would learn across documents."
         )
 
 

@@ -107,7 +107,7 @@ Examples:
 
     fullshard train --init-from exports/books --data letters/  train on from it
 
-In Python: transformers.LlamaForCausalLM.from_pretrained("exports/books"). Tokens are bytes, so there is no tokenizer: torch.tensor([list(text.encode())]).
+In Python: transformers.AutoModelForCausalLM.from_pretrained("exports/books"), and AutoTokenizer likewise. Of a run without --tokenizer tokens are bytes: list(text.encode()).
 
 Exit codes: 0 written, 1 it cannot be written, or the checkpoint is damaged, 2 unusable options, or no run.
 """
@@ -168,17 +168,19 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make what the file says the defaults of the options. Called before others are looked at."""
     if path is None:
         return None
-    names = {
-        option.removeprefix("--").replace("-", "_"): parameter.name
+    options: dict[str, Any] = {
+        option.removeprefix("--").replace("-", "_"): parameter
         for parameter in context.command.params
         for option in parameter.opts
         if option.startswith("--") and parameter.name not in ("config", "help")
     }
+    flags = {name for name, parameter in options.items() if parameter.is_flag}
+    lists = {name for name, parameter in options.items() if parameter.multiple}
     try:
-        found = read_options(path, known=names)
+        found = read_options(path, known=options, flags=flags, lists=lists)
     except OptionError as error:
         raise typer.BadParameter(str(error).removeprefix("--config ")) from None
-    context.default_map = {names[key]: value for key, value in found.items()}
+    context.default_map = {options[key].name: value for key, value in found.items()}
     return path
 
 
@@ -191,8 +193,8 @@ def train(
     data: Annotated[
         list[str] | None,
         option(
-            "File or folder of text or JSON lines (.jsonl); may repeat. Default: Python's own "
-            "library.",
+            "File or folder of text, JSON lines (.jsonl) or Parquet, or a saved data set; may repeat. "
+            "Default: Python's own library.",
             panel="Text",
         ),
     ] = None,
@@ -244,7 +246,7 @@ def train(
         option("Steps between measurements; 0: only at the end.", panel="Text"),
     ] = _DEFAULT.val_every,
     val_sequences: Annotated[
-        int, option("Sequences of it that are measured, over all ranks.", panel="Text")
+        int, option("Sequences of it that are measured at most, over all ranks.", panel="Text")
     ] = _DEFAULT.val_sequences,
     seq: Annotated[int, option("Tokens in a sequence.", panel="Text")] = _DEFAULT.seq,
     model: Annotated[

@@ -1,6 +1,7 @@
 """What a training run is: its options as one frozen value, checked before any rank starts."""
 
 import dataclasses
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,13 @@ class TrainConfig:
             found.append(f"--end-token {self.end_token}: is of a --tokenizer, and there is none.")
         if not 0 <= self.seed < 2**31:
             found.append(f"--seed {self.seed}: must be from 0 to {2**31 - 1}.")
-        if not 0 <= self.min_lr <= self.lr:
+        if self.tokenizer and self.seq == 1 and not self.across_documents:
+            found.append(
+                "--seq 1: a sequence may then have nothing to predict; give more, with --tokenizer."
+            )
+        if not 0 <= self.lr < math.inf:
+            found.append(f"--lr {self.lr}: must be a number from 0 on.")
+        elif not 0 <= self.min_lr <= self.lr:
             found.append(f"--min-lr {self.min_lr}: must be from 0 to --lr {self.lr}.")
         if not self.prompt:
             found.append("--prompt: is empty; give at least one character to continue.")

@@ -20,15 +20,27 @@ from typing import Any
 from fullshard.tools.config import OptionError
 
 
-def read_options(path: Path, *, known: Collection[str]) -> dict[str, Any]:
-    """Return what a file says, by names with underscores. known: names of options.
+def read_options(
+    path: Path,
+    *,
+    known: Collection[str],
+    flags: Collection[str] = (),
+    lists: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return what a file says, by names with underscores.
 
-    Raises OptionError for a file that cannot be read, a name that is not known, and a value that is neither
-    text, number, truth value, nor a list of these.
+    known: names of options. flags, lists: those that are true or false, and those that may repeat. Raises
+    OptionError for a file that cannot be read, a name that is not known or comes twice, and a value of a kind
+    that its option does not take.
     """
     if path.is_dir():
         path = path / "config.json"
-    found = {key.replace("-", "_"): value for key, value in _read(path).items()}
+    found: dict[str, Any] = {}
+    for name, value in _read(path).items():
+        key = name.replace("-", "_")
+        if key in found:
+            raise OptionError(f"--config {path}: {key} comes twice, with - and with _. Keep one.")
+        found[key] = value
     for key, value in found.items():
         if key not in known:
             close = get_close_matches(key, known, n=1)
@@ -39,7 +51,23 @@ def read_options(path: Path, *, known: Collection[str]) -> dict[str, Any]:
             raise OptionError(
                 f"--config {path}: {key} is {value!r}; give text, a number, true, false, or a list."
             )
+        if key in flags and not isinstance(value, bool):
+            raise OptionError(f"--config {path}: {key} is {value!r}; give true or false.")
+        if key not in flags and any(isinstance(part, bool) for part in parts):
+            raise OptionError(f"--config {path}: {key} is {value!r}; give text or a number.")
+        if key in lists:
+            found[key] = parts
+        elif isinstance(value, list):
+            raise OptionError(f"--config {path}: {key} is {value!r}; give one value, not a list.")
+    if path.name == "config.json":
+        found |= _copies(path.parent, found)
     return found
+
+
+def _copies(run: Path, found: Mapping[str, Any]) -> dict[str, str]:
+    """Return the run's own copies of what its options name: the originals may be gone, or others by now."""
+    copies = {"tokenizer": run / "tokenizer", "model": run / "model.json"}
+    return {name: str(copy) for name, copy in copies.items() if found.get(name) and copy.exists()}
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from fullshard.errors import FullshardError
 from fullshard.models.evaluating import evaluating
 from fullshard.models.generation import generate
 from fullshard.models.model_config import ModelConfigError
-from fullshard.tools.config import TrainConfig
+from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.job import Job
 from fullshard.tools.loggers.choosing import make_loggers
 from fullshard.tools.loggers.interface import RunInfo
@@ -171,13 +171,13 @@ class Trainer:
         is_due = is_last or (config.val_every and done % config.val_every == 0)
         if not config.holds_out or not is_due:
             return None
-        total = torch.zeros((), device=self.device)
+        total, num_sequences = torch.zeros((), device=self.device), self.text.num_held_out
         # All ranks run as many forwards: where sequences do not suffice, the last ones count nothing.
-        for first in range(0, config.val_sequences, config.ranks * config.batch):
+        for first in range(0, num_sequences, config.ranks * config.batch):
             own = first + self.rank * config.batch
             with evaluating(self.model):
                 losses = self._losses(self.text.held_out(range(own, own + config.batch)))
-            count = min(config.batch, max(0, config.val_sequences - own))
+            count = min(config.batch, max(0, num_sequences - own))
             total += losses[:count].sum()
         total = total.double()
         dist.all_reduce(total)
@@ -267,14 +267,15 @@ class Trainer:
         try:
             self.language_model.check_causal(**given)
         except ModelConfigError as error:
-            raise TrainingError(f"--model {config.model}: {error}") from error
+            raise OptionError(f"--model {config.model}: {error}") from error
         if config.across_documents or not config.tokenizer:
             return
         try:
             self.language_model.check_documents_apart(**given)
         except ModelConfigError as error:
-            raise TrainingError(
-                f"--model {config.model}: {error} With --across-documents, documents may see each other."
+            raise OptionError(
+                f"--model {config.model}: {error} Take another model, or let documents see each other with "
+                "--across-documents."
             ) from error
 
     def _check_same_start(self, job: Job) -> None:

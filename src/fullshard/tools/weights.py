@@ -97,7 +97,7 @@ def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
         raise OptionError(f"{where}: is no folder.")
     if _is_run(path):
         other, fields = RunFolder(path).read_config(), RunFolder(path).read_model_fields()
-        if blueprint_of(other, fields) != blueprint:
+        if not blueprint.is_same(blueprint_of(other, fields)):
             tied = " --tie-embeddings" if other.tie_embeddings else ""
             words = f" --vocab-size {other.vocab_size}" if other.tokenizer else ""
             raise OptionError(

@@ -79,9 +79,9 @@ def test_what_is_held_out_is_not_said_to_be_left_out(tmp_path: Path) -> None:
     ("names", "taken"),
     [
         (["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"]),
-        (["test.jsonl"], ["test.jsonl"]),  # the only text there is
         (["a.jsonl", "test.jsonl"], ["a.jsonl"]),
         (["test_one.txt", "train.txt", "x.jsonl"], ["test_one.txt", "train.txt", "x.jsonl"]),
+        (["test.jsonl", "a.txt"], ["a.txt", "test.jsonl"]),
     ],
 )
 def test_folders_that_name_no_split_for_training(
@@ -90,12 +90,26 @@ def test_folders_that_name_no_split_for_training(
     assert _names(_folder(tmp_path, *names)) == taken
 
 
+@pytest.mark.parametrize("beside", ["LICENSE", "load.py", "notes.txt"])
+def test_whatever_lies_beside_tables_for_training_they_are_a_data_set(
+    tmp_path: Path, beside: str
+) -> None:
+    _folder(tmp_path, "train.jsonl", "test.jsonl", beside)
+    skipped = Skipped()
+    assert _names(tmp_path, TRAINING, skipped) == ["train.jsonl"]
+    assert skipped.beside_data == [str(tmp_path / beside)]
+    assert _names(tmp_path, HELD_OUT) == ["test.jsonl"]
+
+
 def test_a_split_that_is_not_there_is_asked_for(tmp_path: Path) -> None:
     _folder(tmp_path, "dev.jsonl", "test.jsonl")
     with pytest.raises(
         CorpusError, match=r"without the split train \(there is: validation, test\)"
     ):
         _names(tmp_path)
+    only = _folder(tmp_path / "only", "test.jsonl")
+    with pytest.raises(CorpusError, match=r"without the split train \(there is: test\)"):
+        _names(only)
     other = _folder(tmp_path / "other", "train.jsonl")
     with pytest.raises(CorpusError, match=r"--val-data .*without the split validation or test"):
         _names(other, HELD_OUT)
@@ -155,3 +169,39 @@ def test_a_row_without_text_and_a_file_that_is_no_table_are_named(tmp_path: Path
     (tmp_path / "x.parquet").write_text("not a table")
     with pytest.raises(CorpusError, match=r"x\.parquet: is no Parquet file"):
         open_corpus([str(tmp_path)], seq=2, cache=tmp_path / "cache")
+
+
+def test_text_is_read_in_every_way_that_arrow_keeps_it(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = ["one", "two", "one"]
+    kinds = {
+        "plain": pa.array(texts),
+        "large": pa.array(texts, pa.large_string()),
+        "view": pa.array(texts, pa.string_view()),
+        "dictionary": pa.array(texts).dictionary_encode(),
+    }
+    pq.write_table(pa.table(kinds | {"list": [[text] for text in texts]}), tmp_path / "x.parquet")
+    for kind in kinds:
+        corpus = open_corpus([str(tmp_path)], seq=2, text_field=kind, cache=tmp_path / ".cache")
+        assert corpus.read(0, corpus.nbytes) == b"one\ntwo\none\n"
+    with pytest.raises(CorpusError, match=r"text is in: plain, large, view, dictionary\)"):
+        open_corpus([str(tmp_path)], seq=2, text_field="list", cache=tmp_path / ".cache")
+
+
+def test_a_data_set_without_rows_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    made = datasets.Dataset.from_dict({"text": ["a"]})
+    made.select([]).save_to_disk(tmp_path / "empty")
+    with pytest.raises(CorpusError, match=r"empty: cannot be read by datasets|0 bytes of text"):
+        open_corpus([str(tmp_path / "empty")], seq=2, cache=tmp_path / "cache")
+
+
+def test_a_path_that_is_not_there_is_said_with_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorpusError, match=rf"--data nowhere: no such file or folder in {tmp_path}"):
+        open_corpus(["nowhere"], seq=2)

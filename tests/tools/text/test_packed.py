@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fullshard.tools.config import TrainConfig
+from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.text.files import CorpusError
 from fullshard.tools.text.interface import IGNORED
 from fullshard.tools.text.opening import open_text
@@ -90,14 +90,26 @@ def test_a_fraction_that_leaves_too_little_is_refused(words: Words) -> None:
 
 
 def test_held_out_text_is_the_same_every_time_and_never_trained_on(words: Words) -> None:
-    text = _open(words, [LETTERS, "abcabcabc"], val_fraction=0.3, val_sequences=3)
-    held = text.held_out(range(5))
-    assert held.inputs.shape == (5, 5)
-    assert held.inputs[2:].unique(dim=0).shape[0] == 1  # beyond the last it is the last
-    assert text.num_held_out_targets() == (held.targets[:3] != IGNORED).sum()
-    assert held.inputs[0].tolist() == text.encode("a b c a b")
+    text = _open(words, [LETTERS, "ab" * 9], val_fraction=0.5, val_sequences=2)
+    held = text.held_out(range(4))  # 19 tokens are 3 sequences
+    assert text.num_held_out == 2
+    assert held.inputs.tolist()[0] == text.encode("a b a b a")
+    assert held.inputs.tolist()[1] == text.encode("b a b a b")
+    assert held.inputs[1:].unique(dim=0).shape[0] == 1  # beyond the last it is the last
+    assert text.num_held_out_targets() == 10
     for step in range(20):
         assert (text.batch(step, range(4)).inputs != 2).all(), "the end of the first is not reached"
+
+
+def test_all_of_a_short_text_is_measured_once(words: Words) -> None:
+    documents = [LETTERS, "abcdefg", "hij", "klmnop"]
+    text = _open(words, documents, val_fraction=0.5, val_sequences=64)
+    assert text.held is not None
+    whole = text.tokens.all[text.held.first :].tolist()
+    assert len(whole) == 19
+    held = text.held_out(range(text.num_held_out))
+    assert held.inputs.flatten().tolist() == whole[:15]
+    assert text.num_held_out_targets() == (held.targets != IGNORED).sum() == 13
 
 
 def test_other_text_can_be_held_out(words: Words) -> None:
@@ -119,6 +131,9 @@ def test_other_text_can_be_held_out(words: Words) -> None:
 def test_text_that_is_too_short_is_refused(words: Words) -> None:
     with pytest.raises(CorpusError, match=r"--data: .*has 4 tokens, but one sequence needs 6"):
         _open(words, ["abc"])
+    with pytest.raises(OptionError, match="--seq 1: a sequence may then have nothing to predict"):
+        _open(words, ["abc"], seq=1)
+    assert _open(words, ["abc"], seq=1, across_documents=True).num_targets(0) == 4
 
 
 def test_a_prompt_begins_as_a_document_does(words: Words) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +83,62 @@ def test_long_documents_are_read_in_pieces_and_marked_once(
     assert "".join(piece.text for piece in TextFile(path).pieces()) == path.read_text()
 
 
-def test_bytes_that_are_no_text_become_a_mark(words: Words, tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(b"a \xff b\xc3")
-    assert _tokenized(words, tmp_path / "x.txt").all.tolist() == [3, 0, 0, 2]
+def test_bytes_that_are_no_text_are_refused_but_in_the_library(
+    words: Words, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.txt"
+    for content in (b"a \xff b", b"a b\xc3"):
+        path.write_bytes(content)
+        with pytest.raises(CorpusError, match=r"x\.txt is not UTF-8 \(.*byte 0x(ff|c3)\)"):
+            _tokenized(words, path)
+    pieces = [piece.text for piece in TextFile(path, replace=True).pieces()]
+    assert "".join(pieces) == "a b\ufffd"
+
+
+def test_a_byte_order_mark_is_no_text(words: Words, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa b")
+    assert _tokenized(words, tmp_path / "x.txt").all.tolist() == [3, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "a \\ud800 b"}', "holds half a character"),
+        ('{"text": null}', "field 'text' is null, not text. Filter"),
+        ('{"text": 7}', "field 'text' is a number, not text"),
+    ],
+)
+def test_a_line_without_text_is_named(words: Words, tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n' + line)
+    with pytest.raises(CorpusError, match=rf"x\.jsonl, line 2: {said}"):
+        _tokenized(words, path)
+
+
+@pytest.mark.parametrize("name", ["tokens", "ends", "sizes.json"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_what_was_cut_or_removed_is_made_again(
+    words: Words, tmp_path: Path, name: str, cut: bool
+) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("a b c d")
+    file = _tokenized(words, path).folder / name
+    if cut:
+        file.write_bytes(file.read_bytes()[:-2])
+    else:
+        file.unlink()
+    assert _tokenized(words, path).all.tolist() == [3, 4, 5, 6, 2]
+
+
+def test_a_change_is_seen_though_size_and_time_are_set_back(words: Words, tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("a b")
+    status = path.stat()
+    assert _tokenized(words, path).all.tolist() == [3, 4, 2]
+    path.write_text("c d")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    assert _tokenized(words, path).all.tolist() == [5, 6, 2]
 
 
 def test_it_is_made_once_and_again_when_anything_has_changed(words: Words, tmp_path: Path) -> None:
@@ -131,18 +186,23 @@ def test_of_processes_that_want_it_at_once_one_makes_it(words: Words, tmp_path: 
     assert len(_tokenized(words, path).all) == 60001
 
 
-def test_what_an_interrupted_run_left_is_made_anew(words: Words, tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "a"}\n{"text": 1}\n')
-    with pytest.raises(CorpusError, match=r"x\.jsonl, line 2: has no field 'text' with text"):
-        _tokenized(words, path)
-    status = path.stat()
-    path.write_text('{"text": "a"}\n{"text":""}\n')
-    import os
+def test_what_an_interrupted_run_left_is_made_anew(
+    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("a b")
 
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert path.stat().st_size == status.st_size
-    assert _tokenized(words, path).all.tolist() == [3, 2]
+    def interrupted(*_: object) -> Iterator[tuple[list[int], bool]]:
+        yield [3], False
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "_parts", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _tokenized(words, path)
+    left = [each.suffix for each in (words.folder / "cache").iterdir()]
+    assert sorted(left) == [".lock", ".unfinished"]
+    assert _tokenized(words, path).all.tolist() == [3, 4, 2]
 
 
 def test_a_cache_that_cannot_be_written_is_named(words: Words, tmp_path: Path) -> None:

@@ -109,6 +109,26 @@ def test_it_goes_on_exactly_with_its_own_configuration(folder: Folder, tmp_path:
     assert losses(run) == losses(folder.run)
 
 
+def test_dropout_goes_on_exactly_too(folder: Folder, tmp_path: Path) -> None:
+    gpt2 = {"model_type": "gpt2", "vocab_size": 29, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    gpt2 |= {"n_positions": 64, "resid_pdrop": 0.5, "eos_token_id": 2, "bos_token_id": 2}
+    (folder.path / "gpt2.json").write_text(json.dumps(gpt2))
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    options = ("--val-fraction", "0.2", "--val-every", "1")
+    for run, steps in ((straight, 4), (stopped, 2)):
+        (rank,) = folder.train(
+            1, *options, "--lr", "0.01", "--min-lr", "0.01", "--warmup", "0",
+            "--steps", steps, "--out", run, model="gpt2.json",
+        )  # fmt: skip
+        assert rank.code == 0, rank.err
+    (rank,) = fullshard_on_ranks(
+        1, "train", "--resume", stopped, "--steps", "4", "--cache", folder.path / "cache"
+    )
+    assert rank.code == 0, rank.err
+    assert losses(stopped) == losses(straight)
+    assert len(set(losses(straight))) == 4
+
+
 def test_what_is_exported_loads_and_begins_another_run(folder: Folder, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,9 +138,12 @@ def test_what_is_exported_loads_and_begins_another_run(folder: Folder, tmp_path:
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(out).eos_token_id == 2
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    options = ("--init-from", out, "--steps", "1", "--lr", "0", "--min-lr", "0", "--seed", "9")
-    (again,) = folder.train(1, *options, "--out", tmp_path / "new", model=str(out))
-    assert again.code == 0, again.err
+    options = ("--steps", "1", "--lr", "0", "--min-lr", "0", "--seed", "9")
+    for name, source in (("new", out), ("of_run", folder.run)):
+        begun = ("--init-from", source, "--out", tmp_path / name)
+        (again,) = folder.train(1, *options, *begun, model=str(out))
+        assert again.code == 0, again.err
+    assert losses(tmp_path / "new") == losses(tmp_path / "of_run")
     config = RunFolder(tmp_path / "new").read_config()
     tokenizer = open_tokenizer(tmp_path / "new" / "tokenizer")
     batch = open_text(config, tokenizer, cache=folder.path / "cache").batch(0, range(2))
@@ -133,9 +156,9 @@ def test_a_model_that_mixes_documents_is_trained_only_if_they_may_see_each_other
     folder: Folder, tmp_path: Path
 ) -> None:
     (refused,) = folder.train(1, "--steps", "1", "--out", tmp_path / "a", model="mamba.json")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "documents in one row cannot be kept apart" in refused.err
-    assert "With --across-documents, documents may see each other" in refused.err
+    assert "or let documents see each other with --across-documents" in refused.err
     (trained,) = folder.train(
         1, "--steps", "1", "--across-documents", "--out", tmp_path / "b", model="mamba.json"
     )
@@ -174,6 +197,9 @@ def test_models_and_options_that_do_not_fit_are_refused(
     assert "has 20 kinds of tokens, and the tokenizer 29" in refused(model="small.json")
     (folder.path / "t5.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 29}))
     assert "has an encoder beside its decoder" in refused(model="t5.json")
+    for kind, said in (("vit", "no causal language model for it"), ("gemma3", "more than text")):
+        (folder.path / "other.json").write_text(json.dumps({"model_type": kind}))
+        assert said in refused(model="other.json")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(QWEN3 | {"rope_theta": 5.0}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def test_it_says_what_the_text_is_and_counts_in_tokens(run: Run) -> None:
     said = run.ranks[0].err
     assert "tokens of 29 kinds in 80 documents, 1 file" in said
     assert "documents end with </s>" in said
+    assert re.search(r"held out: \d+ tokens, \d+ sequences, of which 5 are measured", said)
     assert "256 tokens a step" in said
     out = run.ranks[0].out
     assert "--- sample ---\na b" in out

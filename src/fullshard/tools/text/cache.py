@@ -12,6 +12,8 @@ from typing import Any
 
 from fullshard.tools.text.files import CorpusError
 
+_SIZES = "sizes.json"
+
 
 def kept(cache: Path, key: Any, make: Callable[[Path], None]) -> Path:
     """Return the folder for a key, after `make` has filled it if it is not there yet.
@@ -24,16 +26,30 @@ def kept(cache: Path, key: Any, make: Callable[[Path], None]) -> Path:
     folder, unfinished = cache / name, cache / f"{name}.unfinished"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if folder.is_dir():  # without the lock: the cache may be read-only by now
+        if _is_whole(folder):  # without the lock: the cache may be read-only by now
             return folder
         with FileLock(cache / f"{name}.lock"):
-            if not folder.is_dir():
-                shutil.rmtree(unfinished, ignore_errors=True)
+            if not _is_whole(folder):
+                for left in (folder, unfinished):
+                    shutil.rmtree(left, ignore_errors=True)
                 unfinished.mkdir()
                 make(unfinished)
+                (unfinished / _SIZES).write_text(json.dumps(_sizes(unfinished)))
                 unfinished.rename(folder)
     except OSError as error:
         raise CorpusError(
             f"--cache {cache}: cannot be written ({error.strerror}). Name another folder."
         ) from error
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder has its files as they were made: a full disk, or somebody, may have cut them."""
+    try:
+        return bool(json.loads((folder / _SIZES).read_text()) == _sizes(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.name != _SIZES}

@@ -208,6 +208,11 @@ class ByteText:
             f"file{'s' if num_files > 1 else ''}, "
             f"unigram entropy {self.survey.unigram_entropy:.3f} nats per byte"
         ]
+        if self.corpus.val_nbytes:
+            said.append(
+                f"held out: {decimal(self.corpus.val_nbytes)}, of which {self.num_sequences:,} sequences of "
+                f"{self.seq:,} are measured"
+            )
         if self.corpus.skipped:
             said.append(f"of --data, not trained on: {self.corpus.skipped}")
         return said
@@ -223,6 +228,10 @@ class ByteText:
     def held_out(self, indices: range) -> Batch:
         count = self.num_sequences
         return _as_batch(held_out_batch(self.corpus, seq=self.seq, count=count, indices=indices))
+
+    @property
+    def num_held_out(self) -> int:
+        return self.num_sequences if self.corpus.val_nbytes else 0
 
     def num_held_out_targets(self) -> int:
         return self.num_sequences * self.seq

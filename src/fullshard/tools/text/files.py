@@ -19,6 +19,7 @@ BINARY_NBYTES = 1024
 PIECE_SIZE = 2**20
 """A document is tokenized in pieces of about so many characters."""
 _JSON_LINES = frozenset((".jsonl", ".ndjson"))
+_KINDS = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
 
 
 class CorpusError(OptionError):
@@ -60,10 +61,14 @@ class ByteSource(Source, Protocol):
 
 
 class TextFile:
-    """A file whose bytes are the text: one document."""
+    """A file whose bytes are the text: one document.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    replace: whether bytes that are not UTF-8 become U+FFFD in it, instead of being an error. Bytes are read as
+    they are.
+    """
+
+    def __init__(self, path: Path, *, replace: bool = False) -> None:
+        self.path, self._errors = path, "replace" if replace else "strict"
         self.size = self.nbytes = path.stat().st_size
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -79,18 +84,24 @@ class TextFile:
 
     def pieces(self) -> Iterator[Piece]:
         """Give the file in pieces that end with a line, where lines are not too long for that."""
-        # What is not UTF-8 becomes U+FFFD: read as bytes, it would have been trained on as well.
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # Without a byte order mark, if there is one.
+        decoder = codecs.getincrementaldecoder("utf-8-sig")(errors=self._errors)
         text, position = "", 0
-        with _opened(self.path) as file:
-            while block := file.read(PIECE_SIZE):
-                position += len(block)
-                text += decoder.decode(block)
-                end = text.rfind("\n") + 1 or len(text)
-                if len(text) > end or position < self.nbytes:
-                    yield Piece(text[:end], False, position / self.nbytes)
-                    text = text[end:]
-        yield Piece(text + decoder.decode(b"", final=True), True, 1.0)
+        try:
+            with _opened(self.path) as file:
+                while block := file.read(PIECE_SIZE):
+                    position += len(block)
+                    text += decoder.decode(block)
+                    end = text.rfind("\n") + 1 or len(text)
+                    if len(text) > end or position < self.nbytes:
+                        yield Piece(text[:end], False, position / self.nbytes)
+                        text = text[end:]
+            yield Piece(text + decoder.decode(b"", final=True), True, 1.0)
+        except UnicodeDecodeError as error:
+            raise CorpusError(
+                f"--data: {self.path} is not UTF-8 ({error.reason}, byte {error.object[error.start]:#x}). Convert "
+                "it, leave it out, or train on bytes, without --tokenizer."
+            ) from error
 
     def stamp(self) -> list[tuple[str, int, int]]:
         return stamp_of([self.path])
@@ -174,17 +185,31 @@ class JsonLines:
             )
         text = entry.get(self._field)
         if not isinstance(text, str):
+            if self._field in entry:
+                kind = _KINDS.get(type(text), "a number")
+                raise CorpusError(
+                    f"--data: {self.path}, {where}: field {self._field!r} is {kind}, not text. Filter such lines out."
+                )
             has = ", ".join(key for key, value in entry.items() if isinstance(value, str))
             raise CorpusError(
                 f"--data: {self.path}, {where}: has no field {self._field!r} with text. Name "
                 f"another with --text-field (text is in: {has or 'none'})."
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CorpusError(
+                f"--data: {self.path}, {where}: holds half a character (an escape such as \\ud800 alone, at "
+                f"{error.start}), which is no text. Write it whole, or filter the line out."
+            ) from error
         return text
 
 
-def open_text(path: Path, text_field: str) -> TextFile | JsonLines:
+def open_text(path: Path, text_field: str, *, replace: bool = False) -> TextFile | JsonLines:
     """Open a file by its name: .jsonl and .ndjson are JSON lines, all else is text."""
-    return JsonLines(path, text_field) if is_json_lines(path) else TextFile(path)
+    if is_json_lines(path):
+        return JsonLines(path, text_field)
+    return TextFile(path, replace=replace)
 
 
 def is_json_lines(path: Path) -> bool:
@@ -206,13 +231,13 @@ def in_pieces(text: str, done: float) -> Iterator[Piece]:
 
 
 def stamp_of(paths: list[Path]) -> list[tuple[str, int, int]]:
-    """Return each file's full name, size and time of change in nanoseconds."""
+    """Return each file's full name, size and time of change in nanoseconds, which no program can set back."""
     found = ((path.resolve(), path.stat()) for path in paths)
-    return [(str(path), status.st_size, status.st_mtime_ns) for path, status in found]
+    return [(str(path), status.st_size, status.st_ctime_ns) for path, status in found]
 
 
 def _as_bytes(text: str) -> bytes:
-    return text.encode(errors="replace") + b"\n"
+    return text.encode() + b"\n"
 
 
 def _opened(path: Path) -> IO[bytes]:

@@ -1,8 +1,8 @@
 """Which files are text to train on: those that are named, and those of folders.
 
-A folder is one of three kinds. What `datasets` has saved is a data set. A folder of JSON lines or Parquet is one
-too if no other text is in it but what describes it; of its splits, told by the files' names as `datasets` does,
-one is taken. Any other is a folder of texts.
+A folder is one of three kinds. What `datasets` has saved is a data set. A folder with JSON lines or Parquet is one
+too if some of these are said to be for training, by the words that `datasets` looks for in names, or if no other
+text is in it but what describes it; one of its splits is taken. Any other is a folder of texts.
 """
 
 import dataclasses
@@ -35,8 +35,9 @@ _DESCRIBES = re.compile(
 )
 """Names of files beside the data of a data set."""
 # Source of the words: https://huggingface.co/docs/datasets/repository_structure
+_TRAIN = "train"
 _SPLITS = {
-    "train": "train|training",
+    _TRAIN: "train|training",
     "validation": "validation|valid|val|dev",
     "test": "test|testing|eval|evaluation",
 }
@@ -50,7 +51,7 @@ class Use:
     splits: tuple[str, ...]
 
 
-TRAINING = Use("--data", ("train",))
+TRAINING = Use("--data", (_TRAIN,))
 HELD_OUT = Use("--val-data", ("validation", "test"))
 
 
@@ -127,7 +128,9 @@ def check_apart(sources: Sequence[ByteSource], held: Sequence[ByteSource]) -> No
 def python_library(text_field: str) -> list[ByteSource]:
     """Open the source files of Python's own library, without what is installed beside it."""
     root = Path(sysconfig.get_path("stdlib"))
-    return [open_text(path, text_field) for path in _in_order(_python_files(root), root)]
+    paths = _in_order(_python_files(root), root)
+    # Some are in other encodings, to test those.
+    return [open_text(path, text_field, replace=True) for path in paths]
 
 
 def _files_of(path: Path, use: Use, skipped: Skipped) -> list[Path]:
@@ -140,7 +143,8 @@ def _files_of(path: Path, use: Use, skipped: Skipped) -> list[Path]:
             )
         return [path]
     if not path.is_dir():
-        raise CorpusError(f"{use.option} {path}: no such file or folder.")
+        seen_from = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise CorpusError(f"{use.option} {path}: no such file or folder{seen_from}.")
     found = []
     for file in _in_order(path.rglob("*"), path):
         if any(part.startswith(".") for part in file.relative_to(path).parts):
@@ -155,12 +159,13 @@ def _files_of(path: Path, use: Use, skipped: Skipped) -> list[Path]:
             )
     tables = [file for file in found if is_parquet(file) or is_json_lines(file)]
     others = [file for file in found if file not in tables]
-    if not tables or not all(_DESCRIBES.fullmatch(file.name) for file in others):
-        return found
-    skipped.beside_data += map(str, others)
     splits: dict[str, list[Path]] = {}
     for file in tables:
         splits.setdefault(split_of(file.relative_to(path)), []).append(file)
+    only_described = all(_DESCRIBES.fullmatch(file.name) for file in others)
+    if not tables or not (_TRAIN in splits or only_described):
+        return found
+    skipped.beside_data += map(str, others)
     taken = _chosen(splits, use, path)
     skipped.of_other_splits += [
         str(file) for split, files in splits.items() if split not in taken for file in files
@@ -178,17 +183,12 @@ def split_of(path: Path) -> str:
 
 
 def _chosen(splits: Mapping[str, object], use: Use, path: Path) -> Sequence[str]:
-    """Return the names of the splits to take.
-
-    A data set whose files name none is taken whole, and the only one for training, whatever its name.
-    """
+    """Return the names of the splits to take: files that name none are for training, or are all that there is."""
     if set(splits) == {""}:
         return ("",)
     for wanted in (*use.splits, *([""] if use is TRAINING else [])):
         if wanted in splits:
             return (wanted,)
-    if use is TRAINING and len(splits) == 1:
-        return tuple(splits)
     there = ", ".join(split or "no split" for split in splits)
     raise CorpusError(
         f"{use.option} {path}: is a data set without the split {' or '.join(use.splits)} (there is: {there}). "

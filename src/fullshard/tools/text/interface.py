@@ -64,6 +64,11 @@ class Text(Protocol):
         """Return some of the sequences that are held out, the same ones every time; beyond the end the last one."""
         ...
 
+    @property
+    def num_held_out(self) -> int:
+        """How many sequences are held out and measured."""
+        ...
+
     def num_held_out_targets(self) -> int:
         """Return how many tokens the sequences that are held out predict."""
         ...

@@ -51,10 +51,10 @@ def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedTex
     what = ", ".join(config.data) or "Python's standard library"
     if config.val_fraction:
         num_tokens = where_held_out(tokens, config.val_fraction)
-        held = HeldOut(tokens, num_tokens, config.val_sequences)
+        held = HeldOut(tokens, num_tokens, config.seq, config.val_sequences)
         what += f", less --val-fraction {config.val_fraction},"
         check_length(
-            len(tokens.all) - num_tokens,
+            held.num_tokens,
             config.seq,
             what=f"--val-fraction {config.val_fraction}: what is held out",
         )
@@ -62,9 +62,10 @@ def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedTex
         others = _sources(config.val_data, HELD_OUT, config, cache, Skipped())
         skipped = skipped.without(others)
         check_apart(sources, others)
-        held = HeldOut(_tokens(others, tokenizer, config, cache), 0, config.val_sequences)
+        other_tokens = _tokens(others, tokenizer, config, cache)
+        held = HeldOut(other_tokens, 0, config.seq, config.val_sequences)
         named = ", ".join(config.val_data)
-        check_length(len(held.tokens.all), config.seq, what=f"--val-data: {named}")
+        check_length(held.num_tokens, config.seq, what=f"--val-data: {named}")
     check_length(num_tokens, config.seq, what=f"--data: {what}")
     return PackedText(
         tokenizer,

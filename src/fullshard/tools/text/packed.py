@@ -25,20 +25,30 @@ _BLOCK_SIZE = 2**18
 
 
 class HeldOut(NamedTuple):
-    """Tokens from `first` to the end, of which `num_sequences` are measured, spread evenly.
-
-    Where there are too few they overlap.
-    """
+    """Tokens from `first` to the end, as sequences of `seq`: all of them, or `most` that are spread evenly."""
 
     tokens: Tokens
     first: int
-    num_sequences: int
+    seq: int
+    most: int
 
-    def start(self, index: int, seq: int) -> int:
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens.all) - self.first
+
+    @property
+    def num_all(self) -> int:
+        return (self.num_tokens - 1) // self.seq
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are measured."""
+        return min(self.most, self.num_all)
+
+    def start(self, index: int) -> int:
         """Return where a sequence begins; beyond the last, that of the last."""
-        room = len(self.tokens.all) - self.first - seq - 1
-        last = self.num_sequences - 1
-        return self.first + min(index, last) * room // max(1, last)
+        index = min(index, self.num_sequences - 1)
+        return self.first + index * self.num_all // self.num_sequences * self.seq
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +100,10 @@ class PackedText:
         packing, num_files = self.packing, len(self.paths)
         num_documents = self.tokens.num_documents
         epoch = packing.num_sequences / packing.batch
+        held = self.held and (
+            f"held out: {self.held.num_tokens:,} tokens, {self.held.num_all:,} sequences, of which "
+            f"{self.held.num_sequences:,} are measured"
+        )
         return [
             f"text: {self.size} of {self.vocab_size:,} kinds in {num_documents:,} "
             f"document{'s' if num_documents != 1 else ''}, {num_files:,} file{'s' if num_files != 1 else ''} "
@@ -97,6 +111,7 @@ class PackedText:
             f"{self.survey.unigram_entropy:.3f} nats per token",
             f"an epoch is {packing.num_sequences:,} sequences, {epoch:,.1f} steps; documents end with "
             f"{self.tokenizer.end}",
+            *([held] if held else []),
             *([f"of --data, not trained on: {self.skipped}"] if self.skipped else []),
         ]
 
@@ -111,16 +126,19 @@ class PackedText:
 
     def held_out(self, indices: range) -> Batch:
         assert self.held is not None
-        seq = self.packing.seq
-        starts = [self.held.start(index, seq) for index in indices]
+        starts = [self.held.start(index) for index in indices]
         return self._batch(self.held.tokens, starts)
+
+    @property
+    def num_held_out(self) -> int:
+        return self.held.num_sequences if self.held else 0
 
     def num_held_out_targets(self) -> int:
         assert self.held is not None
         seq, ends = self.packing.seq, self.held.tokens.ends
         if self.across:
             return self.held.num_sequences * seq
-        starts = (self.held.start(index, seq) for index in range(self.held.num_sequences))
+        starts = (self.held.start(index) for index in range(self.held.num_sequences))
         return sum(num_targets(ends, start, seq) for start in starts)
 
     def epochs(self, steps: int) -> float | None:

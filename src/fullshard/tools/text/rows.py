@@ -61,7 +61,7 @@ class Rows(ABC):
         def write(folder: Path) -> None:
             with (folder / "bytes").open("wb") as file:
                 for text, ends, _ in self.pieces():
-                    file.write(text.encode(errors="replace") + (b"\n" if ends else b""))
+                    file.write(text.encode() + (b"\n" if ends else b""))
 
         key = ["bytes", 1, self._field, self.stamp()]
         return TextFile(kept(self._cache, key, write) / "bytes")
@@ -93,12 +93,8 @@ class ParquetFile(Rows):
         types = _library("pyarrow.types")
         try:
             with self._opened() as file:
-                self._check_column(
-                    {
-                        each.name: types.is_string(each.type) or types.is_large_string(each.type)
-                        for each in file.schema_arrow
-                    }
-                )
+                schema = file.schema_arrow
+                self._check_column({each.name: _is_text(each.type, types) for each in schema})
                 return int(file.metadata.num_rows)
         except (OSError, ValueError) as error:
             if isinstance(error, CorpusError):
@@ -119,14 +115,15 @@ class SavedDataset(Rows):
     def _dataset(self) -> Any:
         try:
             found = _library("datasets").load_from_disk(str(self.path))
-        except (OSError, ValueError, KeyError) as error:
-            raise CorpusError(f"--data: {self.path}: cannot be read: {error}") from error
-        self._check_column(
-            {
-                name: getattr(feature, "dtype", None) in ("string", "large_string")
-                for name, feature in found.features.items()
-            }
-        )
+        except OptionError:
+            raise
+        except Exception as error:  # many kinds, for instance of one without rows
+            raise CorpusError(
+                f"--data: {self.path}: cannot be read by datasets: {error!r}"
+            ) from error
+        types = _library("pyarrow.types")
+        schema = found.data.schema
+        self._check_column({each.name: _is_text(each.type, types) for each in schema})
         return found.select_columns(self._field)
 
     def _batches(self) -> Iterator[Sequence[str | None]]:
@@ -138,6 +135,15 @@ class SavedDataset(Rows):
 
     def stamp(self) -> list[tuple[str, int, int]]:
         return stamp_of(sorted(path for path in self.path.iterdir() if path.is_file()))
+
+
+def _is_text(kind: Any, types: ModuleType) -> bool:
+    """Whether a type of Arrow is text; with few different ones they may be kept once, as a dictionary."""
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type, types)
+    return any(
+        check(kind) for check in (types.is_string, types.is_large_string, types.is_string_view)
+    )
 
 
 def is_saved_dataset(folder: Path) -> bool:
