@@ -187,7 +187,7 @@ _OF_ENVIRONMENT = ("fsdp1/setup.py", "debugging/switches.py", "drop_in/on_cpu.py
 _OF_ENVIRONMENT += ("launching/launch.py",)
 
 
-@every_module(but=("tools/cli.py", "tools/checking_cli.py", *_OF_ENVIRONMENT))
+@every_module(but=("tools/cli.py", "tools/train_cli.py", "tools/checking_cli.py", *_OF_ENVIRONMENT))
 def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
     nodes = _nodes(module)
     # `os.environ[name] = value` hands something to child processes and reads nothing.

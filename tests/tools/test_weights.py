@@ -19,7 +19,7 @@ from fullshard.models.sizes import SIZES
 from fullshard.tools import cli, commands
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.exits import Exit
-from fullshard.tools.recipe import model_config
+from fullshard.tools.run_blueprint import model_config
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.weights import load_initial_weights
 from tests.fresh import fullshard_on_ranks

@@ -24,11 +24,9 @@ from fullshard.models.evaluating import evaluating
 from fullshard.models.model_config import (
     ModelConfigError,
     causal_language_models,
-    transformers_config,
+    check_trainable,
 )
 
-# These have the field is_decoder from the encoders that they were made of, and do not read it.
-_ALWAYS_DECODERS = frozenset({"gpt_neox", "gpt_neox_japanese"})
 # Numbers of experts, by the names that families have for them.
 _EXPERTS = (
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
@@ -62,37 +60,6 @@ def build_from_config(fields: Mapping[str, Any], *, seed: int) -> nn.Module:
             f"model_type {config.model_type!r}: Transformers cannot build this model: {error!r}. Look at "
             "what its configuration says, or leaves out."
         ) from error
-
-
-def check_trainable(fields: Mapping[str, Any]) -> Any:
-    """Return the configuration of Transformers; raises ModelConfigError as `build_from_config` does."""
-    config = transformers_config(fields)
-    kind = config.model_type
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelConfigError(
-            f"model_type {kind!r}: the configuration is of quantised weights, which cannot be trained. "
-            "Take quantization_config out of it, or give that of the model before."
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelConfigError(
-            f"model_type {kind!r}: has an encoder beside its decoder. Give a model that is a decoder alone."
-        )
-    if config.get_text_config(decoder=True) is not config:
-        raise ModelConfigError(
-            f"model_type {kind!r}: is a model of more than text. Give what its configuration has under "
-            "text_config as a config.json of its own."
-        )
-    if type(config) not in causal_language_models()._model_mapping:
-        raise ModelConfigError(
-            f"model_type {kind!r}: Transformers has no causal language model for it. Give one that "
-            "predicts the next token, such as llama, qwen3 or gpt2."
-        )
-    if getattr(config, "is_decoder", True) is False and kind not in _ALWAYS_DECODERS:
-        raise ModelConfigError(
-            f"model_type {kind!r}: is an encoder, whose tokens see later ones, unless its configuration "
-            'says "is_decoder": true. Say so in config.json, or give another model.'
-        )
-    return config
 
 
 def config_of(model: nn.Module) -> Any:
@@ -192,7 +159,8 @@ class Continuation:
 def only_attends(model: nn.Module) -> bool:
     """Whether attention is all by which tokens reach later ones: no recurrence, no convolution."""
     kinds = set(getattr(config_of(model), "layer_types", None) or ATTENTION_LAYERS)
-    return kinds <= ATTENTION_LAYERS and not getattr(model, "_is_stateful", False)
+    is_stateful = any(vars(kind).get("_is_stateful") for kind in type(model).__mro__)
+    return kinds <= ATTENTION_LAYERS and not is_stateful
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -21,6 +21,9 @@ _ASIDE = frozenset(
     )
 )
 
+# These have the field is_decoder from the encoders that they were made of, and do not read it.
+_ALWAYS_DECODERS = frozenset({"gpt_neox", "gpt_neox_japanese"})
+
 
 class ModelConfigError(FullshardError, ValueError):
     """A configuration that cannot be read, or whose model cannot be trained here."""
@@ -134,3 +137,37 @@ def _transformers() -> Any:
 def causal_language_models() -> Any:
     """Return what builds a causal language model of a configuration: `AutoModelForCausalLM`."""
     return _transformers().AutoModelForCausalLM
+
+
+def check_trainable(fields: Mapping[str, Any]) -> Any:
+    """Return the configuration of Transformers; raises ModelConfigError for what cannot be trained.
+
+    That is what is no causal language model of text alone, and quantised weights.
+    """
+    config = transformers_config(fields)
+    kind = config.model_type
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelConfigError(
+            f"model_type {kind!r}: the configuration is of quantised weights, which cannot be trained. "
+            "Take quantization_config out of it, or give that of the model before."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelConfigError(
+            f"model_type {kind!r}: has an encoder beside its decoder. Give a model that is a decoder alone."
+        )
+    if config.get_text_config(decoder=True) is not config:
+        raise ModelConfigError(
+            f"model_type {kind!r}: is a model of more than text. Give what its configuration has under "
+            "text_config as a config.json of its own."
+        )
+    if type(config) not in vars(causal_language_models())["_model_mapping"]:
+        raise ModelConfigError(
+            f"model_type {kind!r}: Transformers has no causal language model for it. Give one that "
+            "predicts the next token, such as llama, qwen3 or gpt2."
+        )
+    if getattr(config, "is_decoder", True) is False and kind not in _ALWAYS_DECODERS:
+        raise ModelConfigError(
+            f"model_type {kind!r}: is an encoder, whose tokens see later ones, unless its configuration "
+            'says "is_decoder": true. Say so in config.json, or give another model.'
+        )
+    return config

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.models.blueprints import Blueprint, ConfiguredBlueprint
-from fullshard.models.configured import check_trainable
-from fullshard.models.model_config import ModelConfigError, read_model_config
+from fullshard.models.model_config import ModelConfigError, check_trainable, read_model_config
 from fullshard.models.sizes import SIZES
 from fullshard.tools.config import OptionError, TrainConfig
-from fullshard.tools.recipe import blueprint_of
+from fullshard.tools.run_blueprint import blueprint_of
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.corpus import NUM_BYTES
 from fullshard.tools.text.tokenizer import Tokenizer

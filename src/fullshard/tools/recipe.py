@@ -1,39 +1,18 @@
 """What is trained and how: which model, sharded, its optimizer and the learning rate of each step."""
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.models.blueprints import (
-    Blueprint,
-    ConfiguredBlueprint,
-    LanguageModel,
-    OwnBlueprint,
-)
-from fullshard.models.sizes import SIZES, LlamaConfig
+from fullshard.models.blueprints import Blueprint
+from fullshard.models.built import LanguageModel, build
 from fullshard.tools.config import TrainConfig
 
 _BETAS = (0.9, 0.95)
-
-
-def model_config(config: TrainConfig) -> LlamaConfig:
-    """Return the sizes of a run's model, which is one of ours."""
-    return dataclasses.replace(
-        SIZES[config.model],
-        vocab_size=config.vocab_size,
-        tie_embeddings=config.tie_embeddings,
-    )
-
-
-def blueprint_of(config: TrainConfig, fields: Mapping[str, Any] | None) -> Blueprint:
-    """Return what a run's model is built from. fields: of the config.json that --model names, if it does."""
-    return OwnBlueprint(model_config(config)) if fields is None else ConfiguredBlueprint(fields)
 
 
 def build_model(blueprint: Blueprint, config: TrainConfig, device: torch.device) -> LanguageModel:
@@ -50,7 +29,7 @@ def build_model(blueprint: Blueprint, config: TrainConfig, device: torch.device)
             fullshard.fully_shard(layer, mesh=mesh, mp_policy=policy)
 
     recompute = config.activation_checkpointing
-    return blueprint.build(shard, device=device, seed=config.seed, recompute=recompute)
+    return build(blueprint, shard, device=device, seed=config.seed, recompute=recompute)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ import fullshard
 from fullshard.errors import CheckpointError
 from fullshard.models.blueprints import Blueprint
 from fullshard.tools.config import OptionError, TrainConfig
-from fullshard.tools.recipe import blueprint_of
+from fullshard.tools.run_blueprint import blueprint_of
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.tokenizer import files_for_export, open_tokenizer
 

@@ -29,7 +29,8 @@ from fullshard.tools.launch import Place
 from fullshard.tools.lifeline import Fate, Lifeline
 from fullshard.tools.progress import Reporter, Reporting, printable
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.train import StopRequest, run_rank
+from fullshard.tools.running import run_rank
+from fullshard.tools.train import StopRequest
 
 _VERDICT_WAIT_S = 1.0
 

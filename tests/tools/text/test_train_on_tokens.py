@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.models.llama import Llama, init_weights
-from fullshard.tools.recipe import model_config
+from fullshard.tools.run_blueprint import model_config
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.interface import IGNORED
 from fullshard.tools.text.opening import open_text

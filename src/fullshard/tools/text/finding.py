@@ -21,6 +21,7 @@ from fullshard.tools.text.files import (
     open_text,
 )
 from fullshard.tools.text.rows import (
+    SAVED_NAMES,
     ParquetFile,
     SavedDataset,
     is_parquet,
@@ -102,9 +103,9 @@ def find_sources(
             splits = saved_splits(path)
             taken = _chosen(splits, use, path)
             skipped.of_other_splits += [
-                str(folder) for split, folder in splits.items() if split not in taken
+                str(folder) for split, folder in splits.items() if split != taken
             ]
-            found += [SavedDataset(splits[split], text_field, cache) for split in taken]
+            found.append(SavedDataset(splits[taken], text_field, cache))
             continue
         for file in _files_of(path, use, skipped):
             if is_parquet(file):
@@ -145,6 +146,11 @@ def _files_of(path: Path, use: Use, skipped: Skipped) -> list[Path]:
     if not path.is_dir():
         seen_from = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise CorpusError(f"{use.option} {path}: no such file or folder{seen_from}.")
+    return _of_data_set(_readable(path, use, skipped), path, use, skipped)
+
+
+def _readable(path: Path, use: Use, skipped: Skipped) -> list[Path]:
+    """Return a folder's files that are neither hidden nor binary."""
     found = []
     for file in _in_order(path.rglob("*"), path):
         if any(part.startswith(".") for part in file.relative_to(path).parts):
@@ -153,24 +159,31 @@ def _files_of(path: Path, use: Use, skipped: Skipped) -> list[Path]:
             skipped.binary.append(str(file))
         else:
             found.append(file)
-        if is_saved_dataset(file.parent):
+        if file.name in SAVED_NAMES and is_saved_dataset(file.parent):
             raise CorpusError(
                 f"{use.option} {path}: holds a data set in {file.parent}. Name that folder, and others beside it."
             )
-    tables = [file for file in found if is_parquet(file) or is_json_lines(file)]
-    others = [file for file in found if file not in tables]
+    return found
+
+
+def _of_data_set(found: list[Path], path: Path, use: Use, skipped: Skipped) -> list[Path]:
+    """Return the files of one split, or all if the folder is no data set."""
     splits: dict[str, list[Path]] = {}
-    for file in tables:
-        splits.setdefault(split_of(file.relative_to(path)), []).append(file)
+    others = []
+    for file in found:
+        if is_parquet(file) or is_json_lines(file):
+            splits.setdefault(split_of(file.relative_to(path)), []).append(file)
+        else:
+            others.append(file)
     only_described = all(_DESCRIBES.fullmatch(file.name) for file in others)
-    if not tables or not (_TRAIN in splits or only_described):
+    if not splits or not (_TRAIN in splits or only_described):
         return found
     skipped.beside_data += map(str, others)
     taken = _chosen(splits, use, path)
     skipped.of_other_splits += [
-        str(file) for split, files in splits.items() if split not in taken for file in files
+        str(file) for split, files in splits.items() if split != taken for file in files
     ]
-    return [file for file in tables if split_of(file.relative_to(path)) in taken]
+    return splits[taken]
 
 
 def split_of(path: Path) -> str:
@@ -182,13 +195,12 @@ def split_of(path: Path) -> str:
     return ""
 
 
-def _chosen(splits: Mapping[str, object], use: Use, path: Path) -> Sequence[str]:
-    """Return the names of the splits to take: files that name none are for training, or are all that there is."""
-    if set(splits) == {""}:
-        return ("",)
-    for wanted in (*use.splits, *([""] if use is TRAINING else [])):
+def _chosen(splits: Mapping[str, object], use: Use, path: Path) -> str:
+    """Return the name of the split to take. What names none ("") is for training, or is all that there is."""
+    nameless = [""] if use is TRAINING or set(splits) == {""} else []
+    for wanted in (*use.splits, *nameless):
         if wanted in splits:
-            return (wanted,)
+            return wanted
     there = ", ".join(split or "no split" for split in splits)
     raise CorpusError(
         f"{use.option} {path}: is a data set without the split {' or '.join(use.splits)} (there is: {there}). "

@@ -14,6 +14,7 @@ from fullshard.tools.text.files import CorpusError, Piece, TextFile, in_pieces, 
 _NUM_ROWS = 1000  # read at once
 _SAVED = "state.json"  # in the folder of a data set that was saved
 _SAVED_SPLITS = "dataset_dict.json"  # in one that holds several, by their splits
+SAVED_NAMES = frozenset((_SAVED, _SAVED_SPLITS))
 
 
 class Rows(ABC):
@@ -148,7 +149,8 @@ def _is_text(kind: Any, types: ModuleType) -> bool:
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `save_to_disk` of a data set, or of a dictionary of several, has written a folder."""
-    return (folder / _SAVED).is_file() or (folder / _SAVED_SPLITS).is_file()
+    alone = (folder / _SAVED).is_file() and (folder / "dataset_info.json").is_file()
+    return alone or (folder / _SAVED_SPLITS).is_file()
 
 
 def saved_splits(folder: Path) -> dict[str, Path]:
