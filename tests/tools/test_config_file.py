@@ -92,6 +92,21 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, text: str, message:
         )
 
 
+def test_what_follows_val_data_is_held_out_and_never_trained_on(
+    typed: list[commands.Typed],
+) -> None:
+    for line in (
+        ["a", "--data", "b", "c", "--val-data", "d", "e", "--seed", "1"],
+        ["a", "--val-data=d", "e", "--data", "b", "c"],
+        ["a", "--val-data", "d", "--val-data", "e", "--data=b", "c"],
+    ):
+        result = CliRunner().invoke(cli.app, ["train", *line])
+        assert result.exit_code == 0, result.output
+        found = typed.pop().options
+        assert set(found["data"]) == {"a", "b", "c"}
+        assert found["val_data"] == ("d", "e")
+
+
 def test_one_of_what_may_repeat_needs_no_list(tmp_path: Path, typed: list[commands.Typed]) -> None:
     path = _written(tmp_path, 'data = "a b"\nlog = "wandb"\n')
     assert CliRunner().invoke(cli.app, ["train", "--config", str(path)]).exit_code == 0

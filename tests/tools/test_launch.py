@@ -48,6 +48,10 @@ def test_a_command_of_fullshard_becomes_a_module() -> None:
         assert program_of(words, goes_on=True) == ready
     assert program_of(["doctor"], goes_on=False) == ("-m", "fullshard", "doctor")
     assert program_of(plain(["python", "a.py", "x"]), goes_on=False) == ("a.py", "x")
+    logged = ["train", "--log", "wandb", "--log=mlflow", "--logger", "a:B"]
+    assert program_of(logged, goes_on=False)[3:] == (
+        *("--logger", "wandb", "--logger=mlflow", "--logger", "a:B"),
+    )
     assert program_of(["-m", "a.b", "x"], goes_on=False) == ("-m", "a.b", "x")
 
 

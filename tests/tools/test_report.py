@@ -309,11 +309,17 @@ def test_losses_for_bytes_and_for_tokens_are_not_compared(tmp_path: Path) -> Non
     folder.start(TrainConfig(tokenizer="tokenizer.json"), fingerprint="text", done=0)
     for entry in metrics:
         folder.add_metrics(entry)
-    rows = {row["name"]: row for row in compare([first, second])["rows"]}
+    found = compare([first, second])
+    assert found["note"] == "Losses are in nats/byte and nats/token, which do not compare."
+    page = write_comparison([first, second], tmp_path / "both.html").read_text()
+    assert found["note"] in page
+    assert compare([first, first])["note"] == ""
+    rows = {row["name"]: row for row in found["rows"]}
     loss = f"{rows['loss']['values'][0]:.3f}"
     assert rows["loss"]["texts"] == [f"{loss} nats/byte", f"{loss} nats/token"]
     assert rows["loss"]["ratios"] == [1, None]
-    assert rows["tokens_per_second"]["ratios"] == [1, 1]
+    assert rows["tokens_per_second"]["ratios"] == [1, None]
+    assert rows["step_seconds"]["ratios"] == [1, 1]
 
 
 def test_the_command_compares_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from fullshard.tools.checking_cli import REPLAY_EXAMPLES, VERIFY_EXAMPLES, repla
 from fullshard.tools.checkpoint_cli import app as checkpoint_app
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch_cli import LAUNCH_EXAMPLES, launch
-from fullshard.tools.train_cli import TRAIN_EXAMPLES, train
+from fullshard.tools.train_cli import TRAIN_EXAMPLES, TrainCommand, train
 from fullshard.versions import installed
 
 _MIGRATE_EXAMPLES = """
@@ -116,7 +116,7 @@ def _commands(
     """Train models larger than one device by sharding them over ranks."""
 
 
-app.command(epilog=TRAIN_EXAMPLES)(train)
+app.command(epilog=TRAIN_EXAMPLES, cls=TrainCommand)(train)
 
 
 @app.command(epilog=_DOCTOR_EXAMPLES)

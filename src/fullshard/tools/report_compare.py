@@ -51,8 +51,12 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
                 ],
             }
         )
+    units = {figure.unit for each in found if (figure := each.get("loss"))}
     return {
         "name": " and ".join(names),
+        "note": f"Losses are in {' and '.join(sorted(units))}, which do not compare."
+        if len(units) > 1
+        else "",
         "runs": [
             {"name": name, "path": str(path), "series": series(run)}
             for name, path, run in zip(names, paths, runs, strict=True)

@@ -37,7 +37,7 @@ SPEED_HOW = (
     "first, which allocates memory."
 )
 LOSS_HOW = (
-    "Cross entropy in nats per token (a byte, without --tokenizer), averaged over the ranks. The figure is the mean of the last "
+    "Cross entropy in nats per token (a byte, without --tokenizer): the mean over all of a step. The figure is the mean of the last "
     f"{_LAST_STEPS} steps. The running mean gives a step the weight 0.95 for each step since. Unigram "
     "entropy is the loss of a model that knows only how frequent each token is."
 )
@@ -332,7 +332,7 @@ def _three(value: float) -> str:
 def _speed(run: Run) -> Figure:
     speed = statistics.median(_after_first(run.metrics, "tokens_per_second"))
     return Figure(
-        "tokens_per_second", "Tokens per second", speed, "tokens/s", f"{speed:,.0f}",
+        "tokens_per_second", "Tokens per second", speed, f"{_unit(run)}s/s", f"{speed:,.0f}",
         "median of all but the first step", SPEED_HOW,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from fullshard.tools.cli_options import flag, option
 from fullshard.tools.config import DEFAULT_CACHE, TINY_DEFAULTS, OptionError, TrainConfig
@@ -48,6 +49,21 @@ Exit codes: 0 finished, 1 failed, 2 unusable options or missing packages, 3 a ra
 """
 
 _DEFAULT = TrainConfig()
+
+
+class TrainCommand(TyperCommand):
+    """Takes several words after --val-data, as after --data, where TEXT would take all but the first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        repeated: list[str] = []
+        is_held_out = False
+        for index, word in enumerate(args):
+            if word.startswith("-"):
+                is_held_out = word == "--val-data" or word.startswith("--val-data=")
+            elif is_held_out and args[index - 1] != "--val-data":
+                repeated.append("--val-data")
+            repeated.append(word)
+        return super().parse_args(ctx, repeated)
 
 
 def _by_model(help_text: str, name: str, *, panel: str) -> Any:
@@ -128,7 +144,9 @@ def train(
     ] = _DEFAULT.across_documents,
     val_data: Annotated[
         list[str] | None,
-        option("Text to measure the loss on, instead of --val-fraction; may repeat.", panel="Text"),
+        option(
+            "Text to measure the loss on, instead of --val-fraction: one or several.", panel="Text"
+        ),
     ] = None,
     val_fraction: Annotated[
         float,

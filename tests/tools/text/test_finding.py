@@ -141,6 +141,12 @@ class TestSaved:
         assert _names(folder, HELD_OUT) == ["test"]
         assert _names(folder / "other") == ["."]
 
+    def test_what_else_lies_there_is_said(self, folder: Path) -> None:
+        (folder / "train.jsonl").write_text('{"text": "five"}')
+        skipped = Skipped()
+        assert _names(folder, TRAINING, skipped) == ["train"]
+        assert skipped.beside_data == [str(folder / "train.jsonl")]
+
     def test_its_bytes_are_those_of_its_texts_a_line_each(self, folder: Path) -> None:
         corpus = open_corpus(
             [str(folder)], seq=2, val_data=[str(folder)], cache=folder.parent / "cache"

@@ -125,6 +125,8 @@ def program_of(words: Sequence[str], *, goes_on: bool) -> tuple[str, ...]:
         )
     first, *rest = words
     if first in COMMANDS:
+        # torchrun takes --log for an abbreviation of its own options, even behind its program.
+        rest = [re.sub("^--log(?==|$)", "--logger", word) for word in rest]
         return ("-m", "fullshard", first, *rest, *(("--auto-resume",) if goes_on else ()))
     if first.endswith(".py") or (first == "-m" and rest):
         return tuple(words)

@@ -24,6 +24,7 @@ from fullshard.tools.text.rows import (
     SAVED_NAMES,
     ParquetFile,
     SavedDataset,
+    beside_saved,
     is_parquet,
     is_saved_dataset,
     saved_splits,
@@ -102,6 +103,7 @@ def find_sources(
         if path.is_dir() and is_saved_dataset(path):
             splits = saved_splits(path)
             taken = _chosen(splits, use, path)
+            skipped.beside_data += map(str, beside_saved(path))
             skipped.of_other_splits += [
                 str(folder) for split, folder in splits.items() if split != taken
             ]

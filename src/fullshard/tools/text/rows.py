@@ -160,6 +160,16 @@ def saved_splits(folder: Path) -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(folder.glob(f"*/{_SAVED}"))}
 
 
+def beside_saved(folder: Path) -> list[Path]:
+    """Return what else lies in such a folder, hidden files aside."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [
+        path
+        for path in files
+        if path.suffix not in (".arrow", ".json") and not path.name.startswith(".")
+    ]
+
+
 def is_parquet(path: Path) -> bool:
     """Whether a file's name says that it is Parquet."""
     return path.suffix.lower() == ".parquet"
