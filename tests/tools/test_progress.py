@@ -39,6 +39,7 @@ def test_the_sample_is_printed_escaped_and_kept_as_it_is_in_json(
     numbers = dict.fromkeys(("loss", "unigram_entropy", "tokens_per_second", "seconds"), 1.0)
     summary = {
         **numbers,
+        "unit": "byte",
         "status": "finished",
         "out": str(tmp_path),
         "report": None,
