@@ -123,7 +123,7 @@ SEEN = {
             r"documents end with <\|endoftext\|>",
             r"\bval \d\.\d{3}",
         ],
-        "fullshard train --resume runs/code": [r"\bstep 8/8 "],
+        "fullshard train --resume runs/code --steps 400": [r"\bstep 8/8 "],
         "fullshard export runs/code --hf exports/code": [
             r"exports/code: 21 tensors.*with its tokenizer"
         ],
