@@ -77,7 +77,7 @@ class TextFile:
             part = file.read(nbytes)
         if len(part) != nbytes:
             raise CorpusError(
-                f"--data: {self.path} has become shorter since the run started; training text must "
+                f"{self.path} has become shorter since the run started; training text must "
                 "not change during a run."
             )
         return part
@@ -99,7 +99,7 @@ class TextFile:
             yield Piece(text + decoder.decode(b"", final=True), True, 1.0)
         except UnicodeDecodeError as error:
             raise CorpusError(
-                f"--data: {self.path} is not UTF-8 ({error.reason}, byte {error.object[error.start]:#x}). Convert "
+                f"{self.path} is not UTF-8 ({error.reason}, byte {error.object[error.start]:#x}). Convert "
                 "it, leave it out, or train on bytes, without --tokenizer."
             ) from error
 
@@ -150,7 +150,7 @@ class JsonLines:
                     text += _as_bytes(self._text(line, where=f"byte {starts[index]}"))
                 if begin + len(text) != ends[index]:
                     raise CorpusError(
-                        f"--data: {self.path} has changed since the run started; training text "
+                        f"{self.path} has changed since the run started; training text "
                         "must not change during a run."
                     )
                 index += 1
@@ -177,29 +177,28 @@ class JsonLines:
         try:
             entry = json.loads(line)
         except ValueError as error:  # not JSON, or not UTF-8
-            raise CorpusError(f"--data: {self.path}, {where}: is not JSON ({error}).") from error
+            raise CorpusError(f"{self.path}, {where}: is not JSON ({error}).") from error
         if not isinstance(entry, dict):
             raise CorpusError(
-                f"--data: {self.path}, {where}: is not an object such as "
-                f'{{"{self._field}": "..."}}.'
+                f'{self.path}, {where}: is not an object such as {{"{self._field}": "..."}}.'
             )
         text = entry.get(self._field)
         if not isinstance(text, str):
             if self._field in entry:
                 kind = _KINDS.get(type(text), "a number")
                 raise CorpusError(
-                    f"--data: {self.path}, {where}: field {self._field!r} is {kind}, not text. Filter such lines out."
+                    f"{self.path}, {where}: field {self._field!r} is {kind}, not text. Filter such lines out."
                 )
             has = ", ".join(key for key, value in entry.items() if isinstance(value, str))
             raise CorpusError(
-                f"--data: {self.path}, {where}: has no field {self._field!r} with text. Name "
+                f"{self.path}, {where}: has no field {self._field!r} with text. Name "
                 f"another with --text-field (text is in: {has or 'none'})."
             )
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise CorpusError(
-                f"--data: {self.path}, {where}: holds half a character (an escape such as \\ud800 alone, at "
+                f"{self.path}, {where}: holds half a character (an escape such as \\ud800 alone, at "
                 f"{error.start}), which is no text. Write it whole, or filter the line out."
             ) from error
         return text
@@ -244,4 +243,4 @@ def _opened(path: Path) -> IO[bytes]:
     try:
         return path.open("rb")
     except OSError as error:
-        raise CorpusError(f"--data: {path} cannot be read: {error.strerror}.") from error
+        raise CorpusError(f"{path} cannot be read: {error.strerror}.") from error

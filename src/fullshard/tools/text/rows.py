@@ -46,7 +46,7 @@ class Rows(ABC):
                 number += 1
                 if text is None:
                     raise CorpusError(
-                        f"--data: {self.path}, row {number}: has no text in {self._field!r}. Filter such rows out."
+                        f"{self.path}, row {number}: has no text in {self._field!r}. Filter such rows out."
                     )
                 yield from in_pieces(text, number / total)
 
@@ -72,7 +72,7 @@ class Rows(ABC):
         if not columns.get(self._field):
             has = ", ".join(name for name, is_text in columns.items() if is_text)
             raise CorpusError(
-                f"--data: {self.path}: has no column {self._field!r} with text. Name another with "
+                f"{self.path}: has no column {self._field!r} with text. Name another with "
                 f"--text-field (text is in: {has or 'none'})."
             )
 
@@ -88,7 +88,7 @@ class ParquetFile(Rows):
         except (OSError, ValueError) as error:
             if isinstance(error, CorpusError):
                 raise
-            raise CorpusError(f"--data: {self.path}: cannot be read: {error}") from error
+            raise CorpusError(f"{self.path}: cannot be read: {error}") from error
 
     def _num_rows(self) -> int:
         types = _library("pyarrow.types")
@@ -100,7 +100,7 @@ class ParquetFile(Rows):
         except (OSError, ValueError) as error:
             if isinstance(error, CorpusError):
                 raise
-            raise CorpusError(f"--data: {self.path}: is no Parquet file ({error}).") from error
+            raise CorpusError(f"{self.path}: is no Parquet file ({error}).") from error
 
     def _opened(self) -> Any:
         return _library("pyarrow.parquet").ParquetFile(self.path, memory_map=True)
@@ -119,9 +119,7 @@ class SavedDataset(Rows):
         except OptionError:
             raise
         except Exception as error:  # many kinds, for instance of one without rows
-            raise CorpusError(
-                f"--data: {self.path}: cannot be read by datasets: {error!r}"
-            ) from error
+            raise CorpusError(f"{self.path}: cannot be read by datasets: {error!r}") from error
         types = _library("pyarrow.types")
         schema = found.data.schema
         self._check_column({each.name: _is_text(each.type, types) for each in schema})
