@@ -44,7 +44,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.access import RegisteredShards, is_running, refuse_while_used
-from fullshard.engine.iteration import is_in_backward
+from fullshard.engine.iteration import Iteration, is_in_backward
 from fullshard.engine.joined import join_units
 from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.nodes import mark_after_backward, mark_before_backward, watch_output
@@ -271,8 +271,12 @@ class Hooks(ModuleState):
     def _complete_forward(self, output: Any) -> Any:
         """Free the units of a forward that is over; return its output, marked for backward."""
         outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
+        # None: neither do outputs tell that a backward follows, nor that it does not.
+        may_follow = torch.is_grad_enabled() and not are_transforms_active()
         self.iteration_or_initialise().end_units(
-            self.units, joined=self.joined, is_differentiable=bool(outputs)
+            self.units,
+            joined=self.joined,
+            is_differentiable=True if outputs else None if may_follow else False,
         )
         self.training_state = TrainingState.IDLE
         return self._mark_outputs(output, outputs)
@@ -325,6 +329,24 @@ class Hooks(ModuleState):
 
     # 4. A gradient reaches an output: unshard for backward
 
+    def gradient_arrives(self) -> None:
+        """Begin the backward pass of this root's model, unless it has begun."""
+        if not self.iteration_or_initialise().is_in_backward:
+            self.begin_backward()
+
+    def begin_backward(self) -> Iteration:
+        """Begin the backward pass of the model, and see that 7 comes, unless that was done.
+
+        Whatever comes first calls it: 4, 6, or a gradient on an unsharded parameter. So 7 takes every
+        gradient, however the outputs looked that led to it.
+        """
+        iteration = self.iteration_or_initialise()
+        if not iteration.is_in_backward:
+            self.forget_stale_backward(iteration)
+            # Each access makes a new bound method, to which nobody else refers: see `begin_backward`.
+            iteration.begin_backward(self.end_backward)
+        return iteration
+
     @eager
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         """Make a module's parameters usable for its backward; return the gradient as it is.
@@ -332,11 +354,8 @@ class Hooks(ModuleState):
         Called for each output; all but the first call of a pass do nothing. Raises MisuseError if
         parameters were replaced since forward.
         """
-        iteration = self.iteration_or_initialise()
         # First: a backward that raised leaves states in PRE_BACKWARD, as if this had been done.
-        self.forget_stale_backward(iteration)
-        # Each access makes a new bound method, to which nobody else refers: see `begin_backward`.
-        iteration.begin_backward(self.end_backward)
+        iteration = self.begin_backward()
         if self.training_state is TrainingState.PRE_BACKWARD:
             return grad
         self.training_state = TrainingState.PRE_BACKWARD
@@ -344,6 +363,7 @@ class Hooks(ModuleState):
         for unit in units:  # all are started before the first is waited for
             if unit.is_unsharded:
                 unit.params.check_unchanged()
+                unit.params.follow_trained()  # gathered, they do when they are shown
             iteration.start_backward_unshard(unit)
         for unit in self.joined:
             iteration.start_backward_unshard(unit)
@@ -367,8 +387,10 @@ class Hooks(ModuleState):
     @eager
     def after_backward(self) -> None:
         """Take the units' gradients, free their parameters, and start reducing."""
+        iteration = self.begin_backward()
+        if self.training_state is TrainingState.FORWARD:
+            return  # this backward is called in the module's forward, which goes on to use them
         self.training_state = TrainingState.POST_BACKWARD
-        iteration = self.iteration_or_initialise()
         for unit in reversed(self.units):
             iteration.after_backward(unit)
         iteration.free_joined(self.joined)
@@ -388,8 +410,7 @@ class Hooks(ModuleState):
                 f"{unit.params[index].name}: a gradient came through gathered() before the model's first "
                 "forward, which settles what belongs to the model. Run a forward first."
             )
-        self.forget_stale_backward(iteration)
-        iteration.begin_backward(self.end_backward)
+        self.begin_backward()
         unit.add_gradient(index, grad)
 
     # 7. The backward pass is over: the rest of the units, everything under way
@@ -405,9 +426,14 @@ class Hooks(ModuleState):
             if state.training_state is TrainingState.POST_BACKWARD
             for unit in state.units
         ]
+        iteration = self.iteration_or_initialise()
+        # A backward that a forward calls: what that has begun goes on.
+        begun = [s for s in states if s.training_state is TrainingState.FORWARD]
+        running = begun if begun and iteration.is_forward_running else []
         for state in states:
-            state.training_state = TrainingState.IDLE
-        self.iteration_or_initialise().end_backward(finished)
+            if state not in running:
+                state.training_state = TrainingState.IDLE
+        iteration.end_backward(finished, running=[u for state in running for u in state.units])
 
     # 8. State dicts: sharded parameters are shown, and replaced ones adopted
 

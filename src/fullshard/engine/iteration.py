@@ -145,6 +145,11 @@ class Iteration:
             return False
         return if_unknown if self._caller is None else _is_running(self._caller)
 
+    @property
+    def is_forward_running(self) -> bool:
+        """Whether the root's forward runs for sure: no exception has ended it."""
+        return self.is_in_forward and self._caller is not None and _is_running(self._caller)
+
     def is_left_over(self, *, is_root: bool) -> bool:
         """Whether an exception ended the last forward, asked when a module's forward starts.
 
@@ -263,12 +268,12 @@ class Iteration:
             self._watch.note_gathered(unit)
 
     def end_units(
-        self, units: Sequence[Unit], *, joined: Sequence[Unit] = (), is_differentiable: bool
+        self, units: Sequence[Unit], *, joined: Sequence[Unit] = (), is_differentiable: bool | None
     ) -> None:
         """End a module's forward: free its units, unless they stay unsharded until backward.
 
         joined: units inside it that were gathered with its own. is_differentiable: whether an output
-        requires a gradient. Raises StateError if somebody wrote to parameters that peers read in place.
+        requires a gradient; None if gradients are enabled and none of them does. Raises StateError if somebody wrote to parameters that peers read in place.
         """
         if is_in_backward():
             return  # a recomputation, whose parameters are needed in the backward that follows
@@ -281,6 +286,8 @@ class Iteration:
                 self._watch.check_unwritten(unit)
             if self._expects_backward and is_differentiable:
                 self._recorder.expect_backward(self._number[id(unit)])
+            if is_differentiable is None:
+                unit.keep_for_backward()
             if not unit.is_joined:
                 unit.reshard(after_forward=True)
         for unit in joined:
@@ -297,7 +304,8 @@ class Iteration:
                 stays = (
                     unit.config.reshard_after_forward is False and not unit.config.may_be_skipped
                 )
-                if not (unit.is_held or stays) and unit.phase is not Phase.GATHERING:
+                stays |= unit.is_held or unit.awaits_backward
+                if not stays and unit.phase is not Phase.GATHERING:
                     unit.reshard()
                 unit.note_kept()
             if self._watch.is_watching:
@@ -307,6 +315,8 @@ class Iteration:
         if not self._expects_backward:
             for unit in self.units:
                 unit.keep_privately()  # reads peers' shards, so before the fence
+                if unit.awaits_backward and unit.params.is_flat:  # users see the flat parameter
+                    unit.params.shown.leave_to_autograd()
             self._stayed.note()  # counts what is in private memory, so after that
         for unit in self._of_originals:  # optimizers and `zero_grad` must find what is trained
             if self._expects_backward:
@@ -366,10 +376,11 @@ class Iteration:
             unit.unshard()
 
     @outside_transforms
-    def after_backward(self, unit: Unit, *, keeps: bool = False) -> None:
+    def after_backward(self, unit: Unit, *, keeps: bool = False, is_used: bool = False) -> None:
         """Take a unit's complete gradients, free its parameters, and start reducing.
 
-        keeps: keep the gradients for `finalize` to reduce.
+        keeps: keep the gradients for `finalize` to reduce. is_used: a forward goes on to use the
+        parameters, so they are not freed.
         """
         self._path.leave(unit)
         if self.observer is not None:
@@ -384,7 +395,7 @@ class Iteration:
         is_put_off = unit.config.reduces_unused
         grads = [] if is_put_off else unit.take_gradients()
         # After `take_gradients`, and before reducing, which takes memory of its own.
-        if not unit.is_joined:
+        if not (unit.is_joined or is_used):
             _free(unit)
         if not is_put_off:
             self._reduce(unit, grads, keeps=keeps)
@@ -415,17 +426,17 @@ class Iteration:
             self._path.lack_gradients(unit)
 
     @outside_transforms
-    def end_backward(self, finished: Sequence[Unit]) -> None:
+    def end_backward(self, finished: Sequence[Unit], *, running: Sequence[Unit] = ()) -> None:
         """End a backward pass: complete the reductions, then meet in a fence.
 
         finished: the units that had an `after_backward` in this pass; the others get theirs now.
-        Raises StateError if somebody wrote to parameters that peers read in place.
+        running: those whose forward has called this backward, and goes on to use them. Raises StateError if somebody wrote to parameters that peers read in place.
         """
         done = {id(unit) for unit in finished}
         waits = self.finalization.waits
         for unit in reversed(self.units):  # one order on all ranks: reductions are collective
             if id(unit) not in done:
-                self.after_backward(unit, keeps=waits)
+                self.after_backward(unit, keeps=waits, is_used=unit in running)
         self.free_joined(unit for unit in self.units if unit.is_joined)
         for unit in reversed(self.units):
             if unit.config.reduces_unused:

@@ -280,6 +280,8 @@ class ModuleState:
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)
+            for unit in state.all_units:
+                unit.model = state._root
             state._outer = None
         for name, state in named.items():
             around = unit_around(name, named)
@@ -358,6 +360,10 @@ class ModuleState:
         }
         warn_of_strays(sorted(strays - self._strays))
         self._strays = strays
+
+    def gradient_arrives(self) -> None:
+        """Begin the backward pass of this root's model, unless it has begun."""
+        raise NotImplementedError
 
     def forget_stale_backward(self, iteration: Iteration) -> None:
         """Reset the whole model if its last backward raised."""

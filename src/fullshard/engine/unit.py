@@ -4,7 +4,8 @@ A unit moves between its phases and hands on its gradients; `hooks` and `iterati
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -18,6 +19,7 @@ from fullshard.engine.params.write_counts import WriteCounts
 from fullshard.engine.runtime import Lane, no_grad, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import UnitComms, UnitSetup
+from fullshard.errors import StateError
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.trace import Kind
 from fullshard.policies import UnitConfig
@@ -43,6 +45,12 @@ TRANSITIONS = {
 }
 
 
+class Model(Protocol):
+    """The state of the root module, as its units call it: `hooks.Hooks`."""
+
+    def gradient_arrives(self) -> None: ...
+
+
 class Unit(UnitSetup):
     """Parameters sharded over one mesh, and the phase they are in.
 
@@ -51,6 +59,8 @@ class Unit(UnitSetup):
     is_whole: True while copies of the whole parameters are shown, in any phase (see `whole`).
     is_ordered: gathers are in order with writes (see `checks.writes`, Note: Ordered gathers).
     is_joined: a module around it gathers and frees it (see `joined`).
+    model: a weak reference to the root's state; returns None before the model's first use.
+    awaits_backward: it stays unsharded for a backward that outputs did not announce.
     is_written: gathers stay ordered, since the program writes to the parameters during a pass.
     """
 
@@ -68,11 +78,13 @@ class Unit(UnitSetup):
         self.is_held = False
         self.is_whole = False
         self.is_joined = False
+        self.awaits_backward = False
         self.is_ordered = False
         self.is_written = False
         self.observer: Observer | None = None
         self.writes = WriteCounts(self.params)
         self._awaits_step = False  # unsharded while gradients wait for an optimizer
+        self.model: Callable[[], Model | None] = _unknown
         self._is_exposed = False  # users may write to unsharded parameters: never read in place
         self._works: list[Work] = []  # parts of the gather under way that are to be waited for
         self._gathered: torch.Event | None = None  # with streams: the gather under way is over
@@ -84,7 +96,7 @@ class Unit(UnitSetup):
         assert phase in TRANSITIONS[self.phase], f"{self.label}: {self.phase} to {phase}"
         self.phase = phase
         if phase is Phase.SHARDED or phase is Phase.POST_FORWARD:
-            self.is_held = False
+            self.is_held = self.awaits_backward = False
 
     @property
     def is_sharded(self) -> bool:
@@ -242,12 +254,22 @@ class Unit(UnitSetup):
         Has no effect while sharded or gathering. after_forward: a backward may follow, for which
         ``reshard_after_forward`` may keep the parameters, whole or over a smaller group.
         """
-        if after_forward and self.keeps_after_forward:
+        if after_forward and (self.keeps_after_forward or self.awaits_backward):
             self.show_earlier_gradients()
         elif self.is_unsharded:
             self._free(after_forward=after_forward)
         elif self.phase is Phase.POST_FORWARD and not after_forward:
             self._drop_kept()
+
+    def keep_for_backward(self) -> None:
+        """Stay unsharded after a forward whose outputs do not tell whether a backward follows.
+
+        A loss may be an attribute, or in an object that nobody knows how to look into. Then no hook
+        comes before the backward that could gather the parameters again.
+        """
+        if self.is_unsharded and not self.awaits_backward and self.params.are_trained:
+            self.awaits_backward = True
+            self.writes.note_stay()
 
     @outside_transforms
     def _free(self, *, after_forward: bool) -> None:
@@ -420,12 +442,12 @@ class Unit(UnitSetup):
         it before the fence that ends the evaluation: the copy reads the shards of all ranks.
         """
         if self.is_unsharded and self.is_in_place and self.comm.reads_in_place:
-            is_held = self.is_held  # cleared by the reshard in `read_privately`
+            why = self.is_held, self.awaits_backward  # cleared by the reshard in `read_privately`
             self.read_privately()
             self.unshard()
             self.wait_unshard()
             self.show_earlier_gradients()
-            self.is_held = is_held
+            self.is_held, self.awaits_backward = why
 
     # Gradients
 
@@ -438,6 +460,19 @@ class Unit(UnitSetup):
         if self.keeps_after_forward and self.is_unsharded and all(grad is None for grad in grads):
             self.params.shown.warn_of_captured(self.label)
         return grads
+
+    def gradient_arrives(self, param: ManagedParameter) -> None:
+        """Begin the model's backward, unless it has begun: autograd has accumulated a gradient.
+
+        Raises StateError before the model's first use, which settles what belongs to it.
+        """
+        model = self.model()
+        if model is None:
+            raise StateError(
+                f"{param.name} ({self.label}): a gradient came before the model's first forward, which "
+                "settles what belongs to the model. Run a forward of the whole model first."
+            )
+        model.gradient_arrives()
 
     def add_gradient(self, index: int, grad: torch.Tensor) -> None:
         """Add a parameter's full gradient to what autograd has left for the next reduction."""
@@ -459,3 +494,7 @@ class Unit(UnitSetup):
         if self.observer is not None:
             self.observer.end()
         return in_flight
+
+
+def _unknown() -> None:
+    return None

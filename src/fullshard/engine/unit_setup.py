@@ -95,6 +95,10 @@ class UnitSetup(abc.ABC):
     def settle(self) -> None:
         """Wait for a gather under way, and reshard."""
 
+    @abc.abstractmethod
+    def gradient_arrives(self, param: ManagedParameter) -> None:
+        """Take note that autograd has accumulated a gradient on a parameter."""
+
     # Parameters and their memory
 
     def plan_layout(self, params: Sequence[ManagedParameter] | None = None) -> UnitLayout:

@@ -73,11 +73,13 @@ class ManagedParameter(abc.ABC):
         self.unsharded: nn.Parameter | None = None
         self.accumulated_grad: torch.Tensor | None = None
         self.shard_group: dist.ProcessGroup | None = None
-        self.unit: Callable[[], object | None] = _nobody  # a weak reference
+        self.unit: Callable[[], GradientTaker | None] = _nobody  # a weak reference
         self._whole: nn.Parameter | None = None  # what `show_whole` has registered
         # `requires_grad` of both forms when they last agreed: the form that differs from it now is
         # the one that the user has changed since.
         self._required_grad = original.requires_grad
+        self._has_been_trained = False  # so a graph may refer to the unsharded form
+        self._is_left_open = False  # see `leave_to_autograd`
         self.gradient_hooks: Any = original._backward_hooks
         self._unsharded_grad_dtype = GradDtype()
         local = original._local_tensor if isinstance(original, DTensor) else original
@@ -214,12 +216,21 @@ class ManagedParameter(abc.ABC):
         for hook in list((self.gradient_hooks or {}).values()):
             result = hook(grad)
             grad = grad if result is None else result
+        self._accumulate(unsharded, grad)
+
+    @staticmethod
+    def _accumulate(unsharded: nn.Parameter, grad: torch.Tensor) -> None:
         grad = grad.to(unsharded.grad_dtype or grad.dtype)  # None takes any
         if unsharded.grad is not None:
             unsharded.grad.add_(grad)
         else:
             # A copy: the gradient may be another tensor's as well, or be expanded.
             unsharded.grad = grad.clone(memory_format=torch.contiguous_format)
+
+    def take_over(self, grad: torch.Tensor) -> None:
+        """Add what autograd has accumulated on an earlier unsharded form, of another dtype."""
+        assert self.unsharded is not None
+        self._accumulate(self.unsharded, grad)
 
     def leave_gradients(self, said: GradDtype) -> None:
         """Let autograd leave full gradients as this says, and not in the compute dtype."""
@@ -257,8 +268,13 @@ class ManagedParameter(abc.ABC):
                 if self.form.unsharded is not None:
                     spec = with_dtype(self.form.unsharded, tensor.dtype)
                     whole = DTensor(tensor, spec, requires_grad=False)
-                self.unsharded = nn.Parameter(whole, requires_grad=self.requires_grad)
+                can_be_trained = whole.is_floating_point() or whole.is_complex()
+                self.unsharded = nn.Parameter(whole, requires_grad=can_be_trained)
                 setattr(self.unsharded, STANDS_FOR, Reference(self))
+                if can_be_trained:
+                    self.unsharded.register_post_accumulate_grad_hook(_gradient_arrives)
+                    self.unsharded.requires_grad_(self.requires_grad)
+                self._is_left_open = False
                 self._say_grad_dtype(self.unsharded)
                 if self.form.annotate is not None:
                     self.form.annotate(self.unsharded)
@@ -289,6 +305,9 @@ class ManagedParameter(abc.ABC):
         """
         unsharded = self.unsharded
         assert unsharded is not None
+        if self._is_left_open:
+            unsharded.requires_grad_(self._required_grad)
+            self._is_left_open = False
         if unsharded.requires_grad != self.requires_grad:
             # Parameters inside a flat one are all trained or all frozen: the flat one decides.
             if self.requires_grad is self._required_grad and self.holder is self:
@@ -296,7 +315,23 @@ class ManagedParameter(abc.ABC):
             else:
                 unsharded.requires_grad_(self.requires_grad)
         self._required_grad = self.requires_grad
+        self._has_been_trained |= self._required_grad
         return unsharded
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is frozen now, and has been trained: a graph may be waiting for its backward."""
+        return self._has_been_trained and not self._required_grad
+
+    def leave_to_autograd(self) -> None:
+        """Let the hidden unsharded form take gradients of all graphs that were recorded with it.
+
+        Autograd drops the gradient of a leaf that requires none when it arrives. Users unfreeze what
+        they see, the sharded form; the reduction leaves out what is still frozen then.
+        """
+        if self.is_paused and self.unsharded is not None:
+            self.unsharded.requires_grad_()
+            self._is_left_open = True
 
     # The whole parameter, shown for a while outside of forward and backward: see `engine.whole`
 
@@ -404,6 +439,12 @@ class ManagedParameter(abc.ABC):
         """Make ``target`` the memory of this rank's shard, with its values unless it is on meta."""
 
 
+class GradientTaker(Protocol):
+    """The unit of a parameter, as autograd's hooks call it."""
+
+    def gradient_arrives(self, param: ManagedParameter) -> None: ...
+
+
 class ShardHolder(Protocol):
     """The owner of one parameter that an optimizer updates: it is given the reduced gradient.
 
@@ -462,6 +503,23 @@ def manager_of(parameter: nn.Parameter) -> ManagedParameter | None:
 def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
     """Return the manager of a parameter, given the original or the sharded form; None if none."""
     return _deref(getattr(parameter, _OWNER, None))
+
+
+def _gradient_arrives(unsharded: torch.Tensor) -> None:
+    """Tell the unit that autograd has accumulated a gradient, whatever led there.
+
+    A hook of every unsharded form. A graph may be older than a change of the compute dtype, which
+    made another form: then the gradient goes there.
+    """
+    manager = getattr(unsharded, STANDS_FOR)()
+    unit = None if manager is None else manager.unit()
+    if unit is None:
+        return
+    unit.gradient_arrives(manager)
+    if manager.unsharded is not unsharded and unsharded.grad is not None:
+        grad, unsharded.grad = unsharded.grad, None
+        with torch.no_grad():
+            manager.take_over(grad)
 
 
 def _deref(reference: Any) -> ManagedParameter | None:

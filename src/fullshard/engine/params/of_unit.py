@@ -165,6 +165,11 @@ class UnitParams(Sequence[ManagedParameter]):
         for param in self.all:
             param.current_unsharded()
 
+    @property
+    def are_trained(self) -> bool:
+        """Whether at least one of them is."""
+        return any(param.requires_grad for param in self.all)
+
     def follow_replacements(self) -> None:
         """Take parameters that somebody registered in place of the sharded ones.
 

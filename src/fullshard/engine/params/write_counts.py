@@ -46,6 +46,13 @@ class WriteCounts:
         if self._created != params.num_created:
             self._learn()
 
+    def note_stay(self) -> None:
+        """Take note that what was gathered stays unsharded, which the gather did not know."""
+        params = self._params
+        if self._at_gather is None:
+            self._at_gather = params.num_writes()
+        self._unsharded_at_gather = params.num_unsharded_writes()
+
     @property
     def will_lose(self) -> bool:
         """Whether unsharded parameters that are about to be freed were written to.
