@@ -13,6 +13,7 @@ needed for what. Nothing then fails in the middle of a step. What has an alterna
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -66,6 +67,12 @@ with _to("switch gradients off at a third of the cost of `torch.no_grad`"):
 
 with _to("tell whether code runs inside a `torch.func` transform"):
     are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+with _to("tell whether a `FakeTensorMode` is active"):
+    _FAKE = torch._C._TorchDispatchModeKey.FAKE
+    is_fake_mode_active: Callable[[], object] = functools.partial(
+        torch._C._get_dispatch_mode, _FAKE
+    )
 
 with _to("work on plain tensors inside a `torch.func` transform"):
     WithoutTransforms = torch._C._DisableFuncTorch
@@ -369,6 +376,7 @@ __all__ = [
     "disable_dynamo",
     "distributed_world",
     "forward_unimplemented",
+    "is_fake_mode_active",
     "is_function_mode_enabled",
     "naming_groups",
     "preserve_version_counters",

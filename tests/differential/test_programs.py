@@ -18,7 +18,16 @@ from tests.differential.paths import PATHS, compare_paths, joined
 from tests.differential.program import ALL_FACES, PROGRAMS, Program, programs_and_faces
 from tests.harness import Pools, RankError, Task
 
-THEMES = ("modules", "autograd", "hidden", "workflows", "optimizers", "meshes", "settings", "faults")
+THEMES = (
+    "modules",
+    "autograd",
+    "hidden",
+    "workflows",
+    "optimizers",
+    "meshes",
+    "settings",
+    "faults",
+)
 for _theme in THEMES:
     importlib.import_module(f"tests.differential.{_theme}")
 

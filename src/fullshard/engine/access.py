@@ -6,10 +6,14 @@ rank that reads alone must start no gather, and the shards lie unchanged beside 
 are refused then, since the pass would go on with other values than those it began with.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import nn
+
 from fullshard.engine.module_state import ModuleState, state_of_unit
+from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, StateError
 
@@ -63,25 +67,43 @@ def _refuse_shown_whole(unit: Unit) -> None:
         )
 
 
-class RegisteredShards:
-    """Sharded parameters that are registered for a while, for who reads modules.
+def sharded_form(param: ManagedParameter) -> nn.Parameter:
+    """Return what readers of modules want to find."""
+    return param.sharded
+
+
+def fake_form(param: ManagedParameter) -> nn.Parameter:
+    """Return a whole parameter without memory, of the active `FakeTensorMode`."""
+    dtype = param.holder.sharded.dtype if param.unsharded is None else param.unsharded.dtype
+    device = param.local.device if param.unsharded is None else param.unsharded.device
+    whole = param.as_unsharded(torch.empty(param.shape, dtype=dtype, device=device))
+    return nn.Parameter(whole, requires_grad=param.requires_grad)
+
+
+class Registered:
+    """Another form of parameters that is registered for a while.
 
     Units do not notice: their phases stay, and in the end modules are as they were.
     """
 
-    def __init__(self, units: Iterable[Unit]) -> None:
-        """Register each unit's sharded parameters, those inside a flat one under their own names."""
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        form: Callable[[ManagedParameter], nn.Parameter] = sharded_form,
+    ) -> None:
+        """Register this form of each parameter, of those inside a flat one under their own names."""
         self._before: list[tuple[dict[str, Any], str, Any]] = []  # None: there was nothing
         for unit in units:
             flat = unit.params.flat
             if flat is not None:
                 self._set(flat.slot.registry, flat.slot.name, None)
             for param in unit.params:
+                shown = form(param)
                 for slot in param.slots:
                     module = slot.module()
                     # One inside a flat parameter is not registered; any other may have been removed.
                     if module is not None and (slot.current is not None or flat is not None):
-                        self._set(slot.registry, slot.name, param.sharded)
+                        self._set(slot.registry, slot.name, shown)
                         self._set(
                             vars(module), slot.name, None
                         )  # attributes hide what is registered

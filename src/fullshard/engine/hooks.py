@@ -43,7 +43,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.engine.access import RegisteredShards, is_running, refuse_while_used
+from fullshard.engine.access import Registered, fake_form, is_running, refuse_while_used
 from fullshard.engine.iteration import Iteration, is_in_backward
 from fullshard.engine.joined import join_units
 from fullshard.engine.module_state import ModuleState, state_of
@@ -61,7 +61,7 @@ from fullshard.engine.watchers import watchers
 from fullshard.engine.whole import refusing_backward
 from fullshard.errors import StateError
 from fullshard.policies import TrainingState
-from fullshard.torch_private import are_transforms_active
+from fullshard.torch_private import are_transforms_active, is_fake_mode_active
 
 
 class Hooks(ModuleState):
@@ -86,7 +86,8 @@ class Hooks(ModuleState):
         # Wrapped methods: the module, the method's name, the function that it was.
         self._methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._handles: list[RemovableHandle] = []
-        self._registered: list[RegisteredShards] = []  # of state dicts that are being made
+        self._registered: list[Registered] = []  # of state dicts that are being made
+        self._faked: list[Registered] = []  # of forwards under a `FakeTensorMode`
         self.attach()
 
     def attach(self) -> None:
@@ -124,6 +125,9 @@ class Hooks(ModuleState):
         """
         if self.shows_whole:
             return args, kwargs  # to compute with what is shown
+        if is_fake_mode_active() and not self._is_fake:
+            self._begin_fake(module)
+            return cast_inputs(self.policy, args, kwargs)
         iteration = self.iteration_or_initialise()
         # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
         self.forget_stale_backward(iteration)
@@ -191,7 +195,13 @@ class Hooks(ModuleState):
             args, kwargs = self.before_forward(module, args, kwargs)
         finally:
             self.called = "forward"
-        return self.after_forward(module, args, method(module, *args, **kwargs))
+        num_faked = len(self._faked)
+        try:
+            output = method(module, *args, **kwargs)
+        except BaseException:
+            self._end_fake(num_faked)
+            raise
+        return self.after_forward(module, args, output)
 
     def wrap_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Run ``method(module, ...)`` as a forward whenever ``module.name`` is called."""
@@ -212,6 +222,33 @@ class Hooks(ModuleState):
         for reference, name, method in self._methods:
             if (module := reference()) is not None:
                 other.wrap_method(memo[id(module)], name, method)
+
+    # 1 and 3 under a `FakeTensorMode`: shapes are computed, by parameters without memory
+
+    @property
+    def _is_fake(self) -> bool:
+        """Whether the shards are fake themselves, and so is all that the engine does with them."""
+        from torch._subclasses import FakeTensor  # imported by whoever has made the mode
+
+        some: Any = next((p for module in self.modules for p in module.parameters()), None)
+        return isinstance(getattr(some, "_local_tensor", some), FakeTensor)
+
+    def _begin_fake(self, module: nn.Module) -> None:
+        """Show fake whole parameters until 3. Nothing is gathered, and the units do not notice."""
+        num_faked = len(self._faked)
+        self._faked.append(Registered(self.units, fake_form))
+        if not self.is_wrapper:  # `run_as_forward` sees exceptions itself
+
+            def end(*_: Any) -> None:
+                handle.remove()
+                self._end_fake(num_faked)
+
+            handle = module.register_forward_hook(end, always_call=True)
+
+    def _end_fake(self, num_left: int) -> None:
+        """Undo what `_begin_fake` has registered and 3 has not undone, since an exception came."""
+        while len(self._faked) > num_left:
+            self._faked.pop().undo()
 
     # 2. Identity on inputs: marks the end of the module's backward
 
@@ -240,6 +277,9 @@ class Hooks(ModuleState):
         if self.shows_whole:
             return refusing_backward(output)
         policy = self.policy
+        if self._faked:
+            self._faked.pop().undo()
+            return cast_outputs(policy, output)
         if self.training_state is TrainingState.PRE_BACKWARD:
             return cast_outputs(policy, output)  # recomputation: unsharded until 6
         iteration = self.iteration_or_initialise()
@@ -446,7 +486,7 @@ class Hooks(ModuleState):
             unit.settle()
         # Else settling has registered them, but for those inside a flat parameter.
         units = (unit for unit in self.units if runs or unit.params.flat is not None)
-        self._registered.append(RegisteredShards(units))
+        self._registered.append(Registered(units))
 
     def end_saving(self, *_: Any) -> None:
         """Undo what `begin_saving` has registered."""
