@@ -226,6 +226,73 @@ def test_late_write_that_shows_on_one_rank_is_no_reason_to_gather_twice(api: Api
     _train_both(_sharded(api, alone, "fully_shard"), alone, api, "fully_shard", steps=8)
 
 
+class Writing(nn.Module):
+    """Three layers, of which the last two are clamped, or the second alone, at one moment of a step.
+
+    low: values below it become it; at -10 none changes.
+    """
+
+    def __init__(self, moment: str, low: float) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.moment, self.low = moment, low
+
+    def at(self, moment: str) -> None:
+        if moment == self.moment:
+            with torch.no_grad():
+                for parameter in self.second.parameters():
+                    parameter.clamp_(min=self.low)
+                if self.low == -10:  # it is in the root, where a write that changes values is lost
+                    self.last.bias.clamp_(min=self.low)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at("before use")
+        x = self.first(x)
+        if x.requires_grad:
+            x.register_hook(lambda _: self.at("after the second's backward"))
+        x = self.last(self.second(x))
+        self.at("after use")
+        if x.requires_grad:
+            x.register_hook(lambda _: self.at("in backward"))
+        return x
+
+
+_MOMENTS = ["before use", "after use", "after forward", "in backward"]
+_LAST_MOMENT = "after the second's backward"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("moment", "low", "is_training"),
+    [
+        *((moment, -10, True) for moment in (*_MOMENTS, _LAST_MOMENT)),
+        *((moment, -10, False) for moment in _MOMENTS[:2]),
+        (_LAST_MOMENT, -0.05, True),
+    ],
+)
+def test_write_of_each_step_is_an_error_in_none(
+    api: Api, moment: str, low: float, is_training: bool
+) -> None:
+    alone = Writing(moment if low == -0.05 else "never", low)
+    model = copy.deepcopy(alone)
+    for layer in (model.first, model.second):
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    model.moment = moment
+    for step in range(4):
+        batch = make_batch(16, seed=step)
+        with torch.set_grad_enabled(is_training), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out, expected = model(my_part(batch)), alone(batch)
+            torch.testing.assert_close(out, my_part(expected))
+            if not is_training:
+                continue
+            model.at("after forward")
+            for each in (out, expected):
+                mean_square(each).backward()
+            assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
 class Stack(nn.Module):
     """Layers of which the last ones may be left out."""
 

@@ -300,8 +300,6 @@ class Iteration:
                 if not (unit.is_held or stays) and unit.phase is not Phase.GATHERING:
                     unit.reshard()
                 unit.note_kept()
-            if self._watch.is_watching:
-                self._watch.end_pass()
         if self._gathers:
             self._watch.refuse_writes(self.units)
         if not self._expects_backward:
@@ -446,8 +444,9 @@ class Iteration:
         """
         # While `_backward_end` is set, so that the next pass resets what this leaves if it raises.
         # Hooks after reduction, which may step an optimizer, had their check in `after_backward`.
-        in_place = (unit for unit in self.units if unit.is_in_place)
-        self._watch.refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
+        checks_all = self._watch.is_watching
+        compared = (unit for unit in self.units if checks_all or unit.is_in_place)
+        self._watch.refuse_writes(unit for unit in compared if not unit.params.has_post_hooks)
         self.reductions.finish()
         self.reductions.release()
         # Only now: if a user's hook raised in `finish`, the pass counts as stale and is forgotten.

@@ -57,6 +57,7 @@ class _Watched:
         self.unit = unit
         self.is_written = False
         self._shards = _fingerprints(unit.params.shard_memory)
+        self._num_writes = self._count_writes()
         self._unsharded: _Fingerprints | None = None  # from `open` to `close`
         self._versions: list[int] = []  # of the unsharded parameters, at `open`
 
@@ -95,11 +96,23 @@ class _Watched:
             self.unit.writes.warn_of_lost(self.unit.label, written)
 
     def compare_shards(self) -> bool:
-        """Return whether the contents of the shards changed since the last call, and note it."""
+        """Return whether the shards were written to since the last call, and note it.
+
+        Version counters are compared as well: later passes go by them, and so refuse a write that
+        changes no value.
+        """
         before, self._shards = self._shards, _fingerprints(self.unit.params.shard_memory)
-        has_changed = not all(map(torch.equal, before, self._shards))
+        num_before, self._num_writes = self._num_writes, self._count_writes()
+        has_changed = num_before != self._num_writes or not all(
+            map(torch.equal, before, self._shards)
+        )
         self.is_written |= has_changed
         return has_changed
+
+    def _count_writes(self) -> int:
+        """Sum the version counters that `WriteCounts.changed_since_begin` compares in place."""
+        params = self.unit.params
+        return params.num_writes() + params.num_unsharded_writes()
 
 
 class _Sample:
@@ -198,7 +211,7 @@ class WriteWatch:
             return
         self.is_watching = True
         for unit in self._units:
-            if unit.is_written or unit in self._watched or not _may_be_ordered(unit):
+            if unit.is_written or not (unit in self._watched or _may_be_ordered(unit)):
                 continue
             _set_ordered(unit, ordered=True)  # first, since it may raise
             with no_grad():
@@ -211,11 +224,16 @@ class WriteWatch:
             refuse_write(unit)
 
     def refuse_writes(self, units: Iterable[Unit]) -> None:
-        """Raise StateError if somebody wrote, since forward began, to shards that peers read."""
+        """Raise StateError if somebody wrote, since forward began, to shards that peers read.
+
+        In a watched pass nobody reads them: a write is noted.
+        """
         for unit in units:
             if unit.is_in_place and (unit.writes.reached_peers or self.has_changed(unit)):
                 self.start_again()
                 refuse_write(unit)
+            elif self.is_watching and unit in self._watched:
+                self.has_changed(unit)  # notes it: an error here in a later pass
 
     @outside_transforms
     def open(self, units: Iterable[Unit]) -> None:
@@ -232,13 +250,6 @@ class WriteWatch:
             for unit in units:
                 if (watched := self._watched.get(unit)) is not None:
                     watched.close()
-
-    @outside_transforms
-    def end_pass(self) -> None:
-        """Compare all units at the end of a forward without backward."""
-        with no_grad():
-            for watched in self._watched.values():
-                watched.compare_shards()
 
     @outside_transforms
     def take_samples(self) -> None:
