@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.module_state import state_of
 from tests.api import Api
 from tests.harness import on_ranks, rank
 from tests.selection import is_odd, repeats
@@ -291,6 +293,56 @@ def test_write_of_each_step_is_an_error_in_none(
             for each in (out, expected):
                 mean_square(each).backward()
             assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+class Counting(nn.Module):
+    """Four layers with a collective of the program's own in between. A moment before it, `write` runs."""
+
+    def __init__(self, write: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.write = write
+        self.total = torch.zeros(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        self.write([*self.layers[1].parameters()])
+        self.total = torch.ones(5)
+        if isinstance(self.layers[1].weight, DTensor):
+            dist.all_reduce(self.total)
+        return self.layers[1:](x)
+
+
+def _row_of_the_first(parameters: Sequence[nn.Parameter]) -> None:
+    """Write to one row, which the first rank has; other ranks do nothing."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if not isinstance(parameter, DTensor) or rank() == 0:
+                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                own.data[:1].mul_(0.5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("comm", ["auto", "collectives"])
+def test_what_one_rank_has_written_to_is_gathered_in_one_order_on_all(api: Api, comm: str) -> None:
+    if comm == "collectives":  # in the program's own process group
+        api.set_default_comm(comm)
+    alone = Counting(_row_of_the_first)
+    model = copy.deepcopy(alone)
+    for layer in model.layers:
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    for step in range(5):
+        batch = make_batch(16, seed=step)
+        for each, part in ((alone, batch), (model, my_part(batch))):
+            each.zero_grad()
+            mean_square(each(part)).backward()
+        assert_gradients_are_parts_of(model, full_gradients(alone))
+        assert model.total.tolist() == [2.0] * 5
+    if not api.is_torch:
+        units = [unit for layer in model.layers for unit in state_of(layer).units]
+        assert [unit.is_written for unit in units] == [False, True, False, False]
+        assert [unit.is_ordered for unit in units] == [False, True, False, False]
 
 
 class Stack(nn.Module):

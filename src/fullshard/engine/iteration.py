@@ -181,7 +181,9 @@ class Iteration:
             if unit.phase is Phase.POST_FORWARD:
                 unit.reshard()  # kept for a backward that did not come, or comes with new weights
             unit.follow_moves()
-        self._stayed.drop_outdated(is_for_all=self._expects_backward)  # decides what is gathered
+        # Decides what is gathered. Where something is in any case, all ranks run this forward.
+        is_for_all = self._expects_backward or not all(is_whole(unit) for unit in self.units)
+        self._stayed.drop_outdated(is_for_all=is_for_all)
         for unit in self.units:
             unit.writes.begin()  # after `follow_moves`, which writes to shards itself
             if unit.is_unsharded:

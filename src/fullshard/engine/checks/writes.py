@@ -34,6 +34,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fullshard.engine.checks.stayed import chosen_by_any
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import no_grad, outside_transforms
 from fullshard.engine.unit import Unit
@@ -304,28 +305,19 @@ class WriteWatch:
         Every rank has to call it. A unit whose private memory is still in use, by a graph say,
         keeps it, and is asked about again before the next pass.
         """
-        # Over all units, watched or not, so that the bits of each are at one place on all ranks.
-        by_comm = collections.defaultdict[object, list[Unit]](list)
-        for unit in self._units:
-            by_comm[unit.comm].append(unit)
-        for units in by_comm.values():
-            # Two bits per unit: whether it was written to, and whether its memory is in use.
-            bits = 0
-            for number, unit in enumerate(units):
-                if (watched := self._watched.get(unit)) is not None:
-                    bits |= (watched.is_written << 2 * number) | (
-                        _is_in_use(unit) << 2 * number + 1
-                    )
-            bits = units[0].comm.agree(bits, 2 * len(units))
-            for number, unit in enumerate(units):
-                if unit not in self._watched:
-                    continue
-                if bits >> 2 * number & 1:
-                    unit.is_written = True
-                    del self._watched[unit]
-                elif not bits >> 2 * number + 1 & 1:
-                    _set_ordered(unit, ordered=False)
-                    del self._watched[unit]
+        written = {unit for unit, watched in self._watched.items() if watched.is_written}
+        in_use = {unit for unit in self._watched if _is_in_use(unit)}
+        # Of all units, watched or not, so that each has its place on all ranks.
+        written = chosen_by_any(written, self._units)
+        in_use = chosen_by_any(in_use, [u for u in self._units if u.comm.reads_in_place])
+        for unit in [*self._watched]:
+            if unit in written:
+                unit.is_written = True
+            elif unit in in_use:
+                continue
+            else:
+                _set_ordered(unit, ordered=False)
+            del self._watched[unit]
 
 
 def _sampled(words: torch.Tensor) -> torch.Tensor:
