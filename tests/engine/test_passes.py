@@ -162,9 +162,17 @@ class InPlace(nn.Module):
 @on_ranks(2)
 def test_unit_may_change_its_input_in_place(api: Api, returns_input: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), InPlace(returns_input=returns_input))
+    blocks = (InPlace(returns_input=returns_input) for _ in range(2))
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), *blocks)
     alone = copy.deepcopy(model)
     _shard(api, model)
+    # Their backward is over when the gradient of the first layer's output comes.
+    units = [unit for block in model[2:] for unit in block._fullshard_state.units]
+
+    def are_freed(_: Tensor) -> None:
+        assert all(unit.is_sharded for unit in units)
+
+    model[0].register_forward_hook(lambda _m, _i, out: out.register_hook(are_freed) and None)
     for seed in range(2):
         batch = make_batch(16, seed=seed)
         gradients = gradients_alone(alone, batch)

@@ -26,6 +26,8 @@ Special cases:
 - Modules sharded together share a state. 3 completes with the last of them or, if one never ran,
   with the forward root, which may be the group itself.
 - Inside a ``torch.func`` transform, an autograd node takes the place of 4.
+- If a module changes its only input in place, the node of 2 is left out of the graph. 6 is then a
+  hook on the node that made the input (`nodes.follow_input`).
 - An output that is a view has a second 4, on the tensor that it is a view of.
 - After an exception, the next forward or backward resets what was left. Gradients that earlier
   micro-batches accumulated are kept if the exception came in forward.
@@ -47,7 +49,12 @@ from fullshard.engine.access import RegisteredShards, is_running, refuse_while_u
 from fullshard.engine.iteration import is_in_backward
 from fullshard.engine.joined import join_units
 from fullshard.engine.module_state import ModuleState, state_of
-from fullshard.engine.nodes import mark_after_backward, mark_before_backward, watch_output
+from fullshard.engine.nodes import (
+    follow_input,
+    mark_after_backward,
+    mark_before_backward,
+    watch_output,
+)
 from fullshard.engine.precision import (
     cast_inputs,
     cast_outputs,
@@ -270,6 +277,8 @@ class Hooks(ModuleState):
 
     def _complete_forward(self, output: Any) -> Any:
         """Free the units of a forward that is over; return its output, marked for backward."""
+        if self.mark is not None:
+            follow_input(self)
         outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
         self.iteration_or_initialise().end_units(
             self.units, joined=self.joined, is_differentiable=bool(outputs)
