@@ -46,7 +46,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.access import RegisteredShards, is_running, refuse_while_used
-from fullshard.engine.iteration import is_in_backward
 from fullshard.engine.joined import join_units
 from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.nodes import (
@@ -134,7 +133,7 @@ class Hooks(ModuleState):
         iteration = self.iteration_or_initialise()
         # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
         self.forget_stale_backward(iteration)
-        if self.training_state is TrainingState.PRE_BACKWARD and is_in_backward():
+        if self.training_state is TrainingState.PRE_BACKWARD and iteration.is_in_backward:
             # Recomputation. 4 has unsharded them, but a backward in between may have resharded.
             iteration.begin_units(self.units, joined=self.joined, prefetches=False)
             return cast_inputs(self.policy, args, kwargs)
@@ -149,7 +148,7 @@ class Hooks(ModuleState):
             self.forget(keeps_gradients=True)
         # After `forget`, which changes the state.
         is_first = self.training_state is not TrainingState.FORWARD
-        begins = is_first and not iteration.is_in_forward and not is_in_backward()
+        begins = is_first and not iteration.is_in_forward and not iteration.is_in_backward
         if begins:
             iteration.finalization.check_ended("forward")
             for watcher in tuple(watchers):

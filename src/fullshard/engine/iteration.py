@@ -44,7 +44,7 @@ from fullshard.plan.paths import Phase as StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
-from fullshard.torch_private import current_graph_task_id, queue_callback
+from fullshard.torch_private import queue_callback
 
 
 class Iteration:
@@ -118,7 +118,11 @@ class Iteration:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward has begun that has not ended or raised."""
+        """Whether a backward of this model has begun that has not ended or raised.
+
+        A forward inside it recomputes. One inside another model's backward (of a teacher, say) is
+        like any other forward.
+        """
         return self._backward_end is not None and self._backward_end() is not None
 
     @property
@@ -150,7 +154,7 @@ class Iteration:
 
         is_root: the module is the root, which its own forward does not call.
         """
-        if not self.is_in_forward or is_in_backward():
+        if not self.is_in_forward or self.is_in_backward:
             return False
         # No hook is called when a forward raises. But its frame can be cleared then.
         return is_root or not (self._caller is None or _is_running(self._caller))
@@ -212,7 +216,7 @@ class Iteration:
         joined: units inside it that are gathered with its own. prefetches: whether the order of the
         last pass decides what is gathered early.
         """
-        is_recomputation = is_in_backward()  # backward has its own order, and its own checks
+        is_recomputation = self.is_in_backward  # backward has its own order, and its own checks
         if not is_recomputation:
             self._path.enter(units, is_training=is_training)
         for unit in units:  # all are started before the first is waited for
@@ -272,7 +276,7 @@ class Iteration:
         joined: units inside it that were gathered with its own. is_differentiable: whether an output
         requires a gradient. Raises StateError if somebody wrote to parameters that peers read in place.
         """
-        if is_in_backward():
+        if self.is_in_backward:
             return  # a recomputation, whose parameters are needed in the backward that follows
         if self.observer is not None:
             self.observer.leave(Kind.FORWARD, units)
@@ -558,8 +562,3 @@ def _is_running(frame: types.FrameType) -> bool:
     except RuntimeError:  # raised for a frame that is executing
         return True
     return False
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread."""
-    return current_graph_task_id() != -1

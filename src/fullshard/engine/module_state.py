@@ -17,7 +17,7 @@ from fullshard.engine.checks.on_meta import refuse_meta_buffers
 from fullshard.engine.checks.root_share import warn_of_large_root
 from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
 from fullshard.engine.checks.unwritten import refuse_unwritten
-from fullshard.engine.iteration import Iteration, is_in_backward
+from fullshard.engine.iteration import Iteration
 from fullshard.engine.nodes import Mark
 from fullshard.engine.observer import on_root
 from fullshard.engine.params.managed import ManagedParameter
@@ -210,7 +210,7 @@ class ModuleState:
             return
         if not self.is_root:
             raise StateError(_ROOT_FINALIZES)
-        iteration.finalization.set_manual(enabled=enabled, in_backward=is_in_backward())
+        iteration.finalization.set_manual(enabled=enabled, in_backward=iteration.is_in_backward)
 
     @property
     def has_manual_finalization(self) -> bool:
