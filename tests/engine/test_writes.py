@@ -163,6 +163,44 @@ def test_write_that_begins_late_is_right_or_refused_by_name(api: Api, write: str
         _train_both(model, alone, api, "fully_shard", steps=6)
 
 
+class Sparse(nn.Module):
+    """Adds to one element of each rank's part of a large weight before it is used, through ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4096, bias=False)
+        self.writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.writes:
+            weight = self.second.weight
+            own = [weight.to_local()] if isinstance(weight, DTensor) else weight.chunk(2)
+            for part in own:
+                part.data[3, 5] += 1
+        return self.second(x)
+
+
+@on_ranks(2)
+def test_late_write_to_one_element_is_right_or_refused_by_name(api: Api) -> None:
+    alone = Sparse()
+    model = copy.deepcopy(alone)
+    for layer in (model.first, model.second):
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    for step in range(5):
+        batch = make_batch(16, seed=step)
+        alone.writes = model.writes = step > 2
+        expected = my_part(alone(batch))
+        if model.writes and api.name == "peer_memory":
+            with pytest.raises(RuntimeError, match=rf"second \(rank {rank()}\).* were written to"):
+                model(my_part(batch))
+            return
+        out = model(my_part(batch))
+        torch.testing.assert_close(out, expected)
+        mean_square(out).backward()
+
+
 def _late_write(how: str, parameters: Sequence[nn.Parameter]) -> None:
     with torch.no_grad():
         if how == "foreach":

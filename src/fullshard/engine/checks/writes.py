@@ -15,8 +15,9 @@ A watched pass is right whatever the program does. Contents are compared, since 
 leave no trace: ``p.data.mul_()`` and ``torch._foreach_mul_`` advance no version counter of a
 DTensor.
 
-Writes that begin later are noticed by version counters, where they advance, and by samples of
-contents (all of small shards, one word in `_STRIDE` of large ones). What was gathered early is then
+Writes that begin later are noticed by version counters, where they advance, and by contents: copies
+of small shards, sums of blocks of large ones. Not on devices with streams, where the host would
+wait. What was gathered early is then
 gathered again. Where peers have read in place it is too late, and forward or backward raises
 StateError. Contents may change on one rank alone, which then is the only one to gather again: the
 others raise DivergenceError, unless version counters told all of them.
@@ -42,9 +43,7 @@ from fullshard.errors import StateError
 
 # Passes of a kind that are watched, counted from 0: the first two, and more and more rarely later.
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
-_MAX_WHOLE = 4096  # a shard of up to so many words is sampled whole
-_STRIDE = 1024  # of a larger one, one word in so many is sampled
-_MIN_SAMPLED = 1024  # but at least so many words
+_MAX_COPIED = 4096  # a shard of up to so many words is copied, which takes less time than sums
 _BLOCK = 1024  # a fingerprint keeps one sum per so many words
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -117,9 +116,10 @@ class _Watched:
 
 
 class _Sample:
-    """Some elements of a unit's shards, and their values when `WriteWatch` last took them.
+    """The contents of a unit's shards when `WriteWatch` last took them.
 
-    views: the elements, as 1-D integer views of the shards. before: their values then.
+    views: the small shards, as 1-D integers. before: copies of them. large: the others, of which
+    `take_sums` takes sums.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -127,13 +127,21 @@ class _Sample:
         # Not inference tensors, even if made in an inference pass: training passes write to them.
         with torch.inference_mode(False):
             words = [_words(tensor) for tensor in unit.params.shard_memory if tensor.numel()]
-            self.views = [_sampled(each) for each in words]
+            self.views = [each for each in words if each.numel() <= _MAX_COPIED]
             self.before = [torch.empty_like(view) for view in self.views]
+            self.large = [each for each in words if each.numel() > _MAX_COPIED]
+            self._sums: _Fingerprints = []
+
+    def take_sums(self) -> None:
+        """Take note of the large shards."""
+        self._sums = _fingerprints(self.large)
 
     @property
     def has_changed(self) -> bool:
-        """Whether any of the elements has another value now."""
-        return not all(map(torch.equal, self.before, self.views))
+        """Whether any of the shards has other contents now."""
+        if not all(map(torch.equal, self.before, self.views)):
+            return True
+        return bool(self.large) and not all(map(torch.equal, self._sums, _fingerprints(self.large)))
 
 
 def refuse_write(unit: Unit) -> None:
@@ -268,7 +276,7 @@ class WriteWatch:
 
     @outside_transforms
     def has_changed(self, unit: Unit) -> bool:
-        """Whether shards were written to since the last sample, as far as samples tell.
+        """Whether shards were written to since the last sample, as far as contents tell.
 
         Such a write may show on one rank alone, where version counters advance on all.
         """
@@ -280,7 +288,7 @@ class WriteWatch:
         return sample is not None and sample.has_changed
 
     def _sample(self, units: Sequence[Unit]) -> None:
-        """Note the values of some elements of the units' shards. Not on devices with streams."""
+        """Take note of the contents of the units' shards. Not on devices with streams."""
         views: list[torch.Tensor] = []
         before: list[torch.Tensor] = []
         for unit in units:
@@ -289,6 +297,9 @@ class WriteWatch:
             sample = self._samples.get(unit)
             if sample is None or sample.buffers is not unit.params.buffers:
                 sample = self._samples[unit] = _Sample(unit)
+            if sample.large:
+                with no_grad():
+                    sample.take_sums()
             views += sample.views
             before += sample.before
         if views:  # all of them at once, which costs the host least
@@ -318,13 +329,6 @@ class WriteWatch:
             else:
                 _set_ordered(unit, ordered=False)
             del self._watched[unit]
-
-
-def _sampled(words: torch.Tensor) -> torch.Tensor:
-    """View the elements of a 1-D tensor that samples compare: all, or some at equal distances."""
-    if words.numel() <= _MAX_WHOLE:
-        return words
-    return words[:: min(_STRIDE, words.numel() // _MIN_SAMPLED)]
 
 
 def _fingerprints(tensors: Sequence[torch.Tensor]) -> _Fingerprints:
