@@ -145,6 +145,7 @@ def follow_input(state: State) -> None:
     Autograd then leaves the marked view's node out. The node before it, which made the input, gets
     its gradient when the module's backward is over. Call it when the module's forward is.
     """
+    assert state.mark is not None
     (view, version, marked, hook), state.mark = state.mark, None
     if view._version == version:
         return
