@@ -199,9 +199,12 @@ def test_peers_may_write_while_a_slow_rank_evaluates(api: Api, way: str, face: s
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("comm", ["auto", "collectives"])
 @pytest.mark.parametrize("way", ["mul", "data"])
 @pytest.mark.ours("uses what it gathered before the write")
-def test_one_rank_may_write_to_its_rows_of_what_stayed_whole(api: Api, way: str) -> None:
+def test_one_rank_may_write_to_its_rows_of_what_stayed_whole(api: Api, way: str, comm: str) -> None:
+    if comm == "collectives":  # asks the other ranks by another way
+        api.set_default_comm(comm)
     alone, model = _both(api, "fully_shard", stays=True)
     trained = list(model.parameters())
     for number in range(5):

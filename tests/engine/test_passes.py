@@ -162,9 +162,17 @@ class InPlace(nn.Module):
 @on_ranks(2)
 def test_unit_may_change_its_input_in_place(api: Api, returns_input: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), InPlace(returns_input=returns_input))
+    blocks = (InPlace(returns_input=returns_input) for _ in range(2))
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), *blocks)
     alone = copy.deepcopy(model)
     _shard(api, model)
+    # Their backward is over when the gradient of the first layer's output comes.
+    units = [unit for block in model[2:] for unit in block._fullshard_state.units]
+
+    def are_freed(_: Tensor) -> None:
+        assert all(unit.is_sharded for unit in units)
+
+    model[0].register_forward_hook(lambda _m, _i, out: out.register_hook(are_freed) and None)
     for seed in range(2):
         batch = make_batch(16, seed=seed)
         gradients = gradients_alone(alone, batch)
@@ -780,3 +788,38 @@ def test_what_is_written_between_unshard_and_reshard_lasts_as_long(api: Api) -> 
         assert not model(batch).any()
         model.reshard()
         assert torch.equal(model(batch), original)
+
+
+class Taught(torch.autograd.Function):
+    """Identity. Its backward adds what a teacher says of the input, as it is at that moment."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, teacher: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.teacher = teacher
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad + ctx.teacher(*ctx.saved_tensors) / world_size(), None
+
+
+@on_ranks(2)
+def test_model_may_run_inside_the_backward_of_another(api: Api) -> None:
+    alone = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    student, teacher = copy.deepcopy(alone)
+    api.fully_shard(student)
+    _shard(api, teacher)
+    for step in range(4):
+        batch = make_batch(16, seed=step)
+        for pupil, other, part in ((*alone, batch), (student, teacher, my_part(batch))):
+            pupil.zero_grad()
+            Taught.apply(pupil(part), other).sum().backward()
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.data.mul_(0.5)  # follows something, before its next forward
+        for layer in teacher:
+            assert isinstance(layer.weight, DTensor)
+        # The sharded ones are means over ranks, and the other's are sums over the batch.
+        expected = {name: gradient / 2 for name, gradient in full_gradients(alone[0]).items()}
+        assert_gradients_are_parts_of(student, expected)

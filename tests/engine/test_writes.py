@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.module_state import state_of
 from tests.api import Api
 from tests.harness import on_ranks, rank
 from tests.selection import is_odd, repeats
@@ -161,6 +163,44 @@ def test_write_that_begins_late_is_right_or_refused_by_name(api: Api, write: str
         _train_both(model, alone, api, "fully_shard", steps=6)
 
 
+class Sparse(nn.Module):
+    """Adds to one element of each rank's part of a large weight before it is used, through ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4096, bias=False)
+        self.writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.writes:
+            weight = self.second.weight
+            own = [weight.to_local()] if isinstance(weight, DTensor) else weight.chunk(2)
+            for part in own:
+                part.data[3, 5] += 1
+        return self.second(x)
+
+
+@on_ranks(2)
+def test_late_write_to_one_element_is_right_or_refused_by_name(api: Api) -> None:
+    alone = Sparse()
+    model = copy.deepcopy(alone)
+    for layer in (model.first, model.second):
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    for step in range(5):
+        batch = make_batch(16, seed=step)
+        alone.writes = model.writes = step > 2
+        expected = my_part(alone(batch))
+        if model.writes and api.name == "peer_memory":
+            with pytest.raises(RuntimeError, match=rf"second \(rank {rank()}\).* were written to"):
+                model(my_part(batch))
+            return
+        out = model(my_part(batch))
+        torch.testing.assert_close(out, expected)
+        mean_square(out).backward()
+
+
 def _late_write(how: str, parameters: Sequence[nn.Parameter]) -> None:
     with torch.no_grad():
         if how == "foreach":
@@ -224,6 +264,123 @@ def _first_shard(keys: Sequence[nn.Parameter], _: Sequence[nn.Parameter]) -> Non
 def test_late_write_that_shows_on_one_rank_is_no_reason_to_gather_twice(api: Api) -> None:
     alone = Momentum(_first_shard, "first", first=4)
     _train_both(_sharded(api, alone, "fully_shard"), alone, api, "fully_shard", steps=8)
+
+
+class Writing(nn.Module):
+    """Three layers, of which the last two are clamped, or the second alone, at one moment of a step.
+
+    low: values below it become it; at -10 none changes.
+    """
+
+    def __init__(self, moment: str, low: float) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.moment, self.low = moment, low
+
+    def at(self, moment: str) -> None:
+        if moment == self.moment:
+            with torch.no_grad():
+                for parameter in self.second.parameters():
+                    parameter.clamp_(min=self.low)
+                if self.low == -10:  # it is in the root, where a write that changes values is lost
+                    self.last.bias.clamp_(min=self.low)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at("before use")
+        x = self.first(x)
+        if x.requires_grad:
+            x.register_hook(lambda _: self.at("after the second's backward"))
+        x = self.last(self.second(x))
+        self.at("after use")
+        if x.requires_grad:
+            x.register_hook(lambda _: self.at("in backward"))
+        return x
+
+
+_MOMENTS = ["before use", "after use", "after forward", "in backward"]
+_LAST_MOMENT = "after the second's backward"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("moment", "low", "is_training"),
+    [
+        *((moment, -10, True) for moment in (*_MOMENTS, _LAST_MOMENT)),
+        *((moment, -10, False) for moment in _MOMENTS[:2]),
+        (_LAST_MOMENT, -0.05, True),
+    ],
+)
+def test_write_of_each_step_is_an_error_in_none(
+    api: Api, moment: str, low: float, is_training: bool
+) -> None:
+    alone = Writing(moment if low == -0.05 else "never", low)
+    model = copy.deepcopy(alone)
+    for layer in (model.first, model.second):
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    model.moment = moment
+    for step in range(4):
+        batch = make_batch(16, seed=step)
+        with torch.set_grad_enabled(is_training), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out, expected = model(my_part(batch)), alone(batch)
+            torch.testing.assert_close(out, my_part(expected))
+            if not is_training:
+                continue
+            model.at("after forward")
+            for each in (out, expected):
+                mean_square(each).backward()
+            assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+class Counting(nn.Module):
+    """Four layers with a collective of the program's own in between. A moment before it, `write` runs."""
+
+    def __init__(self, write: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.write = write
+        self.total = torch.zeros(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        self.write([*self.layers[1].parameters()])
+        self.total = torch.ones(5)
+        if isinstance(self.layers[1].weight, DTensor):
+            dist.all_reduce(self.total)
+        return self.layers[1:](x)
+
+
+def _row_of_the_first(parameters: Sequence[nn.Parameter]) -> None:
+    """Write to one row, which the first rank has; other ranks do nothing."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if not isinstance(parameter, DTensor) or rank() == 0:
+                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                own.data[:1].mul_(0.5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("comm", ["auto", "collectives"])
+def test_what_one_rank_has_written_to_is_gathered_in_one_order_on_all(api: Api, comm: str) -> None:
+    if comm == "collectives":  # in the program's own process group
+        api.set_default_comm(comm)
+    alone = Counting(_row_of_the_first)
+    model = copy.deepcopy(alone)
+    for layer in model.layers:
+        api.fully_shard(layer)
+    api.fully_shard(model)
+    for step in range(5):
+        batch = make_batch(16, seed=step)
+        for each, part in ((alone, batch), (model, my_part(batch))):
+            each.zero_grad()
+            mean_square(each(part)).backward()
+        assert_gradients_are_parts_of(model, full_gradients(alone))
+        assert model.total.tolist() == [2.0] * 5
+    if not api.is_torch:
+        units = [unit for layer in model.layers for unit in state_of(layer).units]
+        assert [unit.is_written for unit in units] == [False, True, False, False]
+        assert [unit.is_ordered for unit in units] == [False, True, False, False]
 
 
 class Stack(nn.Module):

@@ -53,7 +53,7 @@ LEFT_OUT = {
 FUNCTIONS_LEFT_OUT = {
     "compare_paths": "waits for Gloo on the host: tests/faults",
     "_reduce_scatter_by_exchange": "Gloo's, as comm/gloo_sum.py",
-    "combine": "asks only where hosts wait in any case: tests/engine/test_units.py",
+    "agree": "the host waits for the answer: tests/engine/test_writes.py, test_leftovers.py",
     "Runtime": "what virtual lanes stand in for; `following` is not left out",
 }
 

@@ -62,6 +62,7 @@ _INDEXING = {_aten.index.Tensor, _aten.index_put_.default}
 NAMED_STALLS = {
     "compare_shards": "watched passes compare contents",
     "close": "watched passes compare contents",
+    "agree": "ranks agree after a watched pass, and on what stays unsharded",
     "holds_shards": "what stays unsharded from one pass to the next is compared with the shards",
 }
 # They return memory, or change what a tensor is, and touch no element.

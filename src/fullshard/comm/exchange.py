@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from fullshard.torch_private import default_store
 
-# Exchanges so far, by name of the group. Keys of the store stay, so each exchange has its own;
-# ranks count alike, since every exchange is a call of all of them.
+# Exchanges so far, by name of the group: each has keys of its own. Ranks count alike, since every
+# exchange is a call of all of them.
 _rounds: "collections.Counter[str]" = collections.Counter()
 
 
@@ -22,10 +22,13 @@ def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
     store = default_store()
     name = group.group_name
     _rounds[name] += 1
-    prefix = f"fullshard/exchange/{name}/{_rounds[name]}"
-    store.set(f"{prefix}/{group.rank()}", pickle.dumps(value))  # type: ignore[arg-type]
-    keys = [f"{prefix}/{rank}" for rank in range(group.size())]
+    prefix, this = f"fullshard/exchange/{name}", _rounds[name]
+    store.set(f"{prefix}/{this}/{group.rank()}", pickle.dumps(value))  # type: ignore[arg-type]
+    keys = [f"{prefix}/{this}/{rank}" for rank in range(group.size())]
     store.wait(keys)
+    # All are here, so all have read what was told the last time.
+    if this > 1:
+        store.delete_key(f"{prefix}/{this - 1}/{group.rank()}")
     return [pickle.loads(data) for data in store.multi_get(keys)]
 
 

@@ -226,18 +226,12 @@ class Comm(abc.ABC):
         return type(self).fence is not Comm.fence
 
     def agree(self, bits: int, num_bits: int) -> int:
-        """Return the bitwise "or" of all ranks' ``bits`` if ranks read each other's memory.
+        """Return the bitwise "or" of all ranks' ``bits``. Every rank must call it alike.
 
-        Otherwise return this rank's own. bits: an integer of ``num_bits`` bits.
+        The host waits for the answer, and so for its device: not for every pass. bits: an integer
+        of ``num_bits`` bits.
         """
         return bits
-
-    def combine(self, bits: int, num_bits: int) -> int:
-        """Return the bitwise "or" of all ranks' ``bits``, or this rank's own.
-
-        Its own where waiting for the answer would stall the host behind its device.
-        """
-        return self.agree(bits, num_bits)
 
     def abandon(self) -> None:  # noqa: B027
         """Drop reductions that were started and will never be waited for (after an exception)."""

@@ -330,15 +330,16 @@ class ProcessGroupComm(Comm):
             lambda: tuple((flags != 0).tolist()) or present,
         )
 
-    def combine(self, bits: int, num_bits: int) -> int:
-        if not self._may_ask:
-            return bits
+    def agree(self, bits: int, num_bits: int) -> int:
         label = "agreeing on what was written to"
         self.enter(label, num_bits)
         each = [bits >> number & 1 for number in range(num_bits)]
         flags = torch.tensor(each, dtype=torch.uint8, device=self.device)
         with naming_lost_ranks(self.group, label):
-            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.moving_group, async_op=True)
+            # NCCL runs on the calling stream, as in `all_reduce`.
+            work = dist.all_reduce(
+                flags, dist.ReduceOp.MAX, group=self.moving_group, async_op=not self.is_nccl
+            )
         self.wait_all([work], label)
         return sum(flag << number for number, flag in enumerate(flags.tolist()))
 

@@ -26,6 +26,8 @@ Special cases:
 - Modules sharded together share a state. 3 completes with the last of them or, if one never ran,
   with the forward root, which may be the group itself.
 - Inside a ``torch.func`` transform, an autograd node takes the place of 4.
+- If a module changes its only input in place, the node of 2 is left out of the graph. 6 is then a
+  hook on the node that made the input (`nodes.follow_input`).
 - An output that is a view has a second 4, on the tensor that it is a view of.
 - After an exception, the next forward or backward resets what was left. Gradients that earlier
   micro-batches accumulated are kept if the exception came in forward.
@@ -44,10 +46,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.access import Registered, fake_form, is_running, refuse_while_used
-from fullshard.engine.iteration import Iteration, is_in_backward
+from fullshard.engine.iteration import Iteration
 from fullshard.engine.joined import join_units
 from fullshard.engine.module_state import ModuleState, state_of
-from fullshard.engine.nodes import mark_after_backward, mark_before_backward, watch_output
+from fullshard.engine.nodes import (
+    follow_input,
+    mark_after_backward,
+    mark_before_backward,
+    watch_output,
+)
 from fullshard.engine.precision import (
     cast_inputs,
     cast_outputs,
@@ -61,7 +68,11 @@ from fullshard.engine.watchers import watchers
 from fullshard.engine.whole import refusing_backward
 from fullshard.errors import StateError
 from fullshard.policies import TrainingState
-from fullshard.torch_private import are_transforms_active, is_fake_mode_active
+from fullshard.torch_private import (
+    are_transforms_active,
+    current_graph_task_id,
+    is_fake_mode_active,
+)
 
 
 class Hooks(ModuleState):
@@ -131,7 +142,9 @@ class Hooks(ModuleState):
         iteration = self.iteration_or_initialise()
         # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
         self.forget_stale_backward(iteration)
-        if self.training_state is TrainingState.PRE_BACKWARD and is_in_backward():
+        if current_graph_task_id() != -1 and iteration.awaits_backward:
+            self.begin_backward()  # that no output has announced, and which recomputes this
+        if self.training_state is TrainingState.PRE_BACKWARD and iteration.is_in_backward:
             # Recomputation. 4 has unsharded them, but a backward in between may have resharded.
             iteration.begin_units(self.units, joined=self.joined, prefetches=False)
             return cast_inputs(self.policy, args, kwargs)
@@ -146,7 +159,7 @@ class Hooks(ModuleState):
             self.forget(keeps_gradients=True)
         # After `forget`, which changes the state.
         is_first = self.training_state is not TrainingState.FORWARD
-        begins = is_first and not iteration.is_in_forward and not is_in_backward()
+        begins = is_first and not iteration.is_in_forward and not iteration.is_in_backward
         if begins:
             iteration.finalization.check_ended("forward")
             for watcher in tuple(watchers):
@@ -228,7 +241,7 @@ class Hooks(ModuleState):
     @property
     def _is_fake(self) -> bool:
         """Whether the shards are fake themselves, and so is all that the engine does with them."""
-        from torch._subclasses import FakeTensor  # imported by whoever has made the mode
+        from torch._subclasses import FakeTensor  # noqa: PLC0415  (slow, and imported if there is a mode)
 
         some: Any = next((p for module in self.modules for p in module.parameters()), None)
         return isinstance(getattr(some, "_local_tensor", some), FakeTensor)
@@ -310,6 +323,8 @@ class Hooks(ModuleState):
 
     def _complete_forward(self, output: Any) -> Any:
         """Free the units of a forward that is over; return its output, marked for backward."""
+        if self.mark is not None:
+            follow_input(self)
         outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
         # None: neither do outputs tell that a backward follows, nor that it does not.
         may_follow = torch.is_grad_enabled() and not are_transforms_active()

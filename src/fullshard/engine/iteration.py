@@ -44,7 +44,7 @@ from fullshard.plan.paths import Phase as StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
-from fullshard.torch_private import current_graph_task_id, queue_callback
+from fullshard.torch_private import queue_callback
 
 
 class Iteration:
@@ -118,7 +118,11 @@ class Iteration:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward has begun that has not ended or raised."""
+        """Whether a backward of this model has begun that has not ended or raised.
+
+        A forward inside it recomputes. One inside another model's backward (of a teacher, say) is
+        like any other forward.
+        """
         return self._backward_end is not None and self._backward_end() is not None
 
     @property
@@ -146,6 +150,11 @@ class Iteration:
         return if_unknown if self._caller is None else _is_running(self._caller)
 
     @property
+    def awaits_backward(self) -> bool:
+        """Whether a backward may come that no output announces."""
+        return not self.is_in_backward and any(unit.awaits_backward for unit in self.units)
+
+    @property
     def is_forward_running(self) -> bool:
         """Whether the root's forward runs for sure: no exception has ended it."""
         return self.is_in_forward and self._caller is not None and _is_running(self._caller)
@@ -155,7 +164,7 @@ class Iteration:
 
         is_root: the module is the root, which its own forward does not call.
         """
-        if not self.is_in_forward or is_in_backward():
+        if not self.is_in_forward or self.is_in_backward:
             return False
         # No hook is called when a forward raises. But its frame can be cleared then.
         return is_root or not (self._caller is None or _is_running(self._caller))
@@ -186,7 +195,9 @@ class Iteration:
             if unit.phase is Phase.POST_FORWARD:
                 unit.reshard()  # kept for a backward that did not come, or comes with new weights
             unit.follow_moves()
-        self._stayed.drop_outdated(is_for_all=self._expects_backward)  # decides what is gathered
+        # Decides what is gathered. Where something is in any case, all ranks run this forward.
+        is_for_all = self._expects_backward or not all(is_whole(unit) for unit in self.units)
+        self._stayed.drop_outdated(is_for_all=is_for_all)
         for unit in self.units:
             unit.writes.begin()  # after `follow_moves`, which writes to shards itself
             if unit.is_unsharded:
@@ -215,7 +226,7 @@ class Iteration:
         joined: units inside it that are gathered with its own. prefetches: whether the order of the
         last pass decides what is gathered early.
         """
-        is_recomputation = is_in_backward()  # backward has its own order, and its own checks
+        is_recomputation = self.is_in_backward  # backward has its own order, and its own checks
         if not is_recomputation:
             self._path.enter(units, is_training=is_training)
         for unit in units:  # all are started before the first is waited for
@@ -275,7 +286,7 @@ class Iteration:
         joined: units inside it that were gathered with its own. is_differentiable: whether an output
         requires a gradient; None if gradients are enabled and none of them does. Raises StateError if somebody wrote to parameters that peers read in place.
         """
-        if is_in_backward():
+        if self.is_in_backward:
             return  # a recomputation, whose parameters are needed in the backward that follows
         if self.observer is not None:
             self.observer.leave(Kind.FORWARD, units)
@@ -308,8 +319,6 @@ class Iteration:
                 if not stays and unit.phase is not Phase.GATHERING:
                     unit.reshard()
                 unit.note_kept()
-            if self._watch.is_watching:
-                self._watch.end_pass()
         if self._gathers:
             self._watch.refuse_writes(self.units)
         if not self._expects_backward:
@@ -457,8 +466,9 @@ class Iteration:
         """
         # While `_backward_end` is set, so that the next pass resets what this leaves if it raises.
         # Hooks after reduction, which may step an optimizer, had their check in `after_backward`.
-        in_place = (unit for unit in self.units if unit.is_in_place)
-        self._watch.refuse_writes(unit for unit in in_place if not unit.params.has_post_hooks)
+        checks_all = self._watch.is_watching
+        compared = (unit for unit in self.units if checks_all or unit.is_in_place)
+        self._watch.refuse_writes(unit for unit in compared if not unit.params.has_post_hooks)
         self.reductions.finish()
         self.reductions.release()
         # Only now: if a user's hook raised in `finish`, the pass counts as stale and is forgotten.
@@ -568,8 +578,3 @@ def _is_running(frame: types.FrameType) -> bool:
     except RuntimeError:  # raised for a frame that is executing
         return True
     return False
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread."""
-    return current_graph_task_id() != -1

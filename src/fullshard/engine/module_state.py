@@ -17,7 +17,8 @@ from fullshard.engine.checks.on_meta import refuse_meta_buffers
 from fullshard.engine.checks.root_share import warn_of_large_root
 from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
 from fullshard.engine.checks.unwritten import refuse_unwritten
-from fullshard.engine.iteration import Iteration, is_in_backward
+from fullshard.engine.iteration import Iteration
+from fullshard.engine.nodes import Mark
 from fullshard.engine.observer import on_root
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.restoring import naming_lack
@@ -44,6 +45,7 @@ class ModuleState:
     training_state: whether the module is in forward, in backward, or idle.
     to_run: ids of the modules that have yet to run this forward, if several share the state.
     iteration: a function that returns the model's `Iteration`; None before the model's first use.
+    mark: the mark on the only input of a forward under way.
     outer: the state of the innermost sharded module around it; None for a root.
     joined: units inside that this module gathers and frees with its own (see `joined`).
     is_wrapper: whether the module is a wrapper, which may be wrapped again together with its model.
@@ -55,6 +57,7 @@ class ModuleState:
         self.all_units = list(units)
         self.training_state = TrainingState.IDLE
         self.to_run: set[int] = set()
+        self.mark: Mark | None = None
         self.iteration: Callable[[], Iteration | None] = _no_iteration
         self.is_wrapper = is_wrapper
         # All that refers to a module is weak: modules own their state, and `del model` has to free
@@ -207,7 +210,7 @@ class ModuleState:
             return
         if not self.is_root:
             raise StateError(_ROOT_FINALIZES)
-        iteration.finalization.set_manual(enabled=enabled, in_backward=is_in_backward())
+        iteration.finalization.set_manual(enabled=enabled, in_backward=iteration.is_in_backward)
 
     @property
     def has_manual_finalization(self) -> bool:
@@ -387,6 +390,7 @@ class ModuleState:
         for state in self._states:
             state.training_state = TrainingState.IDLE
             state.to_run.clear()
+            state.mark = None
 
     @property
     def everyone(self) -> list["ModuleState"]:

@@ -7,11 +7,13 @@ belong to one level alone. Outside of transforms, `hooks` uses tensor hooks on t
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.runtime import passing_through
+from fullshard.policies import TrainingState
 from fullshard.torch_private import (
     SingleLevelFunction,
     are_transforms_active,
@@ -20,8 +22,23 @@ from fullshard.torch_private import (
 )
 
 
+class Mark(NamedTuple):
+    """The mark on a module's only input, while its forward runs.
+
+    version: of the view, which advances if the input is changed in place. hook: on its node.
+    """
+
+    view: torch.Tensor
+    version: int
+    node: torch.autograd.graph.Node
+    hook: RemovableHandle
+
+
 class State(Protocol):
     """The state of a sharded module, as nodes call it: `hooks.Hooks`."""
+
+    mark: Mark | None
+    training_state: TrainingState
 
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor: ...
 
@@ -108,16 +125,46 @@ def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[
         marked = AfterBackwardInTransforms.apply(state, *tensors)  # type: ignore[no-untyped-call]
         return marked
     # For one tensor, a hook on the node of a view does the same at half of the cost. If the module
-    # changes its input in place, autograd replaces that node, and the unit is reduced at the end of
-    # backward; with `AfterBackward` the change would be an error. A missing gradient stays missing
-    # here, where `AfterBackward` would make zeros of it.
+    # changes its input in place, `follow_input` moves the hook; with `AfterBackward` the change
+    # would be an error. A missing gradient stays missing here, where `AfterBackward` would make
+    # zeros of it.
     if len(tensors) == 1 and type(tensors[0]) is torch.Tensor:
         view = tensors[0].view_as(tensors[0])
-        if view.grad_fn is not None:  # a tensor made in inference mode has no graph
-            view.grad_fn.register_hook(functools.partial(_after_backward, state))
+        node = view.grad_fn
+        if node is not None:  # a tensor made in inference mode has no graph
+            hook = node.register_hook(functools.partial(_after_backward, state))
+            state.mark = Mark(view, view._version, node, hook)
             return (view,)
     marked = AfterBackward.apply(state, *tensors)  # type: ignore[attr-defined]
     return marked
+
+
+def follow_input(state: State) -> None:
+    """Move the hook of `mark_after_backward` if the module has changed its only input in place.
+
+    Autograd then leaves the marked view's node out. The node before it, which made the input, gets
+    its gradient when the module's backward is over. Call it when the module's forward is.
+    """
+    assert state.mark is not None
+    (view, version, marked, hook), state.mark = state.mark, None
+    if view._version == version:
+        return
+    # Each change puts a node in front of what the view's base was made by.
+    node = None if view._base is None else view._base.grad_fn
+    while node is not None and node._sequence_nr() > marked._sequence_nr():
+        node = node.next_functions[0][0]
+    if node is None:
+        return  # the base is no result: the unit is reduced at the end of backward
+    hook.remove()
+
+    @passing_through
+    def before_input(grads: tuple[torch.Tensor | None, ...]) -> Any:
+        # Others may have used the input before it was changed: a backward of theirs is none of ours.
+        if state.training_state is TrainingState.PRE_BACKWARD:
+            return _after_backward(state, grads, ())
+        return None
+
+    node.register_prehook(before_input)
 
 
 @passing_through

@@ -367,3 +367,15 @@ program("offload-hooks-before", host_waits=None)(
 program("offload-hooks-after", host_waits=None)(
     partial(_with_gradient_hooks, before=False, offload_policy=OFFLOAD)
 )
+
+
+@program("whole-beside-unshard")
+def _whole_beside_unshard(lab: Lab, name: str) -> None:
+    """A unit is gathered whole while the gather of another one of its size may still run."""
+    pair = problem_of("two_dtypes")
+    model = shard(pair)
+    train(lab, pair, model, num_steps=1)
+    with lab.step():
+        model[1].unshard(async_op=True)
+        with fullshard.full_parameters(model[0], writeback=False):
+            pass

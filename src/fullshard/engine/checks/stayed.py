@@ -6,7 +6,7 @@ agree which units to gather anew, or one would wait for the others in vain.
 """
 
 import collections
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence
 
 from fullshard.engine.unit import Unit
 
@@ -26,14 +26,14 @@ class StayedUnits:
         """Reshard units whose shards were written to since they were gathered.
 
         A rank notices writes to its own rows, and may have no rows of a unit. So ranks agree if all
-        run this forward (``is_for_all``). Otherwise one outdated unit stands for all, so that ranks
-        are likely to do the same.
+        run this forward (``is_for_all``). Otherwise, where this rank may evaluate alone, one
+        outdated unit stands for all, so that ranks are likely to do the same.
         """
         outdated = {unit for unit in self._units if unit.is_outdated}
         if is_for_all and self._stayed:
             # Resharded on this rank alone: by a load, say, or an exception in its own evaluation.
             gone = {unit for unit in self._stayed if not unit.is_unsharded}
-            outdated = _combine(outdated | gone, self._stayed)
+            outdated |= chosen_by_any(outdated | gone, self._stayed)
             # Cleared here only: the others have to hear of it in the next forward of all.
             self._stayed = []
         elif outdated:
@@ -49,17 +49,17 @@ def is_whole(unit: Unit) -> bool:
     return unit.mesh.plan.shard_size == 1 or not unit.params
 
 
-def _combine(chosen: Set[Unit], among: Sequence[Unit]) -> set[Unit]:
-    """Return the units that any rank has chosen.
+def chosen_by_any(chosen: Container[Unit], among: Sequence[Unit]) -> set[Unit]:
+    """Return those of the units that any rank has chosen.
 
     Every rank has to call it, with the same units in ``among``, in the same order.
     """
     by_group = collections.defaultdict[object, list[Unit]](list)
     for unit in among:
         by_group[unit.mesh.shard_group].append(unit)
-    combined = set(chosen)
+    found: set[Unit] = set()
     for units in by_group.values():
         bits = sum((unit in chosen) << number for number, unit in enumerate(units))
-        bits = units[0].comm.combine(bits, len(units))
-        combined.update(unit for number, unit in enumerate(units) if bits >> number & 1)
-    return combined
+        bits = units[0].comm.agree(bits, len(units))
+        found.update(unit for number, unit in enumerate(units) if bits >> number & 1)
+    return found

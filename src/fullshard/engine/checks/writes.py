@@ -15,8 +15,9 @@ A watched pass is right whatever the program does. Contents are compared, since 
 leave no trace: ``p.data.mul_()`` and ``torch._foreach_mul_`` advance no version counter of a
 DTensor.
 
-Writes that begin later are noticed by version counters, where they advance, and by samples of
-contents (all of small shards, one word in `_STRIDE` of large ones). What was gathered early is then
+Writes that begin later are noticed by version counters, where they advance, and by contents: copies
+of small shards, sums of blocks of large ones. Not on devices with streams, where the host would
+wait. What was gathered early is then
 gathered again. Where peers have read in place it is too late, and forward or backward raises
 StateError. Contents may change on one rank alone, which then is the only one to gather again: the
 others raise DivergenceError, unless version counters told all of them.
@@ -34,6 +35,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from fullshard.engine.checks.stayed import chosen_by_any
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import no_grad, outside_transforms
 from fullshard.engine.unit import Unit
@@ -41,9 +43,7 @@ from fullshard.errors import StateError
 
 # Passes of a kind that are watched, counted from 0: the first two, and more and more rarely later.
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
-_MAX_WHOLE = 4096  # a shard of up to so many words is sampled whole
-_STRIDE = 1024  # of a larger one, one word in so many is sampled
-_MIN_SAMPLED = 1024  # but at least so many words
+_MAX_COPIED = 4096  # a shard of up to so many words is copied, which takes less time than sums
 _BLOCK = 1024  # a fingerprint keeps one sum per so many words
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -57,6 +57,7 @@ class _Watched:
         self.unit = unit
         self.is_written = False
         self._shards = _fingerprints(unit.params.shard_memory)
+        self._num_writes = self._count_writes()
         self._unsharded: _Fingerprints | None = None  # from `open` to `close`
         self._versions: list[int] = []  # of the unsharded parameters, at `open`
 
@@ -95,17 +96,30 @@ class _Watched:
             self.unit.writes.warn_of_lost(self.unit.label, written)
 
     def compare_shards(self) -> bool:
-        """Return whether the contents of the shards changed since the last call, and note it."""
+        """Return whether the shards were written to since the last call, and note it.
+
+        Version counters are compared as well: later passes go by them, and so refuse a write that
+        changes no value.
+        """
         before, self._shards = self._shards, _fingerprints(self.unit.params.shard_memory)
-        has_changed = not all(map(torch.equal, before, self._shards))
+        num_before, self._num_writes = self._num_writes, self._count_writes()
+        has_changed = num_before != self._num_writes or not all(
+            map(torch.equal, before, self._shards)
+        )
         self.is_written |= has_changed
         return has_changed
 
+    def _count_writes(self) -> int:
+        """Sum the version counters that `WriteCounts.changed_since_begin` compares in place."""
+        params = self.unit.params
+        return params.num_writes() + params.num_unsharded_writes()
+
 
 class _Sample:
-    """Some elements of a unit's shards, and their values when `WriteWatch` last took them.
+    """The contents of a unit's shards when `WriteWatch` last took them.
 
-    views: the elements, as 1-D integer views of the shards. before: their values then.
+    views: the small shards, as 1-D integers. before: copies of them. large: the others, of which
+    `take_sums` takes sums.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -113,13 +127,21 @@ class _Sample:
         # Not inference tensors, even if made in an inference pass: training passes write to them.
         with torch.inference_mode(False):
             words = [_words(tensor) for tensor in unit.params.shard_memory if tensor.numel()]
-            self.views = [_sampled(each) for each in words]
+            self.views = [each for each in words if each.numel() <= _MAX_COPIED]
             self.before = [torch.empty_like(view) for view in self.views]
+            self.large = [each for each in words if each.numel() > _MAX_COPIED]
+            self._sums: _Fingerprints = []
+
+    def take_sums(self) -> None:
+        """Take note of the large shards."""
+        self._sums = _fingerprints(self.large)
 
     @property
     def has_changed(self) -> bool:
-        """Whether any of the elements has another value now."""
-        return not all(map(torch.equal, self.before, self.views))
+        """Whether any of the shards has other contents now."""
+        if not all(map(torch.equal, self.before, self.views)):
+            return True
+        return bool(self.large) and not all(map(torch.equal, self._sums, _fingerprints(self.large)))
 
 
 def refuse_write(unit: Unit) -> None:
@@ -198,7 +220,7 @@ class WriteWatch:
             return
         self.is_watching = True
         for unit in self._units:
-            if unit.is_written or unit in self._watched or not _may_be_ordered(unit):
+            if unit.is_written or not (unit in self._watched or _may_be_ordered(unit)):
                 continue
             _set_ordered(unit, ordered=True)  # first, since it may raise
             with no_grad():
@@ -211,11 +233,16 @@ class WriteWatch:
             refuse_write(unit)
 
     def refuse_writes(self, units: Iterable[Unit]) -> None:
-        """Raise StateError if somebody wrote, since forward began, to shards that peers read."""
+        """Raise StateError if somebody wrote, since forward began, to shards that peers read.
+
+        In a watched pass nobody reads them: a write is noted.
+        """
         for unit in units:
             if unit.is_in_place and (unit.writes.reached_peers or self.has_changed(unit)):
                 self.start_again()
                 refuse_write(unit)
+            elif self.is_watching and unit in self._watched:
+                self.has_changed(unit)  # notes it: an error here in a later pass
 
     @outside_transforms
     def open(self, units: Iterable[Unit]) -> None:
@@ -234,13 +261,6 @@ class WriteWatch:
                     watched.close()
 
     @outside_transforms
-    def end_pass(self) -> None:
-        """Compare all units at the end of a forward without backward."""
-        with no_grad():
-            for watched in self._watched.values():
-                watched.compare_shards()
-
-    @outside_transforms
     def take_samples(self) -> None:
         """Sample the shards that peers read in place, which nobody may write to from now on."""
         self._sample([unit for unit in self._units if unit.is_in_place])
@@ -256,7 +276,7 @@ class WriteWatch:
 
     @outside_transforms
     def has_changed(self, unit: Unit) -> bool:
-        """Whether shards were written to since the last sample, as far as samples tell.
+        """Whether shards were written to since the last sample, as far as contents tell.
 
         Such a write may show on one rank alone, where version counters advance on all.
         """
@@ -268,7 +288,7 @@ class WriteWatch:
         return sample is not None and sample.has_changed
 
     def _sample(self, units: Sequence[Unit]) -> None:
-        """Note the values of some elements of the units' shards. Not on devices with streams."""
+        """Take note of the contents of the units' shards. Not on devices with streams."""
         views: list[torch.Tensor] = []
         before: list[torch.Tensor] = []
         for unit in units:
@@ -277,6 +297,9 @@ class WriteWatch:
             sample = self._samples.get(unit)
             if sample is None or sample.buffers is not unit.params.buffers:
                 sample = self._samples[unit] = _Sample(unit)
+            if sample.large:
+                with no_grad():
+                    sample.take_sums()
             views += sample.views
             before += sample.before
         if views:  # all of them at once, which costs the host least
@@ -293,35 +316,19 @@ class WriteWatch:
         Every rank has to call it. A unit whose private memory is still in use, by a graph say,
         keeps it, and is asked about again before the next pass.
         """
-        # Over all units, watched or not, so that the bits of each are at one place on all ranks.
-        by_comm = collections.defaultdict[object, list[Unit]](list)
-        for unit in self._units:
-            by_comm[unit.comm].append(unit)
-        for units in by_comm.values():
-            # Two bits per unit: whether it was written to, and whether its memory is in use.
-            bits = 0
-            for number, unit in enumerate(units):
-                if (watched := self._watched.get(unit)) is not None:
-                    bits |= (watched.is_written << 2 * number) | (
-                        _is_in_use(unit) << 2 * number + 1
-                    )
-            bits = units[0].comm.agree(bits, 2 * len(units))
-            for number, unit in enumerate(units):
-                if unit not in self._watched:
-                    continue
-                if bits >> 2 * number & 1:
-                    unit.is_written = True
-                    del self._watched[unit]
-                elif not bits >> 2 * number + 1 & 1:
-                    _set_ordered(unit, ordered=False)
-                    del self._watched[unit]
-
-
-def _sampled(words: torch.Tensor) -> torch.Tensor:
-    """View the elements of a 1-D tensor that samples compare: all, or some at equal distances."""
-    if words.numel() <= _MAX_WHOLE:
-        return words
-    return words[:: min(_STRIDE, words.numel() // _MIN_SAMPLED)]
+        written = {unit for unit, watched in self._watched.items() if watched.is_written}
+        in_use = {unit for unit in self._watched if _is_in_use(unit)}
+        # Of all units, watched or not, so that each has its place on all ranks.
+        written = chosen_by_any(written, self._units)
+        in_use = chosen_by_any(in_use, [u for u in self._units if u.comm.reads_in_place])
+        for unit in [*self._watched]:
+            if unit in written:
+                unit.is_written = True
+            elif unit in in_use:
+                continue
+            else:
+                _set_ordered(unit, ordered=False)
+            del self._watched[unit]
 
 
 def _fingerprints(tensors: Sequence[torch.Tensor]) -> _Fingerprints:

@@ -309,14 +309,20 @@ class UnitBuffers:
         """
         if self.layout.shard_size == 1:
             return dict(enumerate(self.shards))
+        runtime = self._runtime
+        flats = [
+            torch.empty(b.unsharded_numel, dtype=b.dtype, device=runtime.device)
+            for b in self.layout.buckets
+        ]
+        # On the lane, whose pool of regions serves no other: a gather of another unit may be there.
+        with runtime.following(Lane.ALL_GATHER):
+            for buffer, flat in zip(self._buckets, flats, strict=True):
+                self._comm.all_gather(buffer, flat, label=label).wait()
+                buffer.forget_landing()  # it would keep `flat` alive until the next gather
+            gathered = runtime.record()
+        runtime.wait(gathered)
         whole = {}
-        for buffer in self._buckets:
-            bucket = buffer.bucket
-            flat = torch.empty(
-                bucket.unsharded_numel, dtype=bucket.dtype, device=self._runtime.device
-            )
-            self._comm.all_gather(buffer, flat, label=label).wait()
-            buffer.forget_landing()  # it would keep `flat` alive until the next gather
+        for bucket, flat in zip(self.layout.buckets, flats, strict=True):
             whole.update(whole_views(bucket, flat))
         return whole
 
