@@ -1,9 +1,8 @@
 """State that one engine saves through torch's distributed state dicts, and another one loads.
 
 Nothing is installed: torch's functions recognise the wrapper, and PyTorch's own beside it.
-With tensor parallel both axes may cut one dim. Ours and PyTorch's `fully_shard` then say
-`_StridedShard`, PyTorch's wrapper `(Shard(0), Shard(0))` and parts of that; whatever a value says,
-its full tensor is what has to arrive.
+With tensor parallel both axes may cut one dim. Either `fully_shard` then says `_StridedShard`, and
+either wrapper `(Shard(0), Shard(0))`; whatever a value says, its full tensor is what has to arrive.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ from tests.training import assert_equal, make_batch, mean_square
 pytestmark = one_way("tests/engine and tests/parity: what is saved comes from the same tensors")
 
 WHOLE = StateDictOptions(full_state_dict=True)
-# ours: both faces, the wrapper in both forms and over a mesh or a bare process group.
-OURS = ("orig", "flat", "group_orig", "group_flat", "fully_shard")
+# ours: both faces, the wrapper in both forms and over a slice of the mesh, all of it (of which it
+# shards over the first axis) or a bare process group.
+OURS = ("orig", "flat", "group_orig", "group_flat", "fully_shard", "whole_flat")
 FACES = (*OURS, "torch_wrapper", "torch_fully_shard")
 
 
@@ -85,7 +85,7 @@ def _make(api: Api, face: str, *, tp: int, seed: int) -> _Trained:
         if face.startswith("group"):
             options["process_group"] = mesh.get_group("dp")
         else:
-            options["device_mesh"] = mesh["dp"]
+            options["device_mesh"] = mesh if face.startswith("whole") else mesh["dp"]
         with quiet():
             model[1] = api.FullyShardedDataParallel(model[1], **options)
             model = api.FullyShardedDataParallel(model, **options)
@@ -150,6 +150,7 @@ def _is_odd_pair(settings: Settings) -> bool:
 # Each of ours into each engine's and back; the rest takes too long for every change.
 SOME = [("orig", "fully_shard"), ("group_flat", "torch_fully_shard"), ("torch_wrapper", "flat")]
 SOME += [("torch_fully_shard", "group_orig"), ("flat", "orig"), ("fully_shard", "group_flat")]
+SOME += [("whole_flat", "torch_wrapper")]
 PAIRS = [pair for pair in itertools.product(FACES, FACES) if not all("torch" in f for f in pair)]
 some_pairs = pytest.mark.parametrize(
     ("writer", "reader"),
@@ -180,6 +181,26 @@ def test_checkpoints_of_every_engine_load_into_every_other(
     _set(read, target)
     actual = _named(_state(read, WHOLE), moments=_loads_moments(reader, tp))
     assert_equal(actual, {name: expected[name] for name in actual})
+
+
+@pytest.mark.apis("peer_memory", "process_group")
+@both_degrees
+@on_ranks(4)
+def test_either_wrapper_takes_the_others_sharded_values_as_they_are(api: Api, tp: int) -> None:
+    ours, theirs = (_make(api, face, tp=tp, seed=1) for face in ("orig", "torch_wrapper"))
+    expected = []
+    for trained in (ours, theirs):
+        _train(trained, tp=tp)
+        expected.append(_state(trained))
+    for name, value in expected[0]["model"].items():
+        assert value._spec == expected[1]["model"][name]._spec, name
+        for key, moment in expected[0]["optimizer"]["state"][name].items():
+            other = expected[1]["optimizer"]["state"][name][key]
+            assert getattr(moment, "_spec", None) == getattr(other, "_spec", None), (name, key)
+    for trained, state in ((ours, expected[1]), (theirs, expected[0])):
+        _set(trained, state)
+        actual = _named(_state(trained), moments=_loads_moments(trained.face, tp))
+        assert_equal(actual, {name: _named(state)[name] for name in actual})
 
 
 @pytest.mark.apis("peer_memory", "process_group")

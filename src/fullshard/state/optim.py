@@ -60,6 +60,7 @@ class Values(enum.Enum):
     """Forms of a sharded parameter's state tensors in a saved state dict."""
 
     WHOLE = enum.auto()  # the whole tensor
+    # What no rank shards is whole in these too.
     SHARDED = enum.auto()  # this rank's rows: a DTensor over the unit's mesh, else a ShardedTensor
     DTENSORS = enum.auto()  # this rank's rows as a DTensor, also where the unit was given no mesh
 
@@ -165,7 +166,7 @@ def _values_of_unit(
     locals_ = complete(unit, state, agreed.kinds)
     indices, tensors = [index for index, _ in locals_], [*locals_.values()]
     gathered: Sequence[Any]
-    if options.values is Values.WHOLE:
+    if options.values is Values.WHOLE or (unit.params.is_flat and unit.mesh.shard_group is None):
         gathered = whole_values(unit, indices, tensors, rank0_only=options.rank0_only)
     else:
         is_dtensors = options.values is Values.DTENSORS
