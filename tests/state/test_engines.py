@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -219,6 +220,27 @@ def test_full_state_dicts_of_either_engine_load_into_ours(
     read = _make(api, reader, tp=tp, seed=5)
     _set(read, state, WHOLE)
     assert_equal(_named(_state(read, WHOLE)), expected)
+
+
+@pytest.mark.apis("peer_memory", "process_group")
+@pytest.mark.parametrize("face", ["orig", "flat"])
+@both_degrees
+@repeats(lambda s: (s["face"] == "orig") == (s["tp"] == 1))
+@on_ranks(4)
+def test_first_rank_alone_has_the_full_state_and_spreads_it(api: Api, face: str, tp: int) -> None:
+    written = _make(api, face, tp=tp, seed=1)
+    _train(written, tp=tp)
+    expected = _named(_state(written, WHOLE))
+    offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = _state(written, offloaded)
+    if dist.get_rank() == 0:
+        assert_equal(_named(state), expected)
+    else:
+        assert not any(state.values())
+    read = _make(api, face, tp=tp, seed=5)
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(read.model, state["model"], options=spread)
+    assert_equal(_state(read, WHOLE)["model"], _state(written, WHOLE)["model"])
 
 
 @pytest.mark.apis("peer_memory", "process_group")

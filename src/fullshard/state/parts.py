@@ -95,7 +95,7 @@ def whole_values(
 ) -> list[torch.Tensor | None]:
     """Return the values of a full state dict, one per local. Collective.
 
-    rank0_only: the other ranks get None, and send without receiving.
+    rank0_only: all but the first of the ranks that divide them get None, and send without receiving.
     """
     group = division_group(unit)
     divisions = divisions_of(unit)
@@ -339,10 +339,7 @@ def _whole(numel: int, group: dist.ProcessGroup | None, *, rank0_only: bool) -> 
     if group is None:
         return whole_division(numel, num_ranks=1)
     everyone = whole_division(numel, num_ranks=group.size())
-    if not rank0_only:
-        return everyone
-    ranks = dist.get_process_group_ranks(group)
-    return tuple(own if rank == 0 else () for rank, own in zip(ranks, everyone, strict=True))
+    return everyone if not rank0_only else (everyone[0], *[()] * (group.size() - 1))
 
 
 def _take(full: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
