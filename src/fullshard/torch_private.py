@@ -291,6 +291,7 @@ ATTRIBUTES = (
     ),
     # Meshes and process groups
     Attribute(DeviceMesh, "_concatenate", "put data-parallel axes in front of a DTensor's own"),
+    Attribute(DeviceMesh, "_get_root_mesh", "tell which mesh a mesh was sliced from"),
     Attribute(DeviceMesh, "_flatten", "join the mesh dims that `dp_mesh_dims` names together"),
     Attribute(dist.ProcessGroup, "_device_types", "tell which devices' bytes a group moves"),
     Attribute(

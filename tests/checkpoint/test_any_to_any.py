@@ -192,7 +192,9 @@ def _tensor_parallel(api: Api, way: str, *, seed: int) -> Any:
         data = mesh["replicate"]
     else:
         data = mesh_of(world_size())
-    if way == "flat":
+    if way in ("flat", "beside"):  # beside: given all of the mesh, it shards over the first axis
+        if way == "beside":
+            data = mesh
         with quiet():
             model = api.FullyShardedDataParallel(
                 model, device_mesh=data, device_id=torch.device("cpu"), use_orig_params=True
@@ -244,6 +246,7 @@ def _read_parallel(api: Api, way: str, folder: Path) -> dict[str, Tensor]:
         ("flat", "rows", (4, 4)),
         ("rows", "flat", (4, 4)),
         ("flat", "one", (4, 2)),
+        ("beside", "flat", (4, 4)),
         ("rows", "rows", (2, 4)),
     ],
 )

@@ -51,8 +51,13 @@ STATES: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "sharded": ("SHARDED", "SHARD_GRAD_OP", None),
     "dtensor": ("SHARDED", "FULL_SHARD", (-1,)),
     "dtensor-hybrid": ("SHARDED", "_HYBRID_SHARD_ZERO2", (2, 2)),
+    "dtensor-beside": (
+        "SHARDED",
+        "FULL_SHARD",
+        (2, 2),
+    ),  # over the first axis: the others train apart
 }
-ON_2_RANKS = [name for name in STATES if "hybrid" not in name]
+ON_2_RANKS = [name for name, (*_, shape) in STATES.items() if shape != (2, 2)]
 ON_4_RANKS = ["full", "full-hybrid", "sharded", "dtensor-hybrid"]
 
 with_state = pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -182,7 +187,7 @@ def test_state_is_torch_s(api: Api, state: str, optimizer: str, use_orig_params:
 @pytest.mark.long
 @on_default_comm
 @with_state
-@pytest.mark.parametrize("state", ON_4_RANKS)
+@pytest.mark.parametrize("state", [*ON_4_RANKS, "dtensor-beside"])
 @orig_params
 @on_ranks(4)
 def test_state_is_torch_s_on_four_ranks(

@@ -57,10 +57,16 @@ SAVED: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "sharded": ("SHARDED", "FULL_SHARD", None),
     "dtensor": ("SHARDED", "FULL_SHARD", (-1,)),
     "dtensor-hybrid": ("SHARDED", "HYBRID_SHARD", (2, 2)),
+    "dtensor-beside": (
+        "SHARDED",
+        "FULL_SHARD",
+        (2, 2),
+    ),  # over the first axis: the others train apart
     "local": ("LOCAL", "FULL_SHARD", None),
 }
-ON_2_RANKS = [name for name in SAVED if "hybrid" not in name]
-ON_4_RANKS = [name for name in SAVED if name not in ("full-replicated", "full-mesh")]
+ON_2_RANKS = [name for name, (*_, shape) in SAVED.items() if shape != (2, 2)]
+_NOT_ON_4_RANKS = ("full-replicated", "full-mesh", "dtensor-beside")
+ON_4_RANKS = [name for name in SAVED if name not in _NOT_ON_4_RANKS]
 
 
 def _make(api: Api, saved: str, *, seed: int = 1, use_orig_params: bool = False) -> Any:
@@ -129,7 +135,7 @@ def test_first_rank_alone_may_have_the_full_state_dict(
 
 
 @on_default_comm
-@pytest.mark.parametrize("saved", ["sharded", "dtensor", "dtensor-hybrid"])
+@pytest.mark.parametrize("saved", ["sharded", "dtensor", "dtensor-hybrid", "dtensor-beside"])
 @orig_params
 @on_ranks(4)
 def test_sharded_values_are_torch_s(api: Api, saved: str, use_orig_params: bool) -> None:
@@ -292,7 +298,7 @@ def test_another_instance_loads_what_was_saved(api: Api, saved: str, use_orig_pa
 @on_default_comm
 @pytest.mark.ours("loads what its settings say, and LOCAL by position")
 @pytest.mark.parametrize("settings", ["FULL", "SHARDED", "LOCAL"])
-@pytest.mark.parametrize("saved", [*(n for n in SAVED if "hybrid" not in n)])
+@pytest.mark.parametrize("saved", ON_2_RANKS)
 @orig_params
 @on_ranks(2)
 def test_any_kind_loads_whatever_the_settings(

@@ -1,9 +1,8 @@
 """State that one engine saves through torch's distributed state dicts, and another one loads.
 
 Nothing is installed: torch's functions recognise the wrapper, and PyTorch's own beside it.
-With tensor parallel both axes may cut one dim. Ours and PyTorch's `fully_shard` then say
-`_StridedShard`, PyTorch's wrapper `(Shard(0), Shard(0))` and parts of that; whatever a value says,
-its full tensor is what has to arrive.
+With tensor parallel both axes may cut one dim. Either `fully_shard` then says `_StridedShard`, and
+either wrapper `(Shard(0), Shard(0))`; whatever a value says, its full tensor is what has to arrive.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,8 +41,9 @@ from tests.training import assert_equal, make_batch, mean_square
 pytestmark = one_way("tests/engine and tests/parity: what is saved comes from the same tensors")
 
 WHOLE = StateDictOptions(full_state_dict=True)
-# ours: both faces, the wrapper in both forms and over a mesh or a bare process group.
-OURS = ("orig", "flat", "group_orig", "group_flat", "fully_shard")
+# ours: both faces, the wrapper in both forms and over a slice of the mesh, all of it (of which it
+# shards over the first axis) or a bare process group.
+OURS = ("orig", "flat", "group_orig", "group_flat", "fully_shard", "whole_flat")
 FACES = (*OURS, "torch_wrapper", "torch_fully_shard")
 
 
@@ -85,7 +86,7 @@ def _make(api: Api, face: str, *, tp: int, seed: int) -> _Trained:
         if face.startswith("group"):
             options["process_group"] = mesh.get_group("dp")
         else:
-            options["device_mesh"] = mesh["dp"]
+            options["device_mesh"] = mesh if face.startswith("whole") else mesh["dp"]
         with quiet():
             model[1] = api.FullyShardedDataParallel(model[1], **options)
             model = api.FullyShardedDataParallel(model, **options)
@@ -150,6 +151,7 @@ def _is_odd_pair(settings: Settings) -> bool:
 # Each of ours into each engine's and back; the rest takes too long for every change.
 SOME = [("orig", "fully_shard"), ("group_flat", "torch_fully_shard"), ("torch_wrapper", "flat")]
 SOME += [("torch_fully_shard", "group_orig"), ("flat", "orig"), ("fully_shard", "group_flat")]
+SOME += [("whole_flat", "torch_wrapper")]
 PAIRS = [pair for pair in itertools.product(FACES, FACES) if not all("torch" in f for f in pair)]
 some_pairs = pytest.mark.parametrize(
     ("writer", "reader"),
@@ -183,6 +185,26 @@ def test_checkpoints_of_every_engine_load_into_every_other(
 
 
 @pytest.mark.apis("peer_memory", "process_group")
+@both_degrees
+@on_ranks(4)
+def test_either_wrapper_takes_the_others_sharded_values_as_they_are(api: Api, tp: int) -> None:
+    ours, theirs = (_make(api, face, tp=tp, seed=1) for face in ("orig", "torch_wrapper"))
+    expected = []
+    for trained in (ours, theirs):
+        _train(trained, tp=tp)
+        expected.append(_state(trained))
+    for name, value in expected[0]["model"].items():
+        assert value._spec == expected[1]["model"][name]._spec, name
+        for key, moment in expected[0]["optimizer"]["state"][name].items():
+            other = expected[1]["optimizer"]["state"][name][key]
+            assert getattr(moment, "_spec", None) == getattr(other, "_spec", None), (name, key)
+    for trained, state in ((ours, expected[1]), (theirs, expected[0])):
+        _set(trained, state)
+        actual = _named(_state(trained), moments=_loads_moments(trained.face, tp))
+        assert_equal(actual, {name: _named(state)[name] for name in actual})
+
+
+@pytest.mark.apis("peer_memory", "process_group")
 @pytest.mark.parametrize("writer", ["orig", "torch_fully_shard"])
 @pytest.mark.parametrize("reader", OURS)
 @both_degrees
@@ -198,6 +220,27 @@ def test_full_state_dicts_of_either_engine_load_into_ours(
     read = _make(api, reader, tp=tp, seed=5)
     _set(read, state, WHOLE)
     assert_equal(_named(_state(read, WHOLE)), expected)
+
+
+@pytest.mark.apis("peer_memory", "process_group")
+@pytest.mark.parametrize("face", ["orig", "flat"])
+@both_degrees
+@repeats(lambda s: (s["face"] == "orig") == (s["tp"] == 1))
+@on_ranks(4)
+def test_first_rank_alone_has_the_full_state_and_spreads_it(api: Api, face: str, tp: int) -> None:
+    written = _make(api, face, tp=tp, seed=1)
+    _train(written, tp=tp)
+    expected = _named(_state(written, WHOLE))
+    offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = _state(written, offloaded)
+    if dist.get_rank() == 0:
+        assert_equal(_named(state), expected)
+    else:
+        assert not any(state.values())
+    read = _make(api, face, tp=tp, seed=5)
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(read.model, state["model"], options=spread)
+    assert_equal(_state(read, WHOLE)["model"], _state(written, WHOLE)["model"])
 
 
 @pytest.mark.apis("peer_memory", "process_group")

@@ -22,9 +22,16 @@ class UnitMesh(NamedTuple):
     post_forward: DeviceMesh | None = None  # (replicate, shard) of reshard_after_forward=N
 
     @property
+    def shard_axis(self) -> int:
+        """The mesh's axis that is sharded over: behind that of the replicas, if there is one."""
+        return int(self.replicate_group is not None)
+
+    @property
     def shard_mesh(self) -> DeviceMesh | None:
         """The shard axis as a 1-D mesh; None where the user gave process groups."""
         if self.mesh is None:
             return None
         names = self.mesh.mesh_dim_names
-        return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
+        if self.mesh.ndim == 1 or names is None:
+            return self.mesh
+        return self.mesh[names[self.shard_axis]]

@@ -188,7 +188,7 @@ def whole_parameters(units: Sequence[Unit], options: WholeOptions) -> Iterator[N
         yield
 
 
-def _is_first(unit: Unit) -> bool:
+def is_first(unit: Unit) -> bool:
     """Whether this is the first rank of a unit's mesh."""
     return unit.mesh.plan.shard_rank == 0 and unit.mesh.plan.replicate_rank == 0
 
@@ -201,7 +201,7 @@ def _show(unit: Unit, options: WholeOptions) -> bool:
     grads = gather_whole_grads(unit) if options.with_grads else [None] * len(params)
     unit.is_whole = True
     is_sharded = unit.mesh.plan.shard_size > 1
-    if options.rank0_only and is_sharded and not _is_first(unit):
+    if options.rank0_only and is_sharded and not is_first(unit):
         return False
     if options.offload_to_cpu:
         params = [tensor.cpu() for tensor in params]

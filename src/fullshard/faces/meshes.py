@@ -14,7 +14,7 @@ Names are PyTorch's (``torch.distributed.fsdp._fully_shard``), because libraries
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -350,9 +350,54 @@ def _tensor_parallel_form(
             f"{name} is a DTensor on {len(own.placements)} mesh dims; tensor and expert parallel "
             "make at most two. Pass the whole mesh with dp_mesh_dims= instead."
         )
+    refuse_overlap(own, info.mesh.get_all_groups(), name)
     mesh = DeviceMesh._concatenate([info.mesh, own.mesh])
     spec = tensor_parallel_spec(mesh, _data_parallel(info, Shard(dim)), own)
     return ParamForm(spec, dim, unsharded=own)
+
+
+def joined_mesh(place: UnitMesh, inner: DeviceMesh) -> DeviceMesh | None:
+    """Return the dims of a unit's mesh and of the mesh of a DTensor that it shards, as one mesh.
+
+    In the order in which the mesh has them that both are sliced from; without one, the unit's come first.
+    None if they are not dims of one mesh with names.
+    """
+    outer = place.mesh
+    if outer is None or not (outer.mesh_dim_names and inner.mesh_dim_names):
+        return None
+    root = outer._get_root_mesh()
+    if root != inner._get_root_mesh():
+        return None
+    dims = {
+        name: mesh if mesh.ndim == 1 else mesh[name]
+        for mesh in (outer, inner)
+        for name in mesh.mesh_dim_names or ()
+    }
+    order = root.mesh_dim_names or ()
+    if all(name in order for name in dims):
+        dims = {name: dims[name] for name in order if name in dims}
+    return root if tuple(dims) == order else DeviceMesh._concatenate(list(dims.values()))
+
+
+def refuse_overlap(own: DTensorSpec, groups: Iterable[dist.ProcessGroup | None], name: str) -> None:
+    """Raise MeshError for a DTensor whose mesh shares ranks with the groups to shard or replicate over.
+
+    own: its mesh. name: of the parameter. What is added up over a group has to be the same part on
+    all of its ranks.
+    """
+    below = {rank for group in own.mesh.get_all_groups() for rank in _ranks_of(group)}
+    for group in groups:
+        both = below.intersection(_ranks_of(group)) if group is not None else ()
+        if len(both) > 1:
+            raise MeshError(
+                f"{name} is a DTensor on {own.mesh}, and its ranks {sorted(both)} are data-parallel ranks "
+                "too. Shard over the other dims of the mesh alone, such as mesh['dp']."
+            )
+
+
+def _ranks_of(group: dist.ProcessGroup) -> list[int]:
+    ranks: list[int] = dist.get_process_group_ranks(group)
+    return ranks
 
 
 def tensor_parallel_spec(

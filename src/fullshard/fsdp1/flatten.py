@@ -16,7 +16,7 @@ from fullshard.engine.unit_setup import UnitComms
 from fullshard.errors import ShardingError
 from fullshard.faces.annotated import leave_unchecked
 from fullshard.faces.coverage import CoveredParameters, name_below, qualified_names
-from fullshard.faces.meshes import FSDPMeshInfo, HSDPMeshInfo, param_form
+from fullshard.faces.meshes import refuse_overlap
 from fullshard.plan.builders import flat_layout
 from fullshard.plan.layout import ParamSpec, UnitLayout
 from fullshard.plan.units import clean_name
@@ -41,7 +41,7 @@ def flat_unit(
     parameters = CoveredParameters(covered, ignored_params)
     paths = qualified_names([module], parameters.slots.values())
     names = dict(zip(parameters.slots, paths, strict=True))
-    _check(module, names, parameters, config)
+    _check(module, names, parameters, mesh, config)
     specs = [_spec(parameter, name, config) for parameter, name in names.items()]
     is_aligned = config.style is not ParamStyle.FLAT  # programs rely on a FlatParameter's size
     layout = flat_layout(specs, shard_size=mesh.plan.shard_size, is_aligned=is_aligned)
@@ -59,7 +59,7 @@ def flat_unit(
     _warn_of_hooks(names, config)
     managed = []
     for index, (parameter, slots) in enumerate(parameters.slots.items()):
-        form = _form(parameter, names[parameter], mesh)
+        form = ParamForm(unsharded=parameter._spec if isinstance(parameter, DTensor) else None)
         parameter._fsdp_flattened = True  # type: ignore[attr-defined] # PyTorch's mark, for libraries
         managed.append(_managed(parameter, slots, form, owned[index], holder))
     name_below([module], managed)
@@ -73,14 +73,6 @@ def names_below(module: nn.Module, unit: Unit) -> list[str]:
     """Return the paths of the unit's parameters below a module, without prefixes of wrappers."""
     paths = qualified_names([module], [param.slots for param in unit.params])
     return [clean_name(path.partition(": ")[2]) for path in paths]
-
-
-def _form(parameter: nn.Parameter, name: str, mesh: UnitMesh) -> ParamForm:
-    """Return a parameter's form in sharded state dicts, and while it is unsharded."""
-    if mesh.mesh is None or mesh.shard_group is None:
-        return ParamForm(unsharded=parameter._spec if isinstance(parameter, DTensor) else None)
-    info = FSDPMeshInfo(mesh.mesh, 0) if mesh.mesh.ndim == 1 else HSDPMeshInfo(mesh.mesh, 1, 0)
-    return param_form(parameter, None, info, name)
 
 
 def _managed(
@@ -118,9 +110,12 @@ def _check(
     root: nn.Module,
     names: dict[nn.Parameter, str],
     parameters: CoveredParameters,
+    mesh: UnitMesh,
     config: UnitConfig,
 ) -> None:
     for parameter, name in names.items():
+        if isinstance(parameter, DTensor):
+            refuse_overlap(parameter._spec, (mesh.shard_group, mesh.replicate_group), name)
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ShardingError(
                 f"{name} is not initialised yet (lazy module). Run the module once, then wrap it."

@@ -15,7 +15,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +23,7 @@ from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.params.flat import FLAT_PARAM, HiddenParameter
 from fullshard.engine.unit import Unit
-from fullshard.engine.whole import gather_whole
+from fullshard.engine.whole import gather_whole, is_first
 from fullshard.errors import MisuseError
 from fullshard.plan.layout import BucketLayout
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
@@ -74,7 +73,7 @@ def after_saving(
         )
         settings = default_settings(StateDictType.FULL_STATE_DICT)
     config, kind = settings.state_dict_config, settings.state_dict_type
-    drops = isinstance(config, FullStateDictConfig) and config.rank0_only and dist.get_rank() != 0
+    drops = isinstance(config, FullStateDictConfig) and config.rank0_only and not is_first(unit)
     saved = _buffers(module, state, prefix, casts=kind is not StateDictType.LOCAL_STATE_DICT)
     saved = {key: buffer for key, buffer in saved.items() if key in state_dict}  # persistent ones
     if kind is StateDictType.LOCAL_STATE_DICT:

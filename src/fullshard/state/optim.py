@@ -60,6 +60,7 @@ class Values(enum.Enum):
     """Forms of a sharded parameter's state tensors in a saved state dict."""
 
     WHOLE = enum.auto()  # the whole tensor
+    # What no rank shards is whole in these too.
     SHARDED = enum.auto()  # this rank's rows: a DTensor over the unit's mesh, else a ShardedTensor
     DTENSORS = enum.auto()  # this rank's rows as a DTensor, also where the unit was given no mesh
 
@@ -68,7 +69,8 @@ class Values(enum.Enum):
 class SaveOptions:
     """Options of `save`.
 
-    rank0_only: the other ranks get an empty dict. Only for whole values.
+    rank0_only: the other ranks get an empty dict, except for those that have the rest of the first's
+        values with tensor parallel, who put them together with it. Only for whole values.
     group: the ranks that take part; None for all.
     """
 
@@ -77,11 +79,14 @@ class SaveOptions:
     offload_to_cpu: bool = False
     group: dist.ProcessGroup | None = None
 
-    @property
-    def is_kept_here(self) -> bool:
-        """Whether this rank gets a result."""
+    def is_kept_here(self, units: Sequence[Unit]) -> bool:
+        """Whether this rank gets a result. units: of the model."""
         is_for_all = self.values is not Values.WHOLE or not self.rank0_only
-        return is_for_all or dist.get_rank(self.group) == 0
+        if is_for_all or dist.get_rank(self.group) == 0:
+            return True
+        first = dist.get_process_group_ranks(self.group)[0]
+        specs = [param.form.unsharded for unit in units for param in unit.params]
+        return any(spec is not None and first in spec.mesh.mesh for spec in specs)
 
 
 # Saving
@@ -126,7 +131,7 @@ def save(
         else:
             take_apart(entry, kept, states[id(entry.unit)])
     saved |= _values_of_units(units, states, names_of_trained(trained), options)
-    if not options.is_kept_here:
+    if not options.is_kept_here(units):
         return {}
     # In the order of the model: whoever reads the dict collectively, such as a checkpoint, goes
     # through it in one order on all ranks, while optimizers' groups may differ between ranks.
@@ -165,12 +170,12 @@ def _values_of_unit(
     locals_ = complete(unit, state, agreed.kinds)
     indices, tensors = [index for index, _ in locals_], [*locals_.values()]
     gathered: Sequence[Any]
-    if options.values is Values.WHOLE:
+    if options.values is Values.WHOLE or (unit.params.is_flat and unit.mesh.shard_group is None):
         gathered = whole_values(unit, indices, tensors, rank0_only=options.rank0_only)
     else:
         is_dtensors = options.values is Values.DTENSORS
         gathered = sharded_values(unit, indices, tensors, dtensors=is_dtensors)
-    if not options.is_kept_here:
+    if not options.is_kept_here([unit]):
         return {}
     values = dict(zip(locals_, gathered, strict=True))
     saved = {

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.own_group import group_over
 from fullshard.engine.unit_mesh import UnitMesh
+from fullshard.faces.meshes import joined_mesh
 from fullshard.state.structure import units_of
 
 
@@ -34,6 +35,13 @@ def owners_of(model: nn.Module) -> dist.ProcessGroup | None:
         for param in unit.params
         for spec in (param.form.spec, param.form.unsharded)
         if spec is not None
+    }
+    known |= {
+        _of_mesh(mesh)
+        for unit in units_of(model)
+        for param in unit.params
+        if param.form.unsharded is not None
+        and (mesh := joined_mesh(unit.mesh, param.form.unsharded.mesh)) is not None
     }
     known |= {_of_mesh(p.device_mesh) for p in model.parameters() if isinstance(p, DTensor)}
     largest = max(known, key=len, default=frozenset())

@@ -7,20 +7,28 @@ exchange. Only values that are divided over other ranks than the unit are made w
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.unit import Unit
-from fullshard.faces.meshes import tensor_parallel_spec
+from fullshard.faces.meshes import joined_mesh, tensor_parallel_spec
+from fullshard.plan.boxes import Box, Cut, box_after, common, whole_box
 from fullshard.plan.layout import Piece
-from fullshard.plan.regrid import Division, bucket_division, row_division, whole_division
+from fullshard.plan.regrid import (
+    Division,
+    box_pieces,
+    bucket_division,
+    row_division,
+    whole_division,
+)
 from fullshard.state.exchange import exchange
+from fullshard.state.unit_parts import place_on
 from fullshard.state.values import LocalPart, local_part, sharded_dtensor, sharded_tensor
 from fullshard.torch_private import DTensorSpec, ShardedTensor, TensorMeta
 
@@ -56,22 +64,26 @@ def sharded_values(
     *,
     dtensors: bool = False,
 ) -> list[torch.Tensor | ShardedTensor]:
-    """Return the values of a sharded state dict, one per local. Collective.
+    """Return the values of a sharded state dict, one per local, of a unit that is sharded. Collective.
 
     indices: the parameter that each local belongs to; one may occur several times.
     dtensors: make DTensors, also where the unit was given no mesh. Otherwise those are
         ShardedTensors.
     """
-    if not unit.params.is_flat:
-        rows = [
-            t.reshape(unit.params[i].shard_shape) for i, t in zip(indices, locals_, strict=True)
-        ]
+    params = unit.params
+    specs = {index: _spec_of_values(unit, index, dtensors=dtensors) for index in indices}
+    if params.is_flat:
+        parts = _from_pieces(unit, indices, locals_, specs)
     else:
-        rows = _rows(unit, indices, locals_)
-    return [
-        _as_sharded(unit, index, tensor, dtensors=dtensors)
-        for index, tensor in zip(indices, rows, strict=True)
-    ]
+        parts = [t.reshape(params[i].shard_shape) for i, t in zip(indices, locals_, strict=True)]
+    values: list[torch.Tensor | ShardedTensor] = []
+    for index, part in zip(indices, parts, strict=True):
+        spec = specs[index]
+        if spec is None:
+            values.append(sharded_tensor(part, params[index].shape, unit.mesh.shard_group))
+        else:
+            values.append(sharded_dtensor(part, spec))
+    return values
 
 
 def whole_values(
@@ -83,7 +95,7 @@ def whole_values(
 ) -> list[torch.Tensor | None]:
     """Return the values of a full state dict, one per local. Collective.
 
-    rank0_only: the other ranks get None, and send without receiving.
+    rank0_only: all but the first of the ranks that divide them get None, and send without receiving.
     """
     group = division_group(unit)
     divisions = divisions_of(unit)
@@ -141,41 +153,152 @@ def locals_of(unit: Unit, indices: Sequence[int], values: Sequence[Any]) -> list
     ]
 
 
-def _rows(unit: Unit, indices: Sequence[int], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Exchange pieces of flat buffers for rows along dim 0: (rows of this rank, *shape[1:])."""
-    divisions, group = divisions_of(unit), division_group(unit)
-    shapes = [unit.params[index].shape for index in indices]
-    size = 1 if group is None else group.size()
-    rows = exchange(
+def _spec_of_values(unit: Unit, index: int, *, dtensors: bool) -> DTensorSpec | None:
+    """Return how a parameter's values in sharded state dicts are divided; None for ShardedTensors.
+
+    Those of flat units as PyTorch's wrapper divides them, which loads no others without a checkpoint:
+
+        mesh                                    plain parameter         tensor parallel, dim 0 too
+        ("dp", "tp")["dp"]                      (Shard(0), Replicate)   (Shard(0), Shard(0))
+        ("dp", "tp"), sharded over "dp" alone   (Replicate, Shard(0))   the same
+        a process group                         (Shard(0))              the same
+
+    PyTorch cuts a plain parameter's value over the last axis of a mesh that is no slice, whichever axis
+    the parameter itself is sharded over.
+    """
+    param, group = unit.params[index], unit.mesh.shard_group
+    if param.form.spec is not None:
+        return param.form.spec
+    assert group is not None
+    own, mesh, axis = param.form.unsharded, unit.mesh.mesh, unit.mesh.shard_axis
+    if own is not None:  # a ShardedTensor cannot say that tensor parallel has cut it before
+        return _around(unit, own)
+    if mesh is None:
+        if not dtensors:
+            return None
+        mesh = _mesh_of(group, unit.device.type)
+    elif (root := mesh._get_root_mesh()) == mesh:
+        axis = mesh.ndim - 1
+    elif mesh.mesh_dim_names == (root.mesh_dim_names or ())[: mesh.ndim]:
+        mesh = root
+    meta = TensorMeta(
+        torch.Size(param.shape), torch.empty(param.shape, device="meta").stride(), torch.float32
+    )
+    return DTensorSpec(mesh, _cut_on(axis, mesh.ndim), tensor_meta=meta)
+
+
+def _around(unit: Unit, own: DTensorSpec) -> DTensorSpec:
+    """Return how a DTensor's values are divided: over a flat unit's ranks and its own."""
+    place = unit.mesh
+    mesh = joined_mesh(place, own.mesh) if own.mesh.ndim == 1 else None
+    if mesh is None:
+        assert place.shard_group is not None
+        mesh = _mesh_around(place.shard_group, own.mesh)
+        if own.mesh.ndim > 1:  # which PyTorch's wrapper does not take
+            return tensor_parallel_spec(mesh, (Shard(0),), own)
+        return DTensorSpec(mesh, (Shard(0), *own.placements), tensor_meta=own.tensor_meta)
+    assert place.mesh is not None
+    outer, names = place.mesh.mesh_dim_names or (), own.mesh.mesh_dim_names or ()
+    cuts = {outer[place.shard_axis]: Shard(0), names[0]: own.placements[0]}
+    placements = tuple(cuts.get(name, Replicate()) for name in mesh.mesh_dim_names or ())
+    return DTensorSpec(mesh, placements, tensor_meta=own.tensor_meta)
+
+
+def _cut_on(axis: int, ndim: int) -> tuple[Placement, ...]:
+    return tuple(Shard(0) if each == axis else Replicate() for each in range(ndim))
+
+
+def _from_pieces(
+    unit: Unit,
+    indices: Sequence[int],
+    pieces: Sequence[torch.Tensor],
+    specs: Mapping[int, DTensorSpec | None],
+) -> list[torch.Tensor]:
+    """Exchange pieces of flat buffers for this rank's parts of values. Collective.
+
+    specs: by index, how values are divided; None for rows over the shard group.
+    """
+    old, group = divisions_of(unit), unit.mesh.shard_group
+    assert group is not None
+    new: dict[int, Division] = {}
+    again: dict[dist.ProcessGroup, dict[int, tuple[Division, Division]]] = {}
+    for index, spec in specs.items():
+        own = unit.params[index].form.unsharded
+        if spec is None:
+            shape = unit.params[index].shape
+            new[index] = row_division(shape, dim=0, num_ranks=group.size())
+        elif own is None:
+            new[index] = _division(whole_box(tuple(spec.shape)), _boxes(spec, group))
+        elif (axis := _axis_cut_again(spec, own)) is None:
+            new[index] = _division(place_on(own).box, _boxes(spec, group))
+        else:
+            # What this rank gets, others of the tensor-parallel group have of the parameter. So first
+            # it is sent over the shard group to the ranks beside this one, and then over theirs.
+            inner = own.mesh.get_group()
+            placements = (*spec.placements[:axis], Replicate(), *spec.placements[axis + 1 :])
+            beside = DTensorSpec(spec.mesh, placements, spec.tensor_meta)
+            new[index] = _division(place_on(own).box, _boxes(beside, group))
+            whole, shared = whole_box(tuple(spec.shape)), place_on(beside).box
+            held = [common(shared, box) for box in _boxes(own, inner)]
+            both = _division(whole, held), _division(whole, _boxes(spec, inner))
+            again.setdefault(inner, {})[index] = both
+    parts = exchange(
         [piece.detach().reshape(-1) for piece in pieces],
-        [divisions[index] for index in indices],
-        [row_division(shape, dim=0, num_ranks=size) for shape in shapes],
+        [old[index] for index in indices],
+        [new[index] for index in indices],
         group,
         device=unit.device,
     )
+    for inner, divisions in again.items():
+        positions = [position for position, index in enumerate(indices) if index in divisions]
+        moved = exchange(
+            [parts[position] for position in positions],
+            [divisions[indices[position]][0] for position in positions],
+            [divisions[indices[position]][1] for position in positions],
+            inner,
+            device=unit.device,
+        )
+        for position, part in zip(positions, moved, strict=True):
+            parts[position] = part
     return [
-        tensor.view(tensor.numel() // max(math.prod(shape[1:]), 1), *shape[1:])
-        for tensor, shape in zip(rows, shapes, strict=True)
+        part.view(_shape_here(unit.params[index].shape, specs[index], group))
+        for index, part in zip(indices, parts, strict=True)
     ]
 
 
-def _as_sharded(
-    unit: Unit, index: int, rows: torch.Tensor, *, dtensors: bool
-) -> torch.Tensor | ShardedTensor:
-    param, group = unit.params[index], division_group(unit)
-    if param.form.spec is not None:
-        return sharded_dtensor(rows, param.form.spec)
-    inner = param.form.unsharded
-    if group is None or (not dtensors and inner is None):
-        return sharded_tensor(rows, param.shape, group)
-    if inner is not None:  # a ShardedTensor cannot say that tensor parallel has cut it before
-        spec = tensor_parallel_spec(_mesh_around(group, inner.mesh), (Shard(0),), inner)
-        return sharded_dtensor(rows, spec)
-    meta = TensorMeta(
-        torch.Size(param.shape), torch.empty(param.shape, device="meta").stride(), rows.dtype
+def _axis_cut_again(spec: DTensorSpec, own: DTensorSpec) -> int | None:
+    """Return the axis on which tensor parallel cuts the rows of a value that an axis before it cuts too."""
+    if own.mesh.ndim > 1 or own.placements[0] != Shard(0):
+        return None
+    (inner,) = _ranks_of(own.mesh)
+    axis = _ranks_of(spec.mesh).index(inner)
+    return axis if Shard(0) in spec.placements[:axis] else None
+
+
+def _boxes(spec: DTensorSpec, group: dist.ProcessGroup) -> list[Box]:
+    """Return the boxes of a DTensor that the ranks of a group hold, which is one in its mesh."""
+    ranks = spec.mesh.mesh
+    return [
+        place_on(spec, (ranks == rank).nonzero()[0].tolist()).box
+        for rank in dist.get_process_group_ranks(group)
+    ]
+
+
+def _division(region: Box, boxes: Sequence[Box | None]) -> Division:
+    """Return the division of a box's elements among ranks that hold what boxes have of it."""
+    origin = [-start for start in region.offset]
+    inside = [None if box is None else common(region, box) for box in boxes]
+    return tuple(
+        () if box is None else box_pieces(region.shape, *box.moved(origin)) for box in inside
     )
-    mesh = _mesh_of(group, unit.device.type)
-    return sharded_dtensor(rows, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta))
+
+
+def _shape_here(
+    shape: tuple[int, ...], spec: DTensorSpec | None, group: dist.ProcessGroup
+) -> tuple[int, ...]:
+    if spec is not None:
+        return place_on(spec).box.shape
+    return box_after(shape, [Cut(0, group.rank(), group.size())]).shape
 
 
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
@@ -216,10 +339,7 @@ def _whole(numel: int, group: dist.ProcessGroup | None, *, rank0_only: bool) -> 
     if group is None:
         return whole_division(numel, num_ranks=1)
     everyone = whole_division(numel, num_ranks=group.size())
-    if not rank0_only:
-        return everyone
-    ranks = dist.get_process_group_ranks(group)
-    return tuple(own if rank == 0 else () for rank, own in zip(ranks, everyone, strict=True))
+    return everyone if not rank0_only else (everyone[0], *[()] * (group.size() - 1))
 
 
 def _take(full: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:

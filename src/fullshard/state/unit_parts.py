@@ -186,12 +186,12 @@ def placement_of(spec: DTensorSpec) -> str:
     return ", ".join(parts)
 
 
-def place_on(spec: DTensorSpec) -> Place:
-    """Return this rank's box of a DTensor.
+def place_on(spec: DTensorSpec, coordinate: Sequence[int] | None = None) -> Place:
+    """Return a rank's box of a DTensor: of this one, or of that at a coordinate of the mesh.
 
     Raises UnsupportedError for a partial sum, of which no rank has the values.
     """
-    coordinate = spec.mesh.get_coordinate()
+    coordinate = spec.mesh.get_coordinate() if coordinate is None else coordinate
     assert coordinate is not None  # DTensors are made on the ranks of their mesh
     cuts: list[Cut] = []
     later: list[Cut] = []  # a strided axis cuts what the axes behind it have left
