@@ -867,7 +867,7 @@ def test_saving_and_loading_leave_memory_as_it_was(tmp_path: Path) -> None:
 
 def test_two_jobs_do_not_write_to_one_path(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    other = LocalDraft(tmp_path / "a", "other", overwrite=False)
+    other = LocalDraft(tmp_path / "a", "0123abcd", overwrite=False)
     with pytest.raises(
         CheckpointError, match=f"another job is writing it .process {os.getpid()} on"
     ):
@@ -875,7 +875,7 @@ def test_two_jobs_do_not_write_to_one_path(tmp_path: Path) -> None:
     other.give_up()
     fullshard.save_checkpoint(tmp_path / "a", model)
     # Both have begun, and the other one is complete first.
-    late = LocalDraft(tmp_path / "b", "late", overwrite=False)
+    late = LocalDraft(tmp_path / "b", "4567abcd", overwrite=False)
     late.path.rename(tmp_path / "hidden")
     fullshard.save_checkpoint(tmp_path / "b", model)
     (tmp_path / "hidden").rename(late.path)
@@ -887,10 +887,10 @@ def test_what_a_dead_save_left_is_removed(tmp_path: Path) -> None:
     code = (
         "import os\nfrom pathlib import Path\n"
         "from fullshard.checkpoint.local_folder import LocalDraft\n"
-        f"LocalDraft(Path({str(tmp_path / 'a')!r}), 'dead', overwrite=False)\nos._exit(1)"
+        f"LocalDraft(Path({str(tmp_path / 'a')!r}), 'deadbeef', overwrite=False)\nos._exit(1)"
     )
     in_warm_forks(code)
-    assert (tmp_path / "a.partial-dead").is_dir()
+    assert (tmp_path / "a.partial-deadbeef").is_dir()
     fullshard.save_checkpoint(tmp_path / "a", nn.Linear(2, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -901,7 +901,7 @@ def test_a_writer_on_another_host_is_known_by_its_beats(
 ) -> None:
     monkeypatch.setattr(folder_module, "BEAT_S", 0.1)
     monkeypatch.setattr(socket, "gethostname", lambda: "other")
-    draft = LocalDraft(tmp_path / "a", "there", overwrite=False)
+    draft = LocalDraft(tmp_path / "a", "89ababcd", overwrite=False)
     if not is_alive:
         draft._heart.stop()
     monkeypatch.setattr(socket, "gethostname", lambda: "here")

@@ -31,7 +31,9 @@ from fullshard.checkpoint.stages import SavedCheckpoint, SaveRequest
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 LATEST = "latest"
-_NAME = re.compile(r"step-(\d{1,18})")
+_NAME = re.compile(
+    r"step-(\d{1,18})(-\d+)?"
+)  # a second one where an abandoned one has kept its name
 
 
 class Checkpoint(NamedTuple):
@@ -246,13 +248,17 @@ class CheckpointManager:
         self._unsaved = None
         self._last_saved_at = time.monotonic()
         self._is_vote_older = self._vote is not None
-        target = self._folder.child(f"step-{step:08d}")
 
-        def prepare() -> bool:
+        def prepare() -> tuple[str, bool]:
             self._abandon_after(step)
-            return _is_complete(target)
+            name, number, taken = f"step-{step:08d}", 1, self._folder.abandoned()
+            while name in taken:
+                number += 1
+                name = f"step-{step:08d}-{number}"
+            return name, _is_complete(self._folder.child(name))
 
-        is_there = self._peers.of_first(prepare)
+        name, is_there = self._peers.of_first(prepare)
+        target = self._folder.child(name)
         self._course.add(step)
         request = SaveRequest(
             target.location,
@@ -342,7 +348,7 @@ class CheckpointManager:
         return torch.tensor([int(self._asked), int(late)], device="cpu")
 
     def _abandon_after(self, step: int) -> None:
-        """Rename the checkpoints of another course of training, so that none is taken for the newest.
+        """Set the checkpoints of another course of training aside, so that none is taken for the newest.
 
         Training went back to an earlier one, or began anew in a folder of another run.
         """
@@ -353,19 +359,13 @@ class CheckpointManager:
         ]
         if not later:
             return
-        names = {child.name for child in self._folder.children()}
-        for found in later:
-            name, number = f"{found.name}.abandoned", 1
-            while name in names:
-                number += 1
-                name = f"{found.name}.abandoned-{number}"
-            found.rename(name)
+        now = self._folder.abandon([found.name for found in later])
         if left := _complete_in(self._folder):
             self._folder.replace_small(LATEST, f"{left[-1][1].name}\n".encode())
         warnings.warn(
             f"{self.folder}: {', '.join(found.name for found in later)} are of step {step} or later, of which a "
-            "checkpoint is saved now: training went back or began anew, or another job saves here. Renamed: "
-            "'.abandoned' at the end. Nothing removes them; do so when you do not need them.",
+            "checkpoint is saved now: training went back or began anew, or another job saves here. They are "
+            f"{now}. Nothing goes on from them or removes them; do so when you do not need them.",
             UserWarning,
             stacklevel=2,
         )
@@ -374,9 +374,7 @@ class CheckpointManager:
         """Name the newest checkpoint, and only then remove the oldest ones."""
         self._folder.replace_small(LATEST, f"{newest.name}\n".encode())
         if self._keep_last is not None:
-            prune_checkpoints(
-                self._folder.location, keep_last=self._keep_last, keep_every=self._keep_every
-            )
+            _prune(self._folder, self._keep_last, self._keep_every)
 
 
 def _is_complete(folder: Folder) -> bool:
@@ -395,15 +393,25 @@ def prune_checkpoints(
     Only those that can be loaded count, as far as names and sizes of files tell; another one that is newer
     than those stays, with a warning. Returns what was removed. It loses its name first, so that nobody
     takes half of one for complete.
-    Raises CheckpointError for a folder that is a checkpoint itself.
+    Files in it that no save has written stay, with a warning. What saves and removals that died have left is
+    removed, too. Raises CheckpointError for a folder that is a checkpoint itself.
     """
     if keep_last < 1:
         raise CheckpointError(f"keep_last is {keep_last}: must be at least 1.")
-    if _is_complete(folder_at(folder)):
+    parent = folder_at(folder)
+    if _is_complete(parent):
         raise CheckpointError(
             f"{folder}: is a checkpoint. Name the folder that holds it and others."
         )
-    complete = _complete_in(folder_at(folder))
+    if not dry_run:
+        parent.remove_left_over()
+    return _prune(parent, keep_last, keep_every, dry_run=dry_run)
+
+
+def _prune(
+    parent: Folder, keep_last: int, keep_every: int | None, *, dry_run: bool = False
+) -> list[Checkpoint]:
+    complete = _complete_in(parent)
     kept: set[int] = set()
     damaged: set[int] = set()
     for step, found in reversed(complete):
@@ -414,7 +422,7 @@ def prune_checkpoints(
             warnings.warn(
                 f"{found} is damaged, so it does not count among those to keep, and stays: {fault}",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         else:
             kept.add(step)
@@ -422,5 +430,10 @@ def prune_checkpoints(
         kept |= {step for step, _ in complete if step % keep_every == 0}
     removed = [(step, found) for step, found in complete if step not in kept | damaged]
     for _, found in () if dry_run else removed:
-        found.remove()
+        if others := found.remove():
+            warnings.warn(
+                f"{found} is removed, but for files that no save has written: {', '.join(others[:5])}.",
+                UserWarning,
+                stacklevel=3,
+            )
     return [Checkpoint(step, found.location) for step, found in removed]

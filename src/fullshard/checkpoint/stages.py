@@ -12,7 +12,6 @@ on all ranks together, so an error on one is an error on all, and nothing is lef
 
 import dataclasses
 import platform
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.content import Content, agreed_content, to_write
-from fullshard.checkpoint.folder import Draft, Folder
+from fullshard.checkpoint.folder import Draft, Folder, new_tag
 from fullshard.checkpoint.kept_plan import KeptPlan
 from fullshard.checkpoint.local_content import (
     LocalContent,
@@ -235,7 +234,7 @@ def execute(job: SaveJob, peers: Peers) -> int:
     drafts: list[Draft] = []
 
     def begin() -> tuple[str, str]:
-        tag = secrets.token_hex(4)
+        tag = new_tag()
         drafts.append(job.target.draft(tag, overwrite=job.request.overwrite))
         return str(drafts[0].folder), tag
 
