@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -1053,7 +1053,47 @@ def test_no_moment_is_without_a_complete_checkpoint(
     assert done_at >= 4
 
 
-# Ranks that do not come
+# Ranks that do not come, or come from elsewhere
+
+
+@alone
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("apart", ["steps", "half a step"])
+@on_ranks(2)
+def test_no_checkpoint_is_of_two_moments(api: Api, tmp_path: Path, kind: Any, apart: str) -> None:
+    """Each rank looks at its own clock, and the other one trains on meanwhile."""
+    model, _ = _sharded(api)
+    optimizer = kind(model.parameters(), lr=0.1)
+    fullshard.save_checkpoint(tmp_path / "first", model)  # which waits for all
+    for _ in range(2):
+        pending: Any = None
+        for step in range(1, 4):
+            model(torch.ones(4, 16)).square().mean().backward()
+            if apart == "half a step" and step == 2 and rank() == 0:
+                pending = fullshard.async_save_checkpoint(tmp_path / "a", model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == (2 if apart == "half a step" or rank() == 1 else 1) and pending is None:
+                pending = fullshard.async_save_checkpoint(tmp_path / "a", model, optimizer)
+        said = r"step \d+" if apart == "steps" else r"\d+ steps"
+        with pytest.raises(
+            CheckpointError, match=rf"different moments.*rank 0: {said}.*rank 1: {said}"
+        ):
+            pending.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+
+
+@alone
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint"])
+@on_ranks(2)
+def test_ranks_in_different_calls_are_named(api: Api, tmp_path: Path, call: str) -> None:
+    model, _ = _sharded(api)
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    other = _save_later if rank() == 0 else getattr(fullshard, call)
+    with pytest.raises(CheckpointError, match=f"rank 0 in async_save_checkpoint; rank 1 in {call}"):
+        other(tmp_path / "a", model)
+    fullshard.load_checkpoint(tmp_path / "a", model)
 
 
 def _restart(folder: Path, timeout_s: int) -> None:
@@ -1064,14 +1104,17 @@ def _restart(folder: Path, timeout_s: int) -> None:
     dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=limit)
 
 
-def _save_without_one(folder: Path) -> float:
+def _save_without_one(folder: Path, save: Callable[..., object]) -> float:
     _restart(folder, 2)
     model = nn.Linear(2, 2)
-    fullshard.save_checkpoint(folder / "a", model)
+    save(folder / "a", model)
     began = time.monotonic()
     if rank() == 0:
-        with pytest.raises(CheckpointError, match="has not come, for as long as the process group"):
-            fullshard.save_checkpoint(folder / "b", model)
+        with pytest.raises(
+            CheckpointError,
+            match=r"b: rank 1 did not call (async_)?save_checkpoint here.*has not come, for as long as",
+        ):
+            save(folder / "b", model)
     else:
         time.sleep(5)
     waited = time.monotonic() - began
@@ -1079,10 +1122,11 @@ def _save_without_one(folder: Path) -> float:
     return waited
 
 
+@pytest.mark.parametrize("save", [fullshard.save_checkpoint, _save_later])
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_program_says(
-    tmp_path: Path,
+    tmp_path: Path, save: Callable[..., object]
 ) -> None:
-    outcomes = run_fresh(2, _save_without_one, folder=tmp_path)
+    outcomes = run_fresh(2, _save_without_one, folder=tmp_path, save=save)
     assert [each.fate for each in outcomes] == [Fate.RETURNED] * 2, outcomes
     assert outcomes[0].value < 5
 

@@ -152,7 +152,7 @@ class CheckpointManager:
                     raise CheckpointError(f"{name} is {value!r}: must be at least {smallest}.")
             return folder_at(folder, lasting=True)
 
-        self._peers = Peers()
+        self._peers = Peers(call="CheckpointManager")
         self._folder = self._peers.together(checked)
         self.stopping = False
         self._model, self._optimizer = model, optimizer

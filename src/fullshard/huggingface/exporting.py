@@ -91,7 +91,7 @@ def export_hf(
     it cannot be written; what was written is removed then.
     """
     finish_background()
-    peers = Peers()
+    peers = Peers(call="export_hf")
     mapping = sorted(rename.items()) if isinstance(rename, Mapping) else callable(rename)
     options = {"max_shard_size": max_shard_size, "key": key, "overwrite": overwrite}
     is_model = isinstance(model, nn.Module)
