@@ -706,6 +706,52 @@ def test_managers_give_signals_back_in_any_order(tmp_path: Path) -> None:
     assert "alive" not in done.out
 
 
+def test_forks_of_a_program_with_managers_end_on_sigterm(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, time, torch, fullshard\n"
+        f"make = lambda n: fullshard.CheckpointManager({str(tmp_path)!r} + n, torch.nn.Linear(1, 1))\n"
+        "a, b = make('a'), make('b')\n"
+        "read, write = os.pipe()\n"
+        "if (child := os.fork()) == 0:\n"
+        "    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+        "    os.write(write, b'x')\n    time.sleep(100)\n    os._exit(0)\n"
+        "os.read(read, 1)\nos.kill(child, signal.SIGTERM)\n"
+        "print(os.WTERMSIG(os.waitpid(child, 0)[1]), signal.getsignal(signal.SIGTERM) == b._ask)\n"
+        "b.close(); a.close()\nprint(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
+    )
+    (done,) = in_warm_forks(code)
+    assert done.out.split() == ["15", "True", "True"], done.err
+
+
+def test_a_manager_outside_of_the_main_thread_works_without_signals(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    model, caught = nn.Linear(2, 2), []
+
+    def train(manager: fullshard.CheckpointManager | None) -> None:
+        if manager is None:
+            with pytest.warns(UserWarning, match=r"does not hear SIGTERM.*signals=\(\)"):
+                manager = fullshard.CheckpointManager(tmp_path / "a", model, every_steps=1)
+        manager.step(1)
+        manager.close()
+        caught.append(manager.stopping)
+
+    for own in (None, fullshard.CheckpointManager(tmp_path / "b", model, every_steps=1)):
+        thread = threading.Thread(target=train, args=(own,))
+        thread.start()
+        thread.join()
+    assert caught == [False, False]
+    assert [len(checkpoints_in(tmp_path / name)) for name in "ab"] == [1, 1]
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    "signals", [signal.SIGTERM, (signal.SIGKILL,), ("SIGTERM",), (1000,), None]
+)
+def test_signals_that_no_program_hears_are_refused(tmp_path: Path, signals: Any) -> None:
+    with pytest.raises(CheckpointError, match="signals is"):
+        fullshard.CheckpointManager(tmp_path, nn.Linear(2, 2), signals=signals)
+
+
 def test_a_program_that_ends_waits_for_its_save_or_says_what_is_lost(tmp_path: Path) -> None:
     code = (
         "import sys, torch, fullshard\n"

@@ -9,12 +9,13 @@ runs/books/
 import os
 import re
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from fullshard.checkpoint.stages import SavedCheckpoint, SaveRequest
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 LATEST = "latest"
+_CAN_BE_HEARD = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 _NAME = re.compile(
     r"step-(\d{1,18})(-\d+)?"
 )  # a second one where an abandoned one has kept its name
@@ -116,7 +118,8 @@ class CheckpointManager:
     every_steps, every_minutes: when `step` saves; either, both or neither.
     keep_last: how many of the newest stay; None for all. keep_every: those of steps that this divides stay as well.
     in_background: save with `async_save_checkpoint`.
-    signals: on these, `step` saves once more and sets ``stopping``. () for none.
+    signals: on these, `step` saves once more and sets ``stopping``. () for none. Python hears them in the main
+    thread alone: made in another one, a manager works without, and says so. Processes that this one forks have theirs back.
     extra: each save takes what the dict has then. Objects in it are loaded by `resume`; other values are
     returned by `load_latest`.
 
@@ -144,6 +147,11 @@ class CheckpointManager:
         def checked() -> Folder:
             if not isinstance(extra, Mapping | None):
                 raise CheckpointError(f"extra is {extra!r:.80}: give a dict.")
+            numbers = cast("object", signals)  # whatever a user has passed
+            if not isinstance(numbers, Collection) or not {*numbers} <= _CAN_BE_HEARD:
+                raise CheckpointError(
+                    f"signals is {signals!r:.80}: give those that a program can hear, (signal.SIGTERM,) for one."
+                )
             for (name, smallest), value in zip(least.items(), given, strict=True):
                 fits = float if name == "every_minutes" else int
                 if value is None:
@@ -168,8 +176,10 @@ class CheckpointManager:
         self._unsaved: int | None = None  # the steps that are done, if no checkpoint is of them
         self._vote: tuple[torch.Tensor, Any] | None = None
         self._is_vote_older = False  # than the last save
-        self._previous = {number: signal.signal(number, self._ask) for number in signals}
-        self._votes = every_minutes is not None or bool(signals)
+        self._previous: dict[int, Any] = {}  # what was called on a signal before
+        self._hears = False  # whether signals are this manager's
+        self._hear(signals)
+        self._votes = every_minutes is not None or bool(signals)  # on every rank, if on one
         # A group of its own: votes are under way while a save in the background talks to its peers.
         self._voters = Peers("votes").group if self._votes else None
 
@@ -292,8 +302,33 @@ class CheckpointManager:
         finally:
             self._give_signals_back()
 
+    def _hear(self, signals: Collection[signal.Signals]) -> None:
+        if not signals:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            names = ", ".join(signal.Signals(number).name for number in signals)
+            warnings.warn(
+                f"{self.folder}: this manager does not hear {names}, since it is made outside of the main thread, "
+                "where Python hears signals. It saves when it is due. Make it in the main thread, or pass signals=().",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+        self._hears = True
+        _hearing.append(self)
+        for number in signals:
+            self._previous[number] = signal.getsignal(number) or signal.SIG_DFL
+            signal.signal(number, self._ask)
+
     def _give_signals_back(self) -> None:
         self._closed = True
+        if self._hears and threading.current_thread() is threading.main_thread():
+            self.stop_hearing()
+
+    def stop_hearing(self) -> None:
+        """Give signals back to who had them, in the main thread."""
+        self._hears = False
+        _hearing.remove(self)
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._ask:  # else another one came since, and calls this
                 signal.signal(number, handler)
@@ -305,8 +340,10 @@ class CheckpointManager:
             raise CheckpointError(f"step is {step!r}: give the number of steps that are done.")
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous[signal.Signals(number)]
-        if self._closed:  # a later manager gave the signal back to this one: it goes further back
+        previous = self._previous[number]
+        if (
+            self._closed or not self._hears
+        ):  # a later one gave the signal back: it goes further back
             signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return
@@ -375,6 +412,18 @@ class CheckpointManager:
         self._folder.replace_small(LATEST, f"{newest.name}\n".encode())
         if self._keep_last is not None:
             _prune(self._folder, self._keep_last, self._keep_every)
+
+
+_hearing: list[CheckpointManager] = []  # the last one is called first
+
+
+def _stop_hearing() -> None:
+    """Give signals back in a process that was forked: it is none of the training, and SIGTERM is to end it."""
+    for manager in reversed([*_hearing]):
+        manager.stop_hearing()
+
+
+os.register_at_fork(after_in_child=_stop_hearing)
 
 
 def _is_complete(folder: Folder) -> bool:
