@@ -204,6 +204,24 @@ def test_what_could_not_be_loaded_is_not_saved(api: Api, tmp_path: Path) -> None
     assert fullshard.load_checkpoint(tmp_path / "a", model).step == 1
 
 
+def test_a_manifest_that_would_not_be_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    saved = fullshard.save_checkpoint(tmp_path / "a", model, rng=False)
+    nbytes = (tmp_path / "a" / "manifest.json").stat().st_size
+    for most, fits in ((nbytes, True), (nbytes - 1, False)):
+        monkeypatch.setattr(folder_module, "_MOST_SMALL_NBYTES", most)
+        given = (
+            contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="not saved")
+        )
+        with given:
+            fullshard.save_checkpoint(tmp_path / "a", model, rng=False, overwrite=True)
+        monkeypatch.undo()
+        fullshard.load_checkpoint(saved.path, model)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 @alone
 @on_ranks(2)
 def test_parameters_of_modules_that_are_gone_are_not_saved(api: Api, tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ _SHARD = re.compile(rf"shard-\d{{5,}}-\d+\.({TAG})\.safetensors")
 # A save shows that it is alive this often, and is taken for dead after three silent beats.
 BEAT_S = 10.0
 
-# A manifest has about 20 bytes for each MiB of tensors.
-_MOST_SMALL_NBYTES = 1 << 30
+# A manifest has about 20 bytes for each MiB of tensors, and 150 for each piece of one.
+_MOST_SMALL_NBYTES = 4 << 30
 
 
 def new_tag() -> str:
@@ -44,6 +44,11 @@ def new_tag() -> str:
 def shard_name(rank: int, number: int, tag: str) -> str:
     """Return the name of a rank's file of tensors."""
     return f"shard-{rank:05d}-{number}.{tag}{SHARD_SUFFIX}"
+
+
+def is_small(nbytes: int) -> bool:
+    """Whether a file of this size is read, and so written, as a whole."""
+    return nbytes <= _MOST_SMALL_NBYTES
 
 
 def tag_of(name: str) -> str | None:
@@ -181,10 +186,10 @@ class Folder(abc.ABC):
         """Remove what saves that died, and removals, have left in this folder."""
 
     def read_small(self, name: str) -> bytes:
-        """Return a file's content. Raises as `open_data` does, and CheckpointError for over a GiB."""
+        """Return a file's content. Raises as `open_data` does, and CheckpointError if it is not small."""
         file = self.open_data(name)
         try:
-            if file.nbytes > _MOST_SMALL_NBYTES:
+            if not is_small(file.nbytes):
                 raise CheckpointError(
                     f"{self}/{name}: has {file.nbytes} bytes, so it is not what its name says."
                 )
