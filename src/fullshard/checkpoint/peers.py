@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.backends import timeout_s
+from fullshard.comm.liveness import absent_ranks, leave_word
 from fullshard.comm.own_group import mark_own
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.paths import by_text, name_ranks
-from fullshard.torch_private import default_store
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -27,7 +27,6 @@ U = TypeVar("U")
 _SMALL_NBYTES = 4096
 _ROOM = _SMALL_NBYTES - 8
 _NAMES_RANK = re.compile(r"rank \d+: ")
-_CAME = "fullshard/came/{}/{}"  # by the group and the rank: to how many calls
 
 
 class Peers:
@@ -73,9 +72,7 @@ class Peers:
         """Leave word that this rank has come to a call, for the error where another one never does."""
         if self.group is not None:
             self._number = _numbers[self.group] = _numbers.get(self.group, 0) + 1
-            with contextlib.suppress(Exception):  # an unusual store; then the error lacks the names
-                key = _CAME.format(self.group.group_name, self.rank)
-                default_store().set(key, str(self._number))
+            leave_word(self.group, self._number)
 
     @contextlib.contextmanager
     def naming_absent(self, what: object) -> Iterator[None]:
@@ -83,25 +80,15 @@ class Peers:
         try:
             yield
         except CheckpointError as error:
-            absent = self._absent() if isinstance(error.__cause__, RuntimeError) else []
+            absent: list[int] = []
+            if self.group is not None and isinstance(error.__cause__, RuntimeError):
+                absent = absent_ranks(self.group, self._number)
             if not absent:
                 raise
             raise CheckpointError(
                 f"{what}: {name_ranks(absent)} did not call {self._call} here, and rank {self.rank} did. "
                 f"Call it on all ranks, after the same step. {error}"
             ) from error
-
-    def _absent(self) -> list[int]:
-        with contextlib.suppress(Exception):
-            assert self.group is not None
-            store, name = default_store(), self.group.group_name
-            keys = {rank: _CAME.format(name, rank) for rank in range(self.size)}
-            return [
-                rank
-                for rank, key in keys.items()
-                if not store.check([key]) or int(store.get(key)) < self._number
-            ]
-        return []
 
     def wait_for_all(self) -> None:
         """Return once all ranks have called this. Collective."""
