@@ -119,6 +119,13 @@ def _save_and_load_on_s3(environment: dict[str, str]) -> None:
     assert all(p.equal(wanted[name]) for name, p in whole.named_parameters())
     with fullshard.FullyShardedDataParallel.summon_full_params(other):
         assert all(p.equal(wanted[name]) for name, p in other.module.named_parameters())
+    if rank() == 0:  # of two jobs, one is the first
+        target = folder_at(folder)
+        assert isinstance(target, object_folder.ObjectFolder)
+        target.create_small("first", b"one")
+        with pytest.raises(CheckpointError, match="FileExistsError"):
+            target.create_small("first", b"two")
+        assert target.read_small("first") == b"one"
     with pytest.raises(CheckpointError, match=r"s3://bucket/runs/b.*no folder"):
         fullshard.load_checkpoint("s3://bucket/runs/b", model)
     with pytest.raises(CheckpointError, match=r"(?s)s3://nobody/a.*Check the URL"):
@@ -266,13 +273,13 @@ def test_changed_cut_and_missing_objects_are_named(prefix: str) -> None:
 
 def test_two_jobs_do_not_write_to_one_url(prefix: str, short_beats: None) -> None:
     model, _ = _trained()
-    other = folder_at(f"{prefix}/a").draft("aaaa", overwrite=False)
+    other = folder_at(f"{prefix}/a").draft("aaaaaaaa", overwrite=False)
     with pytest.raises(CheckpointError, match=f"another job is writing it .*{os.getpid()}"):
         fullshard.save_checkpoint(f"{prefix}/a", model)
     other.give_up()
     assert _names(prefix) == []
-    late = folder_at(f"{prefix}/b").draft("bbbb", overwrite=False)
-    fsspec.filesystem("memory").rm(f"{prefix}/b/writer-bbbb.json")  # unseen
+    late = folder_at(f"{prefix}/b").draft("bbbbbbbb", overwrite=False)
+    fsspec.filesystem("memory").rm(f"{prefix}/b/writer-bbbbbbbb.json")  # unseen
     late._heart.stop()  # type: ignore[attr-defined]
     fullshard.save_checkpoint(f"{prefix}/b", model)
     with pytest.raises(CheckpointError, match="already holds"):
@@ -287,8 +294,8 @@ def test_what_a_dead_save_left_is_removed(
     store = fsspec.filesystem("memory")
 
     def leave(name: str) -> None:
-        store.pipe(f"{prefix}/{name}/writer-dead.json", json.dumps({"beat": 3}).encode())
-        store.pipe(f"{prefix}/{name}/shard-00000-0.dead.safetensors", b"half")
+        store.pipe(f"{prefix}/{name}/writer-deadbeef.json", json.dumps({"beat": 3}).encode())
+        store.pipe(f"{prefix}/{name}/shard-00000-0.deadbeef.safetensors", b"half")
 
     leave("step-00000001")
     fullshard.save_checkpoint(f"{prefix}/step-00000001", model)
@@ -311,21 +318,46 @@ def test_others_files_are_not_mixed_with_a_checkpoints(prefix: str) -> None:
         fullshard.save_checkpoint(f"{prefix}/a", nn.Linear(2, 2))
 
 
-def test_going_back_renames_what_is_later(prefix: str) -> None:
+def test_going_back_copies_nothing_and_loses_neither_course(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Linear(2, 2)
     manager = fullshard.CheckpointManager(prefix, model, keep_last=1, signals=())
     for step in (3, 4):
         manager.save(step)
     later = model.weight.detach().clone()
     nn.init.zeros_(model.weight)
-    with pytest.warns(UserWarning, match="step-00000004 are of step 2 or later"):
-        manager.save(2)
+    manager.wait()
+    written: list[str] = []
+    pipe_file = MemoryFileSystem.pipe_file
+    for name in ("cp_file", "rm_file"):
+        monkeypatch.setattr(
+            MemoryFileSystem, name, lambda *_: pytest.fail("costs as much as it is large")
+        )
+    monkeypatch.setattr(
+        MemoryFileSystem,
+        "pipe_file",
+        lambda self, path, *args, **kwargs: (
+            written.append(path),
+            pipe_file(self, path, *args, **kwargs),
+        ),
+    )
+    with pytest.warns(UserWarning, match="step-00000004 are of step 2 or later.*abandoned.json"):
+        manager._abandon_after(2)
+    assert written == [f"/{prefix.removeprefix('memory://')}/abandoned.json"]
+    monkeypatch.undo()
+    for step in (2, 3, 4):  # to where the other course was
+        manager.save(step)
+    manager.save(4)
     manager.close()
     newest = fullshard.latest_checkpoint(prefix)
-    assert newest is not None
-    assert newest.step == 2
-    fullshard.load_checkpoint(f"{prefix}/step-00000004.abandoned", model)
-    assert model.weight.equal(later)
+    assert newest == (4, f"{prefix}/step-00000004-2")
+    assert [each.step for each in checkpoints_in(prefix)] == [4]
+    found = nn.Linear(2, 2)
+    fullshard.load_checkpoint(newest.path, found)
+    assert found.weight.equal(model.weight)
+    fullshard.load_checkpoint(f"{prefix}/step-00000004", found)
+    assert found.weight.equal(later)
 
 
 def test_removing_takes_the_manifest_first(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,8 +371,11 @@ def test_removing_takes_the_manifest_first(prefix: str, monkeypatch: pytest.Monk
         lambda self, path: (removed.append(path), remove(self, path)),
     )
     assert prune_checkpoints(prefix, keep_last=1) == [(1, f"{prefix}/step-00000001")]
-    assert "manifest" in removed[0]
-    assert len(removed) == 2
+    assert [name.rpartition("/")[2].partition("-")[0] for name in removed] == [
+        "manifest.json",
+        "shard",
+        "removed",
+    ]
 
 
 @alone

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,24 @@ def test_what_could_not_be_loaded_is_not_saved(api: Api, tmp_path: Path) -> None
     if rank() == 0:
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert fullshard.load_checkpoint(tmp_path / "a", model).step == 1
+
+
+def test_a_manifest_that_would_not_be_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    saved = fullshard.save_checkpoint(tmp_path / "a", model, rng=False)
+    nbytes = (tmp_path / "a" / "manifest.json").stat().st_size
+    for most, fits in ((nbytes, True), (nbytes - 1, False)):
+        monkeypatch.setattr(folder_module, "_MOST_SMALL_NBYTES", most)
+        given = (
+            contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="not saved")
+        )
+        with given:
+            fullshard.save_checkpoint(tmp_path / "a", model, rng=False, overwrite=True)
+        monkeypatch.undo()
+        fullshard.load_checkpoint(saved.path, model)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @alone
@@ -706,6 +724,52 @@ def test_managers_give_signals_back_in_any_order(tmp_path: Path) -> None:
     assert "alive" not in done.out
 
 
+def test_forks_of_a_program_with_managers_end_on_sigterm(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, time, torch, fullshard\n"
+        f"make = lambda n: fullshard.CheckpointManager({str(tmp_path)!r} + n, torch.nn.Linear(1, 1))\n"
+        "a, b = make('a'), make('b')\n"
+        "read, write = os.pipe()\n"
+        "if (child := os.fork()) == 0:\n"
+        "    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+        "    os.write(write, b'x')\n    time.sleep(100)\n    os._exit(0)\n"
+        "os.read(read, 1)\nos.kill(child, signal.SIGTERM)\n"
+        "print(os.WTERMSIG(os.waitpid(child, 0)[1]), signal.getsignal(signal.SIGTERM) == b._ask)\n"
+        "b.close(); a.close()\nprint(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
+    )
+    (done,) = in_warm_forks(code)
+    assert done.out.split() == ["15", "True", "True"], done.err
+
+
+def test_a_manager_outside_of_the_main_thread_works_without_signals(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    model, caught = nn.Linear(2, 2), []
+
+    def train(manager: fullshard.CheckpointManager | None) -> None:
+        if manager is None:
+            with pytest.warns(UserWarning, match=r"does not hear SIGTERM.*signals=\(\)"):
+                manager = fullshard.CheckpointManager(tmp_path / "a", model, every_steps=1)
+        manager.step(1)
+        manager.close()
+        caught.append(manager.stopping)
+
+    for own in (None, fullshard.CheckpointManager(tmp_path / "b", model, every_steps=1)):
+        thread = threading.Thread(target=train, args=(own,))
+        thread.start()
+        thread.join()
+    assert caught == [False, False]
+    assert [len(checkpoints_in(tmp_path / name)) for name in "ab"] == [1, 1]
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    "signals", [signal.SIGTERM, (signal.SIGKILL,), ("SIGTERM",), (1000,), None]
+)
+def test_signals_that_no_program_hears_are_refused(tmp_path: Path, signals: Any) -> None:
+    with pytest.raises(CheckpointError, match="signals is"):
+        fullshard.CheckpointManager(tmp_path, nn.Linear(2, 2), signals=signals)
+
+
 def test_a_program_that_ends_waits_for_its_save_or_says_what_is_lost(tmp_path: Path) -> None:
     code = (
         "import sys, torch, fullshard\n"
@@ -867,7 +931,7 @@ def test_saving_and_loading_leave_memory_as_it_was(tmp_path: Path) -> None:
 
 def test_two_jobs_do_not_write_to_one_path(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    other = LocalDraft(tmp_path / "a", "other", overwrite=False)
+    other = LocalDraft(tmp_path / "a", "0123abcd", overwrite=False)
     with pytest.raises(
         CheckpointError, match=f"another job is writing it .process {os.getpid()} on"
     ):
@@ -875,7 +939,7 @@ def test_two_jobs_do_not_write_to_one_path(tmp_path: Path) -> None:
     other.give_up()
     fullshard.save_checkpoint(tmp_path / "a", model)
     # Both have begun, and the other one is complete first.
-    late = LocalDraft(tmp_path / "b", "late", overwrite=False)
+    late = LocalDraft(tmp_path / "b", "4567abcd", overwrite=False)
     late.path.rename(tmp_path / "hidden")
     fullshard.save_checkpoint(tmp_path / "b", model)
     (tmp_path / "hidden").rename(late.path)
@@ -887,10 +951,10 @@ def test_what_a_dead_save_left_is_removed(tmp_path: Path) -> None:
     code = (
         "import os\nfrom pathlib import Path\n"
         "from fullshard.checkpoint.local_folder import LocalDraft\n"
-        f"LocalDraft(Path({str(tmp_path / 'a')!r}), 'dead', overwrite=False)\nos._exit(1)"
+        f"LocalDraft(Path({str(tmp_path / 'a')!r}), 'deadbeef', overwrite=False)\nos._exit(1)"
     )
     in_warm_forks(code)
-    assert (tmp_path / "a.partial-dead").is_dir()
+    assert (tmp_path / "a.partial-deadbeef").is_dir()
     fullshard.save_checkpoint(tmp_path / "a", nn.Linear(2, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -901,7 +965,7 @@ def test_a_writer_on_another_host_is_known_by_its_beats(
 ) -> None:
     monkeypatch.setattr(folder_module, "BEAT_S", 0.1)
     monkeypatch.setattr(socket, "gethostname", lambda: "other")
-    draft = LocalDraft(tmp_path / "a", "there", overwrite=False)
+    draft = LocalDraft(tmp_path / "a", "89ababcd", overwrite=False)
     if not is_alive:
         draft._heart.stop()
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
@@ -1053,7 +1117,47 @@ def test_no_moment_is_without_a_complete_checkpoint(
     assert done_at >= 4
 
 
-# Ranks that do not come
+# Ranks that do not come, or come from elsewhere
+
+
+@alone
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("apart", ["steps", "half a step"])
+@on_ranks(2)
+def test_no_checkpoint_is_of_two_moments(api: Api, tmp_path: Path, kind: Any, apart: str) -> None:
+    """Each rank looks at its own clock, and the other one trains on meanwhile."""
+    model, _ = _sharded(api)
+    optimizer = kind(model.parameters(), lr=0.1)
+    fullshard.save_checkpoint(tmp_path / "first", model)  # which waits for all
+    for _ in range(2):
+        pending: Any = None
+        for step in range(1, 4):
+            model(torch.ones(4, 16)).square().mean().backward()
+            if apart == "half a step" and step == 2 and rank() == 0:
+                pending = fullshard.async_save_checkpoint(tmp_path / "a", model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == (2 if apart == "half a step" or rank() == 1 else 1) and pending is None:
+                pending = fullshard.async_save_checkpoint(tmp_path / "a", model, optimizer)
+        said = r"step \d+" if apart == "steps" else r"\d+ steps"
+        with pytest.raises(
+            CheckpointError, match=rf"different moments.*rank 0: {said}.*rank 1: {said}"
+        ):
+            pending.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+    fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+
+
+@alone
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint"])
+@on_ranks(2)
+def test_ranks_in_different_calls_are_named(api: Api, tmp_path: Path, call: str) -> None:
+    model, _ = _sharded(api)
+    fullshard.save_checkpoint(tmp_path / "a", model)
+    other = _save_later if rank() == 0 else getattr(fullshard, call)
+    with pytest.raises(CheckpointError, match=f"rank 0 in async_save_checkpoint; rank 1 in {call}"):
+        other(tmp_path / "a", model)
+    fullshard.load_checkpoint(tmp_path / "a", model)
 
 
 def _restart(folder: Path, timeout_s: int) -> None:
@@ -1064,14 +1168,17 @@ def _restart(folder: Path, timeout_s: int) -> None:
     dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=limit)
 
 
-def _save_without_one(folder: Path) -> float:
+def _save_without_one(folder: Path, save: Callable[..., object]) -> float:
     _restart(folder, 2)
     model = nn.Linear(2, 2)
-    fullshard.save_checkpoint(folder / "a", model)
+    save(folder / "a", model)
     began = time.monotonic()
     if rank() == 0:
-        with pytest.raises(CheckpointError, match="has not come, for as long as the process group"):
-            fullshard.save_checkpoint(folder / "b", model)
+        with pytest.raises(
+            CheckpointError,
+            match=r"b: rank 1 did not call (async_)?save_checkpoint here.*has not come, for as long as",
+        ):
+            save(folder / "b", model)
     else:
         time.sleep(5)
     waited = time.monotonic() - began
@@ -1079,10 +1186,11 @@ def _save_without_one(folder: Path) -> float:
     return waited
 
 
+@pytest.mark.parametrize("save", [fullshard.save_checkpoint, _save_later])
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_program_says(
-    tmp_path: Path,
+    tmp_path: Path, save: Callable[..., object]
 ) -> None:
-    outcomes = run_fresh(2, _save_without_one, folder=tmp_path)
+    outcomes = run_fresh(2, _save_without_one, folder=tmp_path, save=save)
     assert [each.fate for each in outcomes] == [Fate.RETURNED] * 2, outcomes
     assert outcomes[0].value < 5
 

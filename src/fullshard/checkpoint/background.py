@@ -73,10 +73,11 @@ class PendingSave:
     def _run(self, decided: Callable[[], SaveJob]) -> None:
         time.sleep(_HEAD_START_SECONDS)
         try:
-            # Ranks share cores and disks: what one does in the background would hold up others' copies.
-            self._peers.wait_for_all()
-            job = decided()
-            nbytes = execute(job, self._peers)
+            with self._peers.naming_absent(self.path):
+                # Ranks share cores and disks: what one does in the background would hold up others' copies.
+                self._peers.wait_for_all()
+                job = decided()
+                nbytes = execute(job, self._peers)
             self._warning = job.warning(self._peers)
             self._saved = job.saved(nbytes, begun=self._begun, stall_seconds=self.stall_seconds)
         except FullshardError as error:

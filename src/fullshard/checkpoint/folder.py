@@ -10,21 +10,51 @@ files through it: reading and writing them, giving a checkpoint its name, removi
 """
 
 import abc
+import logging
+import re
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
 
+logger = logging.getLogger("fullshard")
+
 SHARD_SUFFIX = ".safetensors"
+
+# Each save has a tag of its own, which its files' names bear: what lacks one is never removed.
+TAG = "[0-9a-f]{8}"
+_SHARD = re.compile(rf"shard-\d{{5,}}-\d+\.({TAG})\.safetensors")
 
 # A save shows that it is alive this often, and is taken for dead after three silent beats.
 BEAT_S = 10.0
 
-# A manifest has about 20 bytes for each MiB of tensors.
-_MOST_SMALL_NBYTES = 1 << 30
+# A manifest has about 20 bytes for each MiB of tensors, and 150 for each piece of one.
+_MOST_SMALL_NBYTES = 4 << 30
+
+
+def new_tag() -> str:
+    """Return a tag that no other save has."""
+    return secrets.token_hex(4)
+
+
+def shard_name(rank: int, number: int, tag: str) -> str:
+    """Return the name of a rank's file of tensors."""
+    return f"shard-{rank:05d}-{number}.{tag}{SHARD_SUFFIX}"
+
+
+def is_small(nbytes: int) -> bool:
+    """Whether a file of this size is read, and so written, as a whole."""
+    return nbytes <= _MOST_SMALL_NBYTES
+
+
+def tag_of(name: str) -> str | None:
+    """Return the tag of the save that wrote a file of tensors; None for a file of another name."""
+    match = _SHARD.fullmatch(name)
+    return match and match[1]
 
 
 class DataFile(abc.ABC):
@@ -123,7 +153,7 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def children(self) -> list["Folder"]:
-        """Return the folders in this one; links are left out."""
+        """Return the folders in this one; links, and what was abandoned, are left out."""
 
     @abc.abstractmethod
     def draft(self, tag: str, *, overwrite: bool) -> Draft:
@@ -134,22 +164,32 @@ class Folder(abc.ABC):
         """Whether this process sees a draft's folder, which another one has made."""
 
     @abc.abstractmethod
-    def remove(self) -> None:
-        """Remove a checkpoint: first what makes it complete, in one step, then its files."""
+    def remove(self) -> list[str]:
+        """Remove a checkpoint: first what makes it complete, in one step, then its files.
+
+        Returns the names of files that no save has written, which stay.
+        """
 
     @abc.abstractmethod
-    def rename(self, name: str) -> "Folder":
-        """Give a checkpoint another name beside its own, which is free; return the folder of that name."""
+    def abandon(self, names: Sequence[str]) -> str:
+        """Take folders out of `children`, in a time that does not depend on their sizes.
+
+        Returns where they are from now on, for a message.
+        """
+
+    def abandoned(self) -> Collection[str]:
+        """Return the names in this folder that abandoned ones have kept."""
+        return ()
 
     @abc.abstractmethod
     def remove_left_over(self) -> None:
         """Remove what saves that died, and removals, have left in this folder."""
 
     def read_small(self, name: str) -> bytes:
-        """Return a file's content. Raises as `open_data` does, and CheckpointError for over a GiB."""
+        """Return a file's content. Raises as `open_data` does, and CheckpointError if it is not small."""
         file = self.open_data(name)
         try:
-            if file.nbytes > _MOST_SMALL_NBYTES:
+            if not is_small(file.nbytes):
                 raise CheckpointError(
                     f"{self}/{name}: has {file.nbytes} bytes, so it is not what its name says."
                 )
@@ -182,8 +222,8 @@ class Heartbeat:
             count += 1
             try:
                 self._beat(count)
-            except Exception:  # a store that is gone is met by the save itself, and named there
-                return
+            except Exception as error:  # the next one may get through; see BEAT_S
+                logger.warning("a save could not show that it is alive: %s", error)
 
 
 def is_silent(look: Callable[[], Any], *, seconds: float | None = None) -> bool:

@@ -75,7 +75,7 @@ def load_checkpoint(
     model and the optimizer are no longer those of before.
     """
     finish_background()
-    peers = Peers()
+    peers = Peers(call="load_checkpoint")
 
     def begin() -> tuple[tuple[SavedState, frozenset[str]], tuple[str, str]]:
         allowed = check_allowed(allow, ALLOWED)

@@ -11,22 +11,27 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.folder import (
-    SHARD_SUFFIX,
+    TAG,
     DataFile,
     Draft,
     Folder,
     Heartbeat,
     NewFile,
     is_silent,
+    new_tag,
+    tag_of,
 )
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError
@@ -35,7 +40,6 @@ _PARTIAL = ".partial-"
 _REMOVED = ".removed-"
 _WRITER = "writer.json"  # in a partial folder; locked and rewritten by who is to complete it
 _WRITER_NBYTES = 512
-_WITHOUT_LOCK_S = 3.0
 _LEFT_AFTER_S = 3600.0  # a partial folder of another host that has not changed for so long is dead
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -65,8 +69,8 @@ class LocalFolder(Folder):
         return path.stat().st_size if path.is_file() else None
 
     def has_lost_manifest(self) -> bool:
-        names = self.path.glob(f"shard-*{SHARD_SUFFIX}")
-        return not (self.path / MANIFEST).exists() and any(names)
+        names = (path.name for path in self.path.glob("shard-*"))
+        return not (self.path / MANIFEST).exists() and any(map(tag_of, names))
 
     def sizes(self) -> dict[str, int]:
         with os.scandir(self.path) as entries:
@@ -97,23 +101,34 @@ class LocalFolder(Folder):
     def sees_draft(self, tag: str) -> bool:
         return self.path.is_dir()
 
-    def remove(self) -> None:
+    def remove(self) -> list[str]:
+        if others := others_in(self.path, is_of_checkpoint):
+            (self.path / MANIFEST).unlink()
+            for path in self.path.iterdir():
+                if is_of_checkpoint(path.name):
+                    path.unlink()
+            return others
         nameless = set_aside(self.path)
         sync_folder(self.path.parent)
-        shutil.rmtree(nameless, ignore_errors=True)
+        discard(nameless, is_of_checkpoint)
+        return []
 
-    def rename(self, name: str) -> "LocalFolder":
-        target = LocalFolder(self.path.with_name(name))
-        self.path.rename(target.path)
-        sync_folder(self.path.parent)
-        return target
+    def abandon(self, names: Sequence[str]) -> str:
+        for name in names:
+            free, number = f"{name}.abandoned", 1
+            while os.path.lexists(self.path / free):
+                number += 1
+                free = f"{name}.abandoned-{number}"
+            (self.path / name).rename(self.path / free)
+        sync_folder(self.path)
+        return "renamed, with '.abandoned' at the end"
 
     def remove_left_over(self) -> None:
-        for partial in _partial_folders(self.path):
+        for partial in _marked_folders(self.path, _PARTIAL):
             if not _is_being_written(partial, may_wait=False):
-                shutil.rmtree(partial, ignore_errors=True)
+                _discard_partial(partial, is_of_checkpoint)
         for nameless in removed_folders(self.path):
-            shutil.rmtree(nameless, ignore_errors=True)
+            discard(nameless, is_of_checkpoint)
 
 
 class _LocalData(DataFile):
@@ -196,11 +211,12 @@ class LocalDraft(Draft):
         self.path = target.with_name(f"{target.name}{_PARTIAL}{tag}")
         self.folder = LocalFolder(self.path)
         self.check_target()
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_for_good(target.parent)
         self._refuse_other_writer()
         self.path.mkdir()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._lock: int | None = os.open(self.path / _WRITER, flags)
+        _drafts.add(self)
         with contextlib.suppress(
             OSError
         ):  # some filesystems have no locks; the beats are seen there
@@ -210,28 +226,44 @@ class LocalDraft(Draft):
         self._heart = Heartbeat(self._beat)
 
     def complete(self, manifest: bytes, names: list[str]) -> None:
-        self.check_target()
+        replaces = self.check_target()
         write_durably(self.path / MANIFEST, manifest)
-        self.seal()
-        if (self.target / MANIFEST).is_file():
+        sync_folder(self.path)
+        if replaces:
             self._replace(names)
         else:
-            if self.target.is_dir():
-                self.target.rmdir()  # empty: `check_target` saw to it
-            self.path.rename(self.target)
-        sync_folder(self.target.parent)
-        self.release()
+            self.path.rename(self.target)  # which fails where another job has been sooner
+            self.settle(self.target.parent, self.target)
 
-    def seal(self) -> None:
-        """Leave nothing in the folder but the files, and all their names on the disk."""
+    def settle(self, changed: Path, own: Path) -> None:
+        """Take away what says that it is being written. It is complete now, so no failure is one of the save.
+
+        changed: the folder in which the last name has changed. own: the draft's, under the name it has now.
+        """
+        try:
+            sync_folder(changed)
+        except OSError as error:
+            warnings.warn(
+                f"{self.target}: is complete, but a power cut may undo that ({error.strerror}).",
+                UserWarning,
+                stacklevel=2,
+            )
         self._heart.stop()
-        (self.path / _WRITER).unlink()
-        sync_folder(self.path)
+        with contextlib.suppress(OSError):
+            (own / _WRITER).unlink()
+        self.release()
 
     def give_up(self) -> None:
         self._heart.stop()
         self.release()
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def is_known(self, name: str) -> bool:
+        """Whether such a draft may have written a file of this name, which may be removed then."""
+        return is_of_checkpoint(name)
+
+    def is_ours(self, name: str) -> bool:
+        return name == _WRITER or self.is_known(name)
 
     def _beat(self, count: int) -> None:
         text = json.dumps({**self._who, "beat": count})
@@ -247,19 +279,35 @@ class LocalDraft(Draft):
         self._lock = None  # the number may be another file's from now on
 
     def _replace(self, names: list[str]) -> None:
-        for name in names:  # they bear this save's tag, so none is there yet
-            (self.path / name).rename(self.target / name)
-        sync_folder(self.target)
-        (self.path / MANIFEST).rename(self.target / MANIFEST)
-        sync_folder(self.target)
+        # What another job has moved here for its own manifest stays: it is still being written.
+        beside = {path.name for path in _marked_folders(self.target.parent, _PARTIAL)}
+        old = [
+            path
+            for path in self.target.iterdir()
+            if (tag := tag_of(path.name)) and f"{self.target.name}{_PARTIAL}{tag}" not in beside
+        ]
+        moved = []
+        try:
+            for name in names:  # they bear this save's tag, so none is there yet
+                (self.path / name).rename(self.target / name)
+                moved.append(name)
+            sync_folder(self.target)
+            (self.path / MANIFEST).rename(self.target / MANIFEST)
+        except OSError:
+            for name in moved:
+                (self.target / name).unlink(missing_ok=True)
+            raise
+        self.settle(self.target, self.path)
         with contextlib.suppress(OSError):  # it is complete, whatever is left of the old one
-            for left in self.target.iterdir():
-                if left.name not in {MANIFEST, *names} and left.suffix == SHARD_SUFFIX:
-                    left.unlink()
-            self.path.rmdir()
+            for path in old:
+                path.unlink(missing_ok=True)
+        discard(self.path, self.is_ours)
 
-    def check_target(self) -> None:
-        """Raise CheckpointError if what is under the name already is not to be replaced."""
+    def check_target(self) -> bool:
+        """Return whether a checkpoint of this name is to be replaced.
+
+        Raises CheckpointError if what is under the name is not to be.
+        """
         if (self.target.parent / MANIFEST).is_file():
             raise CheckpointError(
                 f"{self.target}: is inside a checkpoint. Name a path beside it instead."
@@ -270,54 +318,113 @@ class LocalDraft(Draft):
                     f"{self.target}: already holds a checkpoint. Save under another name, or pass "
                     "overwrite=True to replace it."
                 )
-        elif self.target.is_symlink() or (self.target.exists() and not self.target.is_dir()):
+            return True
+        if self.target.is_symlink() or (self.target.exists() and not self.target.is_dir()):
             raise CheckpointError(f"{self.target}: is a file or a link. Name another path.")
-        elif self.target.is_dir() and any(self.target.iterdir()):
+        if self.target.is_dir() and (others := sorted(self.target.iterdir())):
             raise CheckpointError(
-                f"{self.target}: is a folder with other files and without a checkpoint. Name another "
-                "path, or empty it."
+                f"{self.target}: is a folder with other files ({others[0].name}) and without a checkpoint. Name "
+                "another path, or empty it."
             )
+        return False
 
     def _refuse_other_writer(self) -> None:
-        for other in _partial_folders(self.target.parent, self.target.name):
+        for other in _marked_folders(self.target.parent, _PARTIAL, self.target.name):
+            if not (other / _WRITER).exists() and others_in(other, self.is_ours):
+                continue  # no save's
             if _is_being_written(other, may_wait=True):
                 raise CheckpointError(
                     f"{self.target}: another job is writing it ({_named(_writer_of(other))}). Give each "
                     "job a path of its own."
                 )
-            shutil.rmtree(other, ignore_errors=True)
+            _discard_partial(other, self.is_ours)
 
 
-def _partial_folders(parent: Path, name: str = "*") -> Iterator[Path]:
-    """Yield the unfinished folders of saves under a name, or under any."""
-    yield from sorted(parent.glob(f"{name}{_PARTIAL}*"))
+_drafts: weakref.WeakSet[LocalDraft] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Give the locks of a process back in one that it has forked, which may outlive it."""
+    for draft in [*_drafts]:
+        draft.release()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def is_of_checkpoint(name: str) -> bool:
+    """Whether a save may have written a file of this name in the folder of a checkpoint."""
+    return name in (MANIFEST, _WRITER) or tag_of(name) is not None
+
+
+def others_in(folder: Path, is_ours: Callable[[str], bool]) -> list[str]:
+    """Return the paths in a folder of the files that are not ours."""
+    found = [(path, str(path.relative_to(folder))) for path in sorted(folder.rglob("*"))]
+    return [
+        name
+        for path, name in found
+        if not (path.is_dir() and not path.is_symlink()) and not is_ours(name)
+    ]
+
+
+def discard(folder: Path, is_ours: Callable[[str], bool]) -> None:
+    """Remove a folder, unless it has files that are not ours."""
+    with contextlib.suppress(OSError):
+        if others_in(folder, is_ours):
+            return
+        for path in sorted(folder.rglob("*"), reverse=True):  # what a folder has before itself
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        folder.rmdir()
+
+
+def _discard_partial(partial: Path, is_ours: Callable[[str], bool]) -> None:
+    """Remove the folder of a dead save. One that has got the checkpoint's name meanwhile keeps its files."""
+    with contextlib.suppress(OSError):
+        if not others_in(partial, is_ours):
+            discard(set_aside(partial), is_ours)
+
+
+def _marked_folders(parent: Path, mark: str, name: str | None = None) -> list[Path]:
+    """Return the folders whose names end with a mark and a tag. name: what is before, if not any."""
+    if not parent.is_dir():
+        return []
+    before = ".+" if name is None else re.escape(name)
+    ours = re.compile(f"{before}{re.escape(mark)}{TAG}", re.DOTALL)
+    return sorted(
+        path
+        for path in parent.iterdir()
+        if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    )
 
 
 def _is_being_written(partial: Path, *, may_wait: bool) -> bool:
-    """Whether a process is still writing an unfinished folder.
+    """Whether a process is still writing an unfinished folder, or has just completed it.
 
-    On this host its lock tells. From other hosts it may not be seen, so the folder is watched for a
-    while; without the time for that, it counts as being written until it has not changed for an hour.
-    Without a writer's file a folder is about to get one, or its name, which takes no time.
+    On this host its lock tells. From other hosts it may not be seen, and some filesystems have none, so the
+    folder is watched for a while; without the time for that, it counts as being written until it has not
+    changed for an hour.
     """
-    who = _writer_of(partial)
     try:
-        if who.get("host") == socket.gethostname():
-            with (partial / _WRITER).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return False
+        if _writer_of(partial).get("host") == socket.gethostname():
+            try:
+                with (partial / _WRITER).open("rb") as file:
+                    # A shared one, for which NFS takes a file that is open for reading alone.
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+            except BlockingIOError:
+                return True
+            except FileNotFoundError:
+                return True  # completed since
+            except OSError:  # no locks on this filesystem
+                pass
         if may_wait:
-            return not is_silent(
-                lambda: _seen_of(partial), seconds=None if who else _WITHOUT_LOCK_S
-            )
+            return not is_silent(lambda: _seen_of(partial))
         newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))
-        return time.time() - newest < (_LEFT_AFTER_S if who else _WITHOUT_LOCK_S)
-    except BlockingIOError:
+        return time.time() - newest < _LEFT_AFTER_S
+    except FileNotFoundError:  # somebody has changed it just now
+        return partial.exists()
+    except OSError:  # it cannot be read, and so not be removed
         return True
-    except FileNotFoundError:
-        return False
-    except OSError:  # no locks on this filesystem
-        return not may_wait or not is_silent(lambda: _seen_of(partial))
 
 
 def _seen_of(partial: Path) -> Any:
@@ -327,14 +434,23 @@ def _seen_of(partial: Path) -> Any:
 
 def set_aside(folder: Path) -> Path:
     """Take a folder's name away; return the one that it has then, under which it is to be removed."""
-    nameless = folder.with_name(f"{folder.name}{_REMOVED}{os.getpid()}")
+    nameless = folder.with_name(f"{folder.name}{_REMOVED}{new_tag()}")
     folder.rename(nameless)
     return nameless
 
 
-def removed_folders(parent: Path, name: str = "*") -> Iterator[Path]:
-    """Yield the folders that have lost a name, or any, and whose files are left."""
-    yield from sorted(parent.glob(f"{name}{_REMOVED}*"))
+def removed_folders(parent: Path, name: str | None = None) -> list[Path]:
+    """Return the folders that have lost a name, or any, and whose files are left."""
+    return _marked_folders(parent, _REMOVED, name)
+
+
+def _make_for_good(folder: Path) -> None:
+    """Make a folder and those around it, and wait until the disk has their names."""
+    if folder.is_dir():
+        return
+    _make_for_good(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
 
 
 def write_durably(path: Path, content: bytes) -> None:

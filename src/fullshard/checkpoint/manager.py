@@ -9,12 +9,13 @@ runs/books/
 import os
 import re
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,10 @@ from fullshard.checkpoint.stages import SavedCheckpoint, SaveRequest
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 
 LATEST = "latest"
-_NAME = re.compile(r"step-(\d{1,18})")
+_CAN_BE_HEARD = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+_NAME = re.compile(
+    r"step-(\d{1,18})(-\d+)?"
+)  # a second one where an abandoned one has kept its name
 
 
 class Checkpoint(NamedTuple):
@@ -114,7 +118,8 @@ class CheckpointManager:
     every_steps, every_minutes: when `step` saves; either, both or neither.
     keep_last: how many of the newest stay; None for all. keep_every: those of steps that this divides stay as well.
     in_background: save with `async_save_checkpoint`.
-    signals: on these, `step` saves once more and sets ``stopping``. () for none.
+    signals: on these, `step` saves once more and sets ``stopping``. () for none. Python hears them in the main
+    thread alone: made in another one, a manager works without, and says so. Processes that this one forks have theirs back.
     extra: each save takes what the dict has then. Objects in it are loaded by `resume`; other values are
     returned by `load_latest`.
 
@@ -142,6 +147,11 @@ class CheckpointManager:
         def checked() -> Folder:
             if not isinstance(extra, Mapping | None):
                 raise CheckpointError(f"extra is {extra!r:.80}: give a dict.")
+            numbers = cast("object", signals)  # whatever a user has passed
+            if not isinstance(numbers, Collection) or not {*numbers} <= _CAN_BE_HEARD:
+                raise CheckpointError(
+                    f"signals is {signals!r:.80}: give those that a program can hear, (signal.SIGTERM,) for one."
+                )
             for (name, smallest), value in zip(least.items(), given, strict=True):
                 fits = float if name == "every_minutes" else int
                 if value is None:
@@ -150,7 +160,7 @@ class CheckpointManager:
                     raise CheckpointError(f"{name} is {value!r}: must be at least {smallest}.")
             return folder_at(folder, lasting=True)
 
-        self._peers = Peers()
+        self._peers = Peers(call="CheckpointManager")
         self._folder = self._peers.together(checked)
         self.stopping = False
         self._model, self._optimizer = model, optimizer
@@ -166,8 +176,10 @@ class CheckpointManager:
         self._unsaved: int | None = None  # the steps that are done, if no checkpoint is of them
         self._vote: tuple[torch.Tensor, Any] | None = None
         self._is_vote_older = False  # than the last save
-        self._previous = {number: signal.signal(number, self._ask) for number in signals}
-        self._votes = every_minutes is not None or bool(signals)
+        self._previous: dict[int, Any] = {}  # what was called on a signal before
+        self._hears = False  # whether signals are this manager's
+        self._hear(signals)
+        self._votes = every_minutes is not None or bool(signals)  # on every rank, if on one
         # A group of its own: votes are under way while a save in the background talks to its peers.
         self._voters = Peers("votes").group if self._votes else None
 
@@ -246,13 +258,17 @@ class CheckpointManager:
         self._unsaved = None
         self._last_saved_at = time.monotonic()
         self._is_vote_older = self._vote is not None
-        target = self._folder.child(f"step-{step:08d}")
 
-        def prepare() -> bool:
+        def prepare() -> tuple[str, bool]:
             self._abandon_after(step)
-            return _is_complete(target)
+            name, number, taken = f"step-{step:08d}", 1, self._folder.abandoned()
+            while name in taken:
+                number += 1
+                name = f"step-{step:08d}-{number}"
+            return name, _is_complete(self._folder.child(name))
 
-        is_there = self._peers.of_first(prepare)
+        name, is_there = self._peers.of_first(prepare)
+        target = self._folder.child(name)
         self._course.add(step)
         request = SaveRequest(
             target.location,
@@ -286,8 +302,33 @@ class CheckpointManager:
         finally:
             self._give_signals_back()
 
+    def _hear(self, signals: Collection[signal.Signals]) -> None:
+        if not signals:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            names = ", ".join(signal.Signals(number).name for number in signals)
+            warnings.warn(
+                f"{self.folder}: this manager does not hear {names}, since it is made outside of the main thread, "
+                "where Python hears signals. It saves when it is due. Make it in the main thread, or pass signals=().",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+        self._hears = True
+        _hearing.append(self)
+        for number in signals:
+            self._previous[number] = signal.getsignal(number) or signal.SIG_DFL
+            signal.signal(number, self._ask)
+
     def _give_signals_back(self) -> None:
         self._closed = True
+        if self._hears and threading.current_thread() is threading.main_thread():
+            self.stop_hearing()
+
+    def stop_hearing(self) -> None:
+        """Give signals back to who had them, in the main thread."""
+        self._hears = False
+        _hearing.remove(self)
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._ask:  # else another one came since, and calls this
                 signal.signal(number, handler)
@@ -299,8 +340,10 @@ class CheckpointManager:
             raise CheckpointError(f"step is {step!r}: give the number of steps that are done.")
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous[signal.Signals(number)]
-        if self._closed:  # a later manager gave the signal back to this one: it goes further back
+        previous = self._previous[number]
+        if (
+            self._closed or not self._hears
+        ):  # a later one gave the signal back: it goes further back
             signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return
@@ -342,7 +385,7 @@ class CheckpointManager:
         return torch.tensor([int(self._asked), int(late)], device="cpu")
 
     def _abandon_after(self, step: int) -> None:
-        """Rename the checkpoints of another course of training, so that none is taken for the newest.
+        """Set the checkpoints of another course of training aside, so that none is taken for the newest.
 
         Training went back to an earlier one, or began anew in a folder of another run.
         """
@@ -353,19 +396,13 @@ class CheckpointManager:
         ]
         if not later:
             return
-        names = {child.name for child in self._folder.children()}
-        for found in later:
-            name, number = f"{found.name}.abandoned", 1
-            while name in names:
-                number += 1
-                name = f"{found.name}.abandoned-{number}"
-            found.rename(name)
+        now = self._folder.abandon([found.name for found in later])
         if left := _complete_in(self._folder):
             self._folder.replace_small(LATEST, f"{left[-1][1].name}\n".encode())
         warnings.warn(
             f"{self.folder}: {', '.join(found.name for found in later)} are of step {step} or later, of which a "
-            "checkpoint is saved now: training went back or began anew, or another job saves here. Renamed: "
-            "'.abandoned' at the end. Nothing removes them; do so when you do not need them.",
+            "checkpoint is saved now: training went back or began anew, or another job saves here. They are "
+            f"{now}. Nothing goes on from them or removes them; do so when you do not need them.",
             UserWarning,
             stacklevel=2,
         )
@@ -374,9 +411,19 @@ class CheckpointManager:
         """Name the newest checkpoint, and only then remove the oldest ones."""
         self._folder.replace_small(LATEST, f"{newest.name}\n".encode())
         if self._keep_last is not None:
-            prune_checkpoints(
-                self._folder.location, keep_last=self._keep_last, keep_every=self._keep_every
-            )
+            _prune(self._folder, self._keep_last, self._keep_every)
+
+
+_hearing: list[CheckpointManager] = []  # the last one is called first
+
+
+def _stop_hearing() -> None:
+    """Give signals back in a process that was forked: it is none of the training, and SIGTERM is to end it."""
+    for manager in reversed([*_hearing]):
+        manager.stop_hearing()
+
+
+os.register_at_fork(after_in_child=_stop_hearing)
 
 
 def _is_complete(folder: Folder) -> bool:
@@ -395,15 +442,25 @@ def prune_checkpoints(
     Only those that can be loaded count, as far as names and sizes of files tell; another one that is newer
     than those stays, with a warning. Returns what was removed. It loses its name first, so that nobody
     takes half of one for complete.
-    Raises CheckpointError for a folder that is a checkpoint itself.
+    Files in it that no save has written stay, with a warning. What saves and removals that died have left is
+    removed, too. Raises CheckpointError for a folder that is a checkpoint itself.
     """
     if keep_last < 1:
         raise CheckpointError(f"keep_last is {keep_last}: must be at least 1.")
-    if _is_complete(folder_at(folder)):
+    parent = folder_at(folder)
+    if _is_complete(parent):
         raise CheckpointError(
             f"{folder}: is a checkpoint. Name the folder that holds it and others."
         )
-    complete = _complete_in(folder_at(folder))
+    if not dry_run:
+        parent.remove_left_over()
+    return _prune(parent, keep_last, keep_every, dry_run=dry_run)
+
+
+def _prune(
+    parent: Folder, keep_last: int, keep_every: int | None, *, dry_run: bool = False
+) -> list[Checkpoint]:
+    complete = _complete_in(parent)
     kept: set[int] = set()
     damaged: set[int] = set()
     for step, found in reversed(complete):
@@ -414,7 +471,7 @@ def prune_checkpoints(
             warnings.warn(
                 f"{found} is damaged, so it does not count among those to keep, and stays: {fault}",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         else:
             kept.add(step)
@@ -422,5 +479,10 @@ def prune_checkpoints(
         kept |= {step for step, _ in complete if step % keep_every == 0}
     removed = [(step, found) for step, found in complete if step not in kept | damaged]
     for _, found in () if dry_run else removed:
-        found.remove()
+        if others := found.remove():
+            warnings.warn(
+                f"{found} is removed, but for files that no save has written: {', '.join(others[:5])}.",
+                UserWarning,
+                stacklevel=3,
+            )
     return [Checkpoint(step, found.location) for step, found in removed]

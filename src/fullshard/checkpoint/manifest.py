@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.checksums import CHECKSUM, checksum
+from fullshard.checkpoint.folder import is_small
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, tiling_fault
 from fullshard.plan.layout import Shape
@@ -160,6 +161,12 @@ def readable(manifest: Manifest, where: str) -> bytes:
     where: of what is about to be complete. Raises CheckpointError if `loads` would refuse them.
     """
     data = dumps(manifest)
+    if not is_small(len(data)):
+        num_pieces = sum(len(tensor.pieces) for tensor in manifest.tensors.values())
+        raise CheckpointError(
+            f"{where} was not saved, because it could not be loaded: its manifest of {num_pieces:,} pieces has "
+            f"{len(data):,} bytes. Save fewer pieces: shard over fewer ranks, and replicate over the rest (HSDP)."
+        )
     try:
         loads(data, "Its manifest")
     except CheckpointError as error:

@@ -9,32 +9,41 @@ under a name that no other save uses, and the manifest comes last: it makes the 
       writer-1f3a9c02.json                   while it is being written, or left by a crash
 
 To replace a checkpoint is to write its next manifest over the old one, and to remove the old files then.
+A new one's manifest is put there on the condition that there is none, where the store knows conditions.
 """
 
 import contextlib
+import errno
 import functools
+import inspect
 import json
 import os
 import posixpath
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from fullshard.checkpoint.folder import (
-    SHARD_SUFFIX,
+    TAG,
     DataFile,
     Draft,
     Folder,
     Heartbeat,
     NewFile,
     is_silent,
+    new_tag,
+    tag_of,
 )
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
 
-_WRITER = re.compile(r"writer-[0-9a-f]+\.json")
+_WRITER = re.compile(rf"writer-({TAG})\.json")
+_REMOVED = re.compile(
+    rf"removed-{TAG}\.json"
+)  # there from before the manifest goes until all has gone
+_ABANDONED = "abandoned.json"  # beside checkpoints: a list of the names of some
 _LEFT_AFTER_S = 3600.0  # unfinished objects that have not changed for so long are nobody's
 
 
@@ -116,8 +125,7 @@ class ObjectFolder(Folder):
         return False  # a save that is under way looks the same
 
     def sizes(self) -> dict[str, int]:
-        files = (each for each in self.entries() if each["type"] == "file")
-        return {posixpath.basename(each["name"]): each["size"] for each in files}
+        return {_base(each): each["size"] for each in self.entries() if each["type"] == "file"}
 
     def open_data(self, name: str) -> DataFile:
         return _ObjectData(self, name)
@@ -129,13 +137,32 @@ class ObjectFolder(Folder):
         with _naming(f"{self.url}/{name}", "writing"):
             self.files.pipe_file(f"{self.root}/{name}", content)
 
+    @property
+    def knows_conditions(self) -> bool:
+        """Whether fsspec's class for this store can write what is not there yet, and nothing else."""
+        return "mode" in inspect.signature(self.files.pipe_file).parameters
+
+    def create_small(self, name: str, content: bytes) -> None:
+        """Write a small file that is not there yet. Of several jobs at once, one can."""
+        if not self.knows_conditions:
+            return self.replace_small(name, content)
+        with _naming(f"{self.url}/{name}", "writing"):
+            try:
+                self.files.pipe_file(f"{self.root}/{name}", content, mode="create")
+            except OSError as error:
+                if error.errno != errno.ENOSYS:
+                    raise
+                self.replace_small(name, content)  # a server that speaks S3, but for conditions
+
     def children(self) -> list[Folder]:
-        names = (
-            posixpath.basename(each["name"].rstrip("/"))
-            for each in self.entries()
-            if each["type"] == "directory"
-        )
-        return [self.child(name) for name in sorted(names)]
+        entries = self.entries()
+        names = {_base(each): each["type"] for each in entries}
+        left_out = self.abandoned() if _ABANDONED in names else ()
+        return [
+            self.child(name)
+            for name, kind in sorted(names.items())
+            if kind == "directory" and name not in left_out
+        ]
 
     def draft(self, tag: str, *, overwrite: bool) -> Draft:
         return _ObjectDraft(self, tag, overwrite=overwrite)
@@ -143,28 +170,43 @@ class ObjectFolder(Folder):
     def sees_draft(self, tag: str) -> bool:
         return self.size_of(_writer_name(tag)) is not None
 
-    def remove(self) -> None:
-        """Remove the manifest, and with it the checkpoint, then the other objects."""
-        self.delete(MANIFEST)
-        self.delete(*(name for name in self.files_here() if name != MANIFEST))
+    def remove(self) -> list[str]:
+        names = self.files_here()
+        self.replace_small(mark := f"removed-{new_tag()}.json", b"{}")
+        self.delete(*dict.fromkeys((MANIFEST, *filter(_is_ours, names), mark)))
+        return [name for name in names if not _is_ours(name)]
 
-    def rename(self, name: str) -> "ObjectFolder":
-        """Copy the objects, the manifest last, since nothing is renamed here; then remove these."""
-        parent, url = posixpath.dirname(self.root), posixpath.dirname(self.url)
-        target = ObjectFolder(self.files, f"{parent}/{name}", f"{url}/{name}")
-        with _naming(target.url, "copying"):
-            for each in (*(n for n in self.files_here() if n != MANIFEST), MANIFEST):
-                self.files.cp_file(f"{self.root}/{each}", f"{target.root}/{each}")
-        self.remove()
-        return target
+    def abandon(self, names: Sequence[str]) -> str:
+        """Enter the names in a list, since nothing is renamed here."""
+        content = json.dumps(sorted({*self.abandoned(), *names}))
+        self.replace_small(_ABANDONED, content.encode())
+        return f"where they were, and named in {_ABANDONED}"
+
+    def abandoned(self) -> Collection[str]:
+        if self.size_of(_ABANDONED) is None:
+            return ()
+        try:
+            names = json.loads(self.read_small(_ABANDONED))
+        except ValueError:
+            names = None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(
+                f"{self}/{_ABANDONED}: is no list of names. Restore it, or remove it if no checkpoint beside it "
+                "was abandoned."
+            )
+        return names
 
     def remove_left_over(self) -> None:
         for child in self.children():
             assert isinstance(child, ObjectFolder)
-            names = child.files_here()
-            ours = all(name.endswith(SHARD_SUFFIX) or _WRITER.fullmatch(name) for name in names)
-            if names and ours and all(child.is_old(name) for name in names):
-                child.delete(*names)
+            names = {_base(each): each["type"] for each in child.entries()}
+            if MANIFEST in names or not all(map(_is_ours, names)) or "directory" in names.values():
+                continue
+            marks = [name for name in names if _REMOVED.fullmatch(name)]
+            # Without a mark somebody may be copying a checkpoint here, file by file.
+            may_live = filter(_WRITER.fullmatch, names) if marks else names
+            if all(map(child.is_old, may_live)) and child.size_of(MANIFEST) is None:
+                child.delete(*(name for name in names if name not in marks), *marks)
 
     # For drafts
 
@@ -204,6 +246,17 @@ class ObjectFolder(Folder):
 
 def _writer_name(tag: str) -> str:
     return f"writer-{tag}.json"
+
+
+def _base(entry: Mapping[str, Any]) -> str:
+    return posixpath.basename(entry["name"].rstrip("/"))
+
+
+def _is_ours(name: str) -> bool:
+    """Whether saves and removals give objects of a checkpoint such a name."""
+    if name == MANIFEST or tag_of(name):
+        return True
+    return bool(_WRITER.fullmatch(name) or _REMOVED.fullmatch(name))
 
 
 class _ObjectData(DataFile):
@@ -275,26 +328,46 @@ class _ObjectDraft(Draft):
         self._heart = Heartbeat(self._beat)
 
     def complete(self, manifest: bytes, names: list[str]) -> None:
+        # Before the check: what is nobody's now is not another job's that is complete by then.
+        left = self._left_behind()
         if self._check_target() != self._old:
-            raise CheckpointError(
-                f"{self._target}: another job has saved here meanwhile. Give each job a URL of its own."
-            )
-        left = [name for name in self._target.files_here() if name.endswith(SHARD_SUFFIX)]
-        self._heart.stop()
+            raise self._sooner()
         self._put(manifest)
+        self._heart.stop()
         with contextlib.suppress(
             CheckpointError
         ):  # it is complete, whatever is left of the old one
-            self._target.delete(_writer_name(self._tag), *(n for n in left if n not in names))
+            self._target.delete(*(n for n in left if n not in names), _writer_name(self._tag))
+
+    def _left_behind(self) -> list[str]:
+        """Return the objects here that no save is writing: of the checkpoint to replace, and of dead ones."""
+        names = self._target.files_here()
+        alive = {match[1] for match in map(_WRITER.fullmatch, names) if match} | {self._tag}
+        return [
+            name
+            for name in names
+            if _REMOVED.fullmatch(name) or ((tag := tag_of(name)) and tag not in alive)
+        ]
+
+    def _sooner(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._target}: another job has saved here meanwhile. Give each job a URL of its own."
+        )
 
     def _put(self, manifest: bytes) -> None:
         """Write the manifest. A write whose answer was lost may have come about all the same, or yet will."""
+        is_new = self._old is None
+        write = self._target.create_small if is_new else self._target.replace_small
         try:
-            self._target.replace_small(MANIFEST, manifest)
+            write(MANIFEST, manifest)
         except CheckpointError as error:
+            there: bytes | None = None
             with contextlib.suppress(CheckpointError):
-                if self._target.read_small(MANIFEST) == manifest:
-                    return
+                there = self._target.read_small(MANIFEST)
+            if there == manifest:
+                return
+            if there is not None and is_new and self._target.knows_conditions:
+                raise self._sooner() from error
             self._may_be_complete = True
             raise CheckpointError(
                 f"{error} If the store has written it all the same, this checkpoint is complete, so its files "
@@ -305,7 +378,7 @@ class _ObjectDraft(Draft):
         self._heart.stop()
         if self._may_be_complete:
             return
-        own = [name for name in self._target.files_here() if f".{self._tag}." in name]
+        own = [name for name in self._target.files_here() if tag_of(name) == self._tag]
         self._target.delete(*own, _writer_name(self._tag))
 
     def _beat(self, count: int) -> None:
@@ -314,7 +387,7 @@ class _ObjectDraft(Draft):
 
     def _check_target(self) -> bytes | None:
         """Return the manifest that is there, None without one."""
-        names = self._target.files_here()
+        names = [_base(each) for each in self._target.entries()]
         if MANIFEST in names:
             if not self._overwrite:
                 raise CheckpointError(
@@ -322,8 +395,7 @@ class _ObjectDraft(Draft):
                     "overwrite=True to replace it."
                 )
             return self._target.read_small(MANIFEST)
-        others = [n for n in names if not n.endswith(SHARD_SUFFIX) and not _WRITER.fullmatch(n)]
-        if others:
+        if others := [name for name in names if not _is_ours(name)]:
             raise CheckpointError(
                 f"{self._target}: has other files ({others[0]}) and no checkpoint. Name another URL, or "
                 "empty it."
@@ -331,20 +403,25 @@ class _ObjectDraft(Draft):
         return None
 
     def _refuse_other_writer(self) -> None:
-        names = self._target.files_here()
-        complete = (self._old or b"").decode(errors="replace")
-        for writer in filter(_WRITER.fullmatch, names):
-            who = self._content(writer).decode()
+        for match in filter(None, map(_WRITER.fullmatch, self._target.files_here())):
+            writer, tag = match[0], match[1]
+            who = self._content(writer)
+            if who is None:  # it has ended
+                continue
             if not is_silent(functools.partial(self._content, writer)):
                 raise CheckpointError(
-                    f"{self._target}: another job is writing it ({who}). Give each job a URL of its own."
+                    f"{self._target}: another job is writing it ({who.decode()}). Give each job a URL of its "
+                    "own."
                 )
-            tag = writer.removeprefix("writer-").removesuffix(".json")
-            left = [name for name in names if f".{tag}." in name and f'"{name}"' not in complete]
-            self._target.delete(writer, *left)
+            # It may have died, or lost its mark alone, once its manifest was there.
+            complete = (self._content(MANIFEST) or b"").decode(errors="replace")
+            names = [name for name in self._target.files_here() if tag_of(name) == tag]
+            self._target.delete(*(n for n in names if f'"{n}"' not in complete), writer)
+        self._old = self._check_target()
 
-    def _content(self, name: str) -> bytes:
+    def _content(self, name: str) -> bytes | None:
+        """Return what is in a small file; None if it is not there."""
         try:
             return self._target.read_small(name)
-        except CheckpointError:  # it has ended meanwhile
-            return b""
+        except DamagedCheckpointError:
+            return None

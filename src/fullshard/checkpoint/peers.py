@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.backends import timeout_s
+from fullshard.comm.liveness import absent_ranks, leave_word
 from fullshard.comm.own_group import mark_own
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.plan.paths import by_text, name_ranks
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -31,10 +33,13 @@ class Peers:
     """The ranks of the job. One rank alone needs no process group.
 
     use: those with different uses may be called at once from different threads, as each has its group.
+    call: what the program has called, which has to be the same on all ranks.
     """
 
-    def __init__(self, use: str = "saves") -> None:
+    def __init__(self, use: str = "saves", call: str = "another function") -> None:
         is_many = dist.is_initialized() and dist.get_world_size() > 1
+        self._call = call
+        self._number = 0
         self.group = _group(use) if is_many else None
         self.rank = dist.get_rank() if is_many else 0
         self.size = dist.get_world_size() if is_many else 1
@@ -43,17 +48,47 @@ class Peers:
         """Return every rank's value, on every rank. Collective, one round if values are small."""
         if self.group is None:
             return [value]
-        own = _Message.of(value)
+        own = _Message.of((self._call, value))
         beginnings = torch.empty(self.size, _SMALL_NBYTES, dtype=torch.uint8, device="cpu")
         with _naming_loss():
             dist.all_gather([*beginnings.unbind()], own.beginning, group=self.group)
         longest = max(map(_length, beginnings)) - _ROOM
-        if longest <= 0:
-            return [_value(row) for row in beginnings]
-        rests = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
-        with _naming_loss():
-            dist.all_gather([*rests.unbind()], own.rest(longest), group=self.group)
-        return [_value(*rows) for rows in zip(beginnings, rests, strict=True)]
+        rows = [[row] for row in beginnings]
+        if longest > 0:
+            rests = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
+            with _naming_loss():
+                dist.all_gather([*rests.unbind()], own.rest(longest), group=self.group)
+            rows = [[*each] for each in zip(beginnings, rests, strict=True)]
+        told = [_value(*each) for each in rows]
+        if len({call for call, _ in told}) > 1:
+            calls = by_text({rank: call for rank, (call, _) in enumerate(told)})
+            raise CheckpointError(
+                f"Ranks wait in different calls: {'; '.join(f'{who} in {what}' for who, what in calls)}. Make "
+                "the same calls on all ranks, in the same order."
+            )
+        return [value for _, value in told]
+
+    def come(self) -> None:
+        """Leave word that this rank has come to a call, for the error where another one never does."""
+        if self.group is not None:
+            self._number = _numbers[self.group] = _numbers.get(self.group, 0) + 1
+            leave_word(self.group, self._number)
+
+    @contextlib.contextmanager
+    def naming_absent(self, what: object) -> Iterator[None]:
+        """Name in the error of a lost rank those that have not come to this call. what: was to be saved."""
+        try:
+            yield
+        except CheckpointError as error:
+            absent: list[int] = []
+            if self.group is not None and isinstance(error.__cause__, RuntimeError):
+                absent = absent_ranks(self.group, self._number)
+            if not absent:
+                raise
+            raise CheckpointError(
+                f"{what}: {name_ranks(absent)} did not call {self._call} here, and rank {self.rank} did. "
+                f"Call it on all ranks, after the same step. {error}"
+            ) from error
 
     def wait_for_all(self) -> None:
         """Return once all ranks have called this. Collective."""
@@ -265,6 +300,7 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]
 _groups = weakref.WeakKeyDictionary()
 

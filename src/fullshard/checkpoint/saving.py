@@ -79,8 +79,9 @@ def save_now(request: SaveRequest) -> SavedCheckpoint:
     """Do what `save_checkpoint` does. Collective."""
     begun = time.perf_counter()
     finish_background()
-    peers = Peers()
-    with collector_waits():
+    peers = Peers(call="save_checkpoint")
+    peers.come()
+    with collector_waits(), peers.naming_absent(request.path):
         job = decide(alike_in(request), lambda: capture(request), peers)
         nbytes = execute(job, peers)
     saved = job.saved(nbytes, begun=begun, stall_seconds=time.perf_counter() - begun)
@@ -93,7 +94,8 @@ def save_later(request: SaveRequest) -> PendingSave:
     """Do what `async_save_checkpoint` does. Collective."""
     begun = time.perf_counter()
     finish_background()
-    peers = Peers()
+    peers = Peers(call="async_save_checkpoint")
+    peers.come()
     with collector_waits():
         return PendingSave(request, _decided_later(request, peers), peers, begun)
 

@@ -12,7 +12,6 @@ on all ranks together, so an error on one is an error on all, and nothing is lef
 
 import dataclasses
 import platform
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.content import Content, agreed_content, to_write
-from fullshard.checkpoint.folder import Draft, Folder
+from fullshard.checkpoint.folder import Draft, Folder, new_tag
 from fullshard.checkpoint.kept_plan import KeptPlan
 from fullshard.checkpoint.local_content import (
     LocalContent,
@@ -41,8 +40,12 @@ from fullshard.checkpoint.module_states import module_states
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
+from fullshard.engine.checks.strays import num_steps
+from fullshard.engine.unit_setup import comms_of
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.boxes import tiling_fault
+from fullshard.plan.paths import by_text
+from fullshard.state.structure import Structure
 from fullshard.versions import VERSION
 
 
@@ -83,6 +86,7 @@ class Captured:
     """What one rank alone brings to a save.
 
     values: of the manifest. memory: of the content's views of models and optimizers.
+    moments: see `_moments`.
     """
 
     request: SaveRequest
@@ -90,6 +94,7 @@ class Captured:
     content: LocalContent
     values: Mapping[str, Any]
     memory: Sequence[torch.Tensor]
+    moments: Mapping[str, tuple[int, str]]
 
     def staged(self, stage: Stage) -> Callable[[], "Captured"]:
         """Copy what it refers to; return what puts the same together over the copies, later."""
@@ -156,7 +161,43 @@ def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
         rng=request.rng,
         compares=compares(request.model),
     )
-    return Captured(request, target, content, values, memory)
+    return Captured(request, target, content, values, memory, _moments(structures, optimizers))
+
+
+def _moments(
+    structures: Mapping[str, Structure], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[str, tuple[int, str]]:
+    """Return at which places of the program this rank is, by what counts them.
+
+    Each is a number, and words for it. Numbers are the same on all ranks that count one thing: the group of a
+    unit counts what its ranks do together, and an optimizer of theirs its steps. Of models that nothing keeps
+    equal, nobody knows.
+    """
+    units = [unit for structure in structures.values() for unit, _ in structure.units]
+    ledgers = {c.ledger.key: c.ledger for c in comms_of(units) if c.ledger is not None}
+    moments = {
+        key: (ledger.place, f"{ledger.moment} ({ledger.place} operations of the group)")
+        for key, ledger in ledgers.items()
+    }
+    if ledgers:
+        groups = ", ".join(sorted(ledgers))
+        for section, optimizer in optimizers.items():
+            number = num_steps.get(optimizer, 0)
+            moments[f"{section} of {groups}"] = number, f"{number} steps of {section}"
+    return moments
+
+
+def _check_moments(everyones: Sequence[Mapping[str, tuple[int, str]]]) -> None:
+    """Raise CheckpointError where ranks were at different places when they called this."""
+    for key in dict.fromkeys(key for own in everyones for key in own):
+        seen = {rank: own[key] for rank, own in enumerate(everyones) if key in own}
+        if len({number for number, _ in seen.values()}) > 1:
+            texts = by_text({rank: text for rank, (_, text) in seen.items()})
+            copies = "; ".join(f"{ranks}: {text}" for ranks, text in texts)
+            raise CheckpointError(
+                f"Ranks save states of different moments. {copies}. Nothing was saved. Save on all ranks after "
+                "the same step: let one rank look at its clock and tell the others, as CheckpointManager does."
+            )
 
 
 def alike_in(request: SaveRequest) -> dict[str, Any]:
@@ -181,12 +222,13 @@ def decide(alike: Mapping[str, Any], captured: Callable[[], Captured], peers: Pe
     Raises CheckpointError, on all ranks, for arguments that differ between them or cannot be saved.
     """
 
-    def known() -> tuple[Captured, Told]:
+    def known() -> tuple[Captured, tuple[Told, Mapping[str, tuple[int, str]]]]:
         own = captured()
-        return own, own.content.told()
+        return own, (own.content.told(), own.moments)
 
-    own, told = peers.together_telling(known, alike=alike)
-    content = agreed_content(own.content, told, peers)
+    own, everyones = peers.together_telling(known, alike=alike)
+    _check_moments([moments for _, moments in everyones])
+    content = agreed_content(own.content, [told for told, _ in everyones], peers)
     tensors = {
         holding.name: {
             "shape": holding.shape,
@@ -235,7 +277,7 @@ def execute(job: SaveJob, peers: Peers) -> int:
     drafts: list[Draft] = []
 
     def begin() -> tuple[str, str]:
-        tag = secrets.token_hex(4)
+        tag = new_tag()
         drafts.append(job.target.draft(tag, overwrite=job.request.overwrite))
         return str(drafts[0].folder), tag
 

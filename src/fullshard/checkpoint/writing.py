@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fullshard.checkpoint.checksums import checksum
-from fullshard.checkpoint.folder import SHARD_SUFFIX, Folder
+from fullshard.checkpoint.folder import Folder, shard_name
 from fullshard.checkpoint.manifest import BLOCK_NBYTES, FileEntry, blocks_of, dtype_name
 from fullshard.plan.boxes import Box
 from fullshard.state.host_memory import host_bytes
@@ -80,8 +80,7 @@ def write_files(
     a folder that cannot be written.
     """
     parts = divided(items)
-    suffix = f".{tag}" if tag else ""
-    names = [f"shard-{rank:05d}-{number}{suffix}{SHARD_SUFFIX}" for number in range(len(parts))]
+    names = [shard_name(rank, number, tag) for number in range(len(parts))]
     done = _at_once(
         [
             functools.partial(_write_file, folder, name, number, part, data_of or _own_bytes)

@@ -22,6 +22,7 @@ from fullshard.torch_private import default_group, default_store
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
 _GRACE_S = 1.0
 _KEY = "fullshard/process/{}"
+_CAME = "fullshard/came/{}/{}"  # by the group and the rank: to how many calls
 
 
 # Default groups that this process was announced in. Once per group serves all units; once per unit
@@ -39,6 +40,25 @@ def announce() -> None:
         store = default_store()
         store.set(_KEY.format(dist.get_rank()), f"{host_identity()} {os.getpid()}")
         _announced.add(world)
+
+
+def leave_word(group: dist.ProcessGroup, number: int) -> None:
+    """Leave word in the store that this rank has come to call ``number`` of those that a group counts."""
+    with contextlib.suppress(Exception):  # as above
+        default_store().set(_CAME.format(group.group_name, group.rank()), str(number))
+
+
+def absent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
+    """Return the ranks of a group that have not come to a call; none if the store does not tell."""
+    with contextlib.suppress(Exception):
+        store = default_store()
+        keys = {rank: _CAME.format(group.group_name, rank) for rank in range(group.size())}
+        return [
+            rank
+            for rank, key in keys.items()
+            if not store.check([key]) or int(store.get(key)) < number
+        ]
+    return []
 
 
 class naming_lost_ranks:  # noqa: N801  (a context manager, used like a function)

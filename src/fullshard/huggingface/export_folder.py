@@ -2,13 +2,14 @@
 
 import json
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.checkpoint.local_folder import (
     LocalDraft,
+    discard,
+    others_in,
     removed_folders,
     set_aside,
     sync_folder,
@@ -155,7 +156,7 @@ class ExportFolder(LocalDraft):
         the name.
         """
         self.check_target()
-        self.seal()
+        sync_folder(self.path)
         self._remove_old()  # what a crash has left
         old = set_aside(self.target) if self.target.is_dir() else None
         try:
@@ -164,33 +165,34 @@ class ExportFolder(LocalDraft):
             if old is not None:
                 old.rename(self.target)
             raise
-        sync_folder(self.target.parent)
-        self.release()
+        self.settle(self.target.parent, self.target)
         self._remove_old()
 
     def _remove_old(self) -> None:
         for old in removed_folders(self.target.parent, self.target.name):
-            shutil.rmtree(old, ignore_errors=True)
+            discard(old, self.is_ours)
 
     def is_known(self, name: str) -> bool:
         """Whether an export may have written a file of this name, which may be replaced then."""
         return name in self._names or name in _USUAL or bool(_WEIGHTS_NAME.fullmatch(name))
 
-    def check_target(self) -> None:
-        """Raise CheckpointError if something is there that an export would not have written."""
+    def check_target(self) -> bool:
+        """Return whether something is to be replaced.
+
+        Raises CheckpointError if it is something that an export would not have written.
+        """
         target = self.target
         if target.is_symlink() or (target.exists() and not target.is_dir()):
             raise CheckpointError(f"{target}: is a file or a link. Name another path.")
         if not target.is_dir() or not any(target.iterdir()):
-            return
+            return False
         if not self.overwrite:
             raise CheckpointError(
                 f"{target}: is there already. Name another path, or pass overwrite=True to replace it."
             )
-        for path in target.rglob("*"):
-            name = str(path.relative_to(target))
-            if path.is_file() and not self.is_known(name):
-                raise CheckpointError(
-                    f"{target}: holds {name}, which no export has written, and would be removed with the "
-                    "folder. Name another path, or move that file."
-                )
+        if others := others_in(target, self.is_ours):
+            raise CheckpointError(
+                f"{target}: holds {others[0]}, which no export has written, and would be removed with the "
+                "folder. Name another path, or move that file."
+            )
+        return True

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.background import finish_background
-from fullshard.checkpoint.folder import Folder, NewFile
+from fullshard.checkpoint.folder import Folder, NewFile, new_tag
 from fullshard.checkpoint.locations import Location, disk_path, folder_at
 from fullshard.checkpoint.manager import latest_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST
@@ -92,7 +91,7 @@ def export_hf(
     it cannot be written; what was written is removed then.
     """
     finish_background()
-    peers = Peers()
+    peers = Peers(call="export_hf")
     mapping = sorted(rename.items()) if isinstance(rename, Mapping) else callable(rename)
     options = {"max_shard_size": max_shard_size, "key": key, "overwrite": overwrite}
     is_model = isinstance(model, nn.Module)
@@ -170,9 +169,7 @@ class _Export:
         others = self._beside()
         if len(self._files) > 1:
             others[INDEX] = index_of(self._files)
-        self._folder = ExportFolder(
-            self._path, secrets.token_hex(4), overwrite=self._overwrite, names=others
-        )
+        self._folder = ExportFolder(self._path, new_tag(), overwrite=self._overwrite, names=others)
         self._folder.write(others)
         return [*others]
 

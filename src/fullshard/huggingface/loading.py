@@ -77,7 +77,7 @@ def load_hf(
     found before anything is changed.
     """
     finish_background()
-    peers = Peers()
+    peers = Peers(call="load_hf")
     mapping = sorted(rename.items()) if isinstance(rename, Mapping) else callable(rename)
     alike = {"path": str(path), "allow": listed(allow), "rename": mapping}
     allowed = peers.together(lambda: check_allowed(allow, ALLOWED), alike=alike)

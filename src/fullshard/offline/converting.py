@@ -1,7 +1,6 @@
 """From any form into ours, divided as for any number of ranks: `convert_checkpoint`."""
 
 import math
-import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.folder import new_tag
 from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manifest import readable
 from fullshard.checkpoint.module_states import MODULE_STATES
@@ -53,7 +53,7 @@ def convert_checkpoint(
     begun = time.perf_counter()
     with naming_disk_faults(target), open_state(source) as state:
         tensors = _kept(state, weights_only)
-        draft = folder_at(target).draft(tag := secrets.token_hex(4), overwrite=overwrite)
+        draft = folder_at(target).draft(tag := new_tag(), overwrite=overwrite)
         try:
             copy = _Copy(state, sum(map(_nbytes, tensors.values())), progress)
             facts = {name: _facts(tensor, ranks) for name, tensor in tensors.items()}

@@ -7,7 +7,6 @@ Keys are those of ``{"model": ..., "optim": ..., "step": ...}`` with the state d
 import dataclasses
 import io
 import math
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fullshard.checkpoint.dcp_files import METADATA
+from fullshard.checkpoint.folder import new_tag
 from fullshard.checkpoint.locations import Location, disk_path
 from fullshard.checkpoint.module_states import MODULE_STATES
 from fullshard.checkpoint.random_states import RNG
@@ -72,7 +72,7 @@ def export_dcp(
     target = disk_path(path, "an export")
     with open_state(source) as state:
         leaves = _leaves(state, weights_only)
-        folder = _DcpFolder(target, secrets.token_hex(4), overwrite=overwrite)
+        folder = _DcpFolder(target, new_tag(), overwrite=overwrite)
         try:
             planner = _Planner(state, leaves, progress)
             with torch.no_grad(), naming_disk_faults(target):

@@ -40,6 +40,8 @@ on_first: list[Callable[[], None]] = []
 registrations = Count()
 _installed: list[object] = []  # handles of the hooks
 # For each optimizer that was looked through: `marks` and its number of parameter groups then.
+# How often each has stepped since a model was first sharded: the same on ranks at one place of a program.
+num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
@@ -53,6 +55,7 @@ def watch() -> None:
                 register_optimizer_step_pre_hook(_check_optimizer),
                 register_optimizer_step_pre_hook(check_elementwise),
                 register_optimizer_step_post_hook(check_state_precision),
+                register_optimizer_step_post_hook(_count_step),
             )
         )
         for begin in on_first:
@@ -87,6 +90,11 @@ def _count_parameter(_: nn.Module, __: str, parameter: nn.Parameter) -> None:
 
 def _count_module(_: nn.Module, __: str, ___: nn.Module | None) -> None:
     registrations.value += 1
+
+
+@eager
+def _count_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+    num_steps[optimizer] = num_steps.get(optimizer, 0) + 1
 
 
 def _check_optimizer(optimizer: Optimizer, _: Any, __: Any) -> None:
