@@ -10,7 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.torch_private import default_store
+from fullshard.comm.backends import timeout_s
+from fullshard.comm.store import store_in_time
 
 # Exchanges so far, by name of the group. Keys of the store stay, so each exchange has its own;
 # ranks count alike, since every exchange is a call of all of them.
@@ -19,7 +20,7 @@ _rounds: "collections.Counter[str]" = collections.Counter()
 
 def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's value, in rank order. Every rank of the group must call it."""
-    store = default_store()
+    store = store_in_time(timeout_s(group))
     name = group.group_name
     _rounds[name] += 1
     prefix = f"fullshard/exchange/{name}/{_rounds[name]}"

@@ -16,11 +16,13 @@ from fullshard.comm.ledgers import known_ledger
 from fullshard.comm.patience import loss, unreachable
 from fullshard.comm.processes import is_running
 from fullshard.comm.shared_memory import SharedMemory, host_identity
+from fullshard.comm.store import store_in_time
 from fullshard.errors import CommError, DivergenceError
-from fullshard.torch_private import default_group, default_store
+from fullshard.torch_private import default_group
 
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
 _GRACE_S = 1.0
+_ANSWER_S = 5.0  # of the store
 _KEY = "fullshard/process/{}"
 
 
@@ -36,7 +38,7 @@ def announce() -> None:
         world = default_group()
         if world in _announced:
             return
-        store = default_store()
+        store = store_in_time(_ANSWER_S)
         store.set(_KEY.format(dist.get_rank()), f"{host_identity()} {os.getpid()}")
         _announced.add(world)
 
@@ -99,7 +101,7 @@ def _lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[in
     """Return the group's ranks on this host whose processes are gone, waiting so long for one."""
     processes: dict[int, int] = {}
     with contextlib.suppress(Exception):  # the store may have died with its rank
-        store = default_store()
+        store = store_in_time(_ANSWER_S)
         for rank in dist.get_process_group_ranks(group):
             if store.check([_KEY.format(rank)]):
                 host, _, pid = store.get(_KEY.format(rank)).decode().rpartition(" ")
