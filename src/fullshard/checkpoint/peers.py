@@ -15,8 +15,14 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.backends import timeout_s
+from fullshard.comm.liveness import announce, name_lost_ranks
 from fullshard.comm.own_group import mark_own
-from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    FullshardError,
+    PeerLostError,
+)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -45,13 +51,13 @@ class Peers:
             return [value]
         own = _Message.of(value)
         beginnings = torch.empty(self.size, _SMALL_NBYTES, dtype=torch.uint8, device="cpu")
-        with _naming_loss():
+        with _naming_loss(self.group):
             dist.all_gather([*beginnings.unbind()], own.beginning, group=self.group)
         longest = max(map(_length, beginnings)) - _ROOM
         if longest <= 0:
             return [_value(row) for row in beginnings]
         rests = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
-        with _naming_loss():
+        with _naming_loss(self.group):
             dist.all_gather([*rests.unbind()], own.rest(longest), group=self.group)
         return [_value(*rows) for rows in zip(beginnings, rests, strict=True)]
 
@@ -79,7 +85,7 @@ class Peers:
         everyones: list[Any] | None = [own]
         if self.group is not None:
             everyones = [None] * self.size if self.rank == 0 else None
-            with _naming_loss():
+            with _naming_loss(self.group):
                 dist.gather_object(own, everyones, dst=0, group=self.group)
 
         def results() -> list[T]:
@@ -113,13 +119,13 @@ class Peers:
 
     def _from_first(self, value: Any) -> Any:
         own = _Message.of(value if self.rank == 0 else None)
-        with _naming_loss():
+        with _naming_loss(self.group):
             dist.broadcast(own.beginning, 0, group=self.group)
         longest = _length(own.beginning) - _ROOM
         if longest <= 0:
             return _value(own.beginning)
         rest = own.rest(longest)
-        with _naming_loss():
+        with _naming_loss(self.group):
             dist.broadcast(rest, 0, group=self.group)
         return _value(own.beginning, rest)
 
@@ -241,18 +247,25 @@ def _check_alike(everyones: Sequence[Mapping[str, str]]) -> None:
 
 
 @contextlib.contextmanager
-def _naming_loss() -> Iterator[None]:
-    """Say of an error of the transport what it means: that a rank does not answer any more."""
+def _naming_loss(group: dist.ProcessGroup) -> Iterator[None]:
+    """Say of an error of the transport what it means: which rank does not answer any more."""
     try:
         yield
     except RuntimeError as error:
-        what = "A rank has died, or has left its process group,"
+        said = str(error).partition("\n")[0][:200]
+        what = f"A rank has died, or has left its process group, while the ranks saved or loaded together ({said})."
         if "imed out" in str(error):
-            what = "A rank has not come, for as long as the process group's timeout says,"
+            what = f"A rank has not come to save or to load for as long as the process group's timeout says ({said})."
+        cause: RuntimeError | None = error
+        try:
+            name_lost_ranks(error, group, "a save or a load")
+        except PeerLostError as lost:
+            what, cause = str(lost), None  # what the transport says of it adds nothing
+        except FullshardError:
+            pass  # nobody is known to be gone
         raise CheckpointError(
-            f"{what} while the ranks saved or loaded together ({str(error).partition(chr(10))[0][:200]}). "
-            "Checkpoints that were complete before are as they were: start again from the newest."
-        ) from error
+            f"{what} Checkpoints that were complete before are as they were: start again from the newest."
+        ) from cause
 
 
 def said(error: BaseException) -> str:
@@ -280,5 +293,6 @@ def _group(use: str) -> dist.ProcessGroup:
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
         mark_own(group)
+        announce()
         groups[use] = group
     return groups[use]
