@@ -247,11 +247,12 @@ def _check_alike(everyones: Sequence[Mapping[str, str]]) -> None:
 
 
 @contextlib.contextmanager
-def _naming_loss(group: dist.ProcessGroup) -> Iterator[None]:
+def _naming_loss(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Say of an error of the transport what it means: which rank does not answer any more."""
     try:
         yield
     except RuntimeError as error:
+        assert group is not None
         said = str(error).partition("\n")[0][:200]
         what = f"A rank has died, or has left its process group, while the ranks saved or loaded together ({said})."
         if "imed out" in str(error):

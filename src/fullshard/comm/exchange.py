@@ -24,7 +24,7 @@ def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
     name = group.group_name
     _rounds[name] += 1
     prefix = f"fullshard/exchange/{name}/{_rounds[name]}"
-    store.set(f"{prefix}/{group.rank()}", pickle.dumps(value))  # type: ignore[arg-type]
+    store.set(f"{prefix}/{group.rank()}", pickle.dumps(value))
     keys = [f"{prefix}/{rank}" for rank in range(group.size())]
     store.wait(keys)
     return [pickle.loads(data) for data in store.multi_get(keys)]
