@@ -7,7 +7,6 @@ to hold is found out.
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 import time
@@ -23,8 +22,8 @@ Memory = tuple[int, int, int]  # pid, descriptor, bytes
 class Event:
     """Times recorded, in shared memory."""
 
-    def __init__(self, memory: mmap.mmap, handle: Memory) -> None:
-        self.word = memoryview(memory).cast("q")
+    def __init__(self, memory: memoryview, handle: Memory) -> None:
+        self.word = memory.cast("q")
         self.handle = handle
 
 
@@ -76,7 +75,7 @@ class HostPeers:
     def finish(self) -> None:
         self._dawdle()
 
-    def _create(self, nbytes: int) -> tuple[mmap.mmap, Memory]:
+    def _create(self, nbytes: int) -> tuple[memoryview, Memory]:
         fd = _create_file(nbytes)
         handle = (os.getpid(), fd, nbytes)
         return _open_peer_file(*handle), handle

@@ -1,10 +1,13 @@
-"""Memory of this host, and limits that a container puts on a process: control groups of version 2 and 1."""
+"""Memory and addresses of this host, and limits that a container puts on a process: control groups of version 2 and 1."""
 
 import contextlib
+import importlib
 import mmap
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Files of a limit, and of what is used of it: version 2, and 1, which has a number where there is none.
 _OF_MEMORY = (
@@ -12,6 +15,7 @@ _OF_MEMORY = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 _NO_LIMIT = 1 << 60
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR, from linux/sockios.h
 
 
 class Quotas(NamedTuple):
@@ -32,6 +36,20 @@ def read_quotas(proc: Path = Path("/proc/self"), root: Path = Path("/sys/fs/cgro
     if memory is not None and memory >= _NO_LIMIT:
         memory = used = None
     return Quotas(_cores(folders), memory, used, max_tasks, tasks)
+
+
+def read_addresses() -> dict[str, str]:
+    """Return the IPv4 address of each network interface that has one."""
+    found = {}
+    with contextlib.suppress(OSError, ImportError):
+        fcntl: Any = importlib.import_module("fcntl")  # Unix has it
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):
+                    request = struct.pack("256s", name.encode()[:15])
+                    reply = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, request)
+                    found[name] = socket.inet_ntoa(reply[20:24])
+    return found
 
 
 def read_memory(proc: Path = Path("/proc")) -> dict[str, int]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from typing import ClassVar
 
 import pytest
 
-from fullshard.comm import ledger, waits
+from fullshard.comm import ledger, patience, waits
 from fullshard.comm.ledger import Ledger
 from fullshard.comm.waits import wait_comparing
 from fullshard.errors import DivergenceError
@@ -91,6 +92,8 @@ class _Sentry:
         """Do nothing."""
         return contextlib.nullcontext()
 
+    unreached: ClassVar[frozenset[int]] = frozenset()
+
     def check(self) -> None:
         """Do nothing."""
 
@@ -99,6 +102,7 @@ class _Sentry:
 def _no_sentry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the thread, which needs a process group."""
     monkeypatch.setattr(waits, "sentry", _Sentry)
+    monkeypatch.setattr(patience, "sentry", _Sentry)
 
 
 def _wait(work: _Work) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.comm import liveness
+from fullshard.comm.store import StoreInTime
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_a_process_is_looked_for_where_its_number_means_something(
 ) -> None:
     """Containers of one node may share its name; process numbers are each one's own."""
     store = dist.HashStore()
-    monkeypatch.setattr(liveness, "default_store", lambda: store)
+    monkeypatch.setattr(liveness, "store_in_time", lambda limit_s: StoreInTime(store, limit_s))
     world = type("World", (), {})()  # in which nobody was announced yet
     monkeypatch.setattr(liveness, "default_group", lambda: world)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
 
+from fullshard.comm import neighbours
 from fullshard.comm.neighbours import Neighbours
 from fullshard.comm.notices import Board
 
@@ -73,6 +77,70 @@ def test_a_stranger_is_sent_away(ring: list[Neighbours], doors: Doors) -> None:
             assert ended(ring[0]) == set()
             assert stranger.recv(1) == b""
     assert ended(ring[0]) == set()
+
+
+def test_whoever_says_nothing_is_sent_away_in_time_and_few_are_let_in(
+    ring: list[Neighbours], doors: Doors
+) -> None:
+    _, port, host = doors.lines["door", 4]
+    assert host == "127.0.0.1", "where it can be reached, and nowhere else"
+    ended(ring[0])
+    with contextlib.ExitStack() as stack:
+        silent: list[socket.socket] = []
+        with contextlib.suppress(TimeoutError):  # the system lets nobody more wait to be let in
+            for _ in range(5 * neighbours._MOST_STRANGERS):
+                waiting = socket.create_connection((host, int(port)), timeout=0.2)
+                silent.append(stack.enter_context(waiting))
+        assert len(silent) > neighbours._MOST_STRANGERS
+        descriptors = num_open()
+        ended(ring[0])
+        assert num_open() <= descriptors + neighbours._MOST_STRANGERS
+        deadline = time.monotonic() + 10
+        for each in silent:
+            each.setblocking(False)
+        while silent and time.monotonic() < deadline:
+            assert ended(ring[0]) == set()
+            silent = [each for each in silent if not _was_closed(each)]
+        assert not silent
+    assert [ended(each) for each in ring] == [set(), set(), set()]
+
+
+def test_a_connection_that_breaks_is_made_again_where_the_rank_lives(
+    ring: list[Neighbours], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a link was down. Until then the rank is out of reach, and not said to have ended."""
+    assert [ended(each) for each in ring] == [set(), set(), set()]
+    connect = socket.create_connection
+
+    def no_answer(*_: object, **__: object) -> socket.socket:
+        raise TimeoutError
+
+    for is_last, to_connect in enumerate((no_answer, connect)):
+        monkeypatch.setattr(socket, "create_connection", to_connect)
+        monkeypatch.setattr(neighbours, "_TRY_EVERY_S", 0.0)
+        if not is_last:
+            for each in list(ring[1]._ranks):  # so that its system resets them
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                each.close()
+            ring[1]._ranks.clear()
+        assert [ended(each) for each in ring] == [set(), set(), set()]
+        assert [each.unreached for each in (ring[0], ring[2])] == [set() if is_last else {5}] * 2
+    ring[1].close()
+    assert [ended(each) for each in (ring[0], ring[2])] == [{5}, {5}]
+
+
+def num_open() -> int:
+    """Return how many files this process has open."""
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def _was_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
 
 
 def test_without_the_next_rank_it_goes_on(doors: Doors) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import fullshard
 from fullshard.comm.own_group import is_gloo, own_group
-from tests.harness import on_ranks, rank
+from tests.comm.test_agreed_order import on_hosts_of_their_own
+from tests.harness import Fate, on_ranks, rank, run_fresh, world_size
 
 
 @on_ranks(4)
@@ -59,3 +65,31 @@ def test_where_one_rank_may_open_no_more_files_all_share_the_programs_group() ->
             resource.setrlimit(resource.RLIMIT_NOFILE, (40, limits[1]))
         assert own_group(group) is group
     dist.destroy_process_group(group)
+
+
+def _make_and_destroy(way: str, folder: Path) -> list[int]:
+    """Return how many files and threads there are after each of some default groups."""
+    found = []
+    size, number = world_size(), rank()
+    for cycle in range(6):
+        dist.destroy_process_group()
+        gc.collect()
+        found.append(sum(len([*Path(f"/proc/self/{each}").iterdir()]) for each in ("fd", "task")))
+        store = f"file://{folder}/{cycle}"
+        dist.init_process_group("gloo", init_method=store, rank=number, world_size=size)
+        with on_hosts_of_their_own() if way == "hosts" else contextlib.nullcontext():
+            before = fullshard.set_default_comm("auto" if way == "hosts" else way)
+            model = fullshard.fully_shard(nn.Linear(8, 8))
+            model(torch.ones(2, 8)).sum().backward()
+            fullshard.save_checkpoint(folder / f"checkpoint-{cycle}", model)
+            fullshard.set_default_comm(before)
+        del model
+    return found
+
+
+@pytest.mark.parametrize("way", ["peer_memory", "process_group", "hosts"])
+def test_groups_that_are_destroyed_leave_nothing(way: str, tmp_path: Path) -> None:
+    for outcome in run_fresh(2, _make_and_destroy, way=way, folder=tmp_path):
+        assert outcome.fate is Fate.RETURNED, outcome.text
+        _, second, *_, last = outcome.value
+        assert last <= second + 1, outcome.value  # each of Gloo's groups has more than that

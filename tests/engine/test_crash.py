@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fullshard
 from fullshard.errors import FullshardError
 from tests.api import Api
-from tests.harness import Fate, Outcome, mesh_of, rank, run_fresh
+from tests.harness import Fate, Outcome, mesh_of, rank, run_fresh, world_size
 from tests.models import mlp
 from tests.shared_memory import inodes_of, mapped, still_mapped
 from tests.training import make_batch, mean_square, my_part
@@ -104,6 +106,34 @@ def test_killed_rank_ends_ranks_of_other_shard_groups_too(api: str) -> None:
         assert outcome.fate is Fate.RAISED, outcome.text
         assert "FullshardError" in outcome.error, outcome.text
         assert outcome.seconds < WITHIN_S
+
+
+def _save_or_load_until_killed(api: Api, moment: str, folder: Path) -> None:
+    model = api.fully_shard(mlp(), mesh=mesh_of(world_size()))
+    if moment == "load":
+        fullshard.save_checkpoint(folder / "checkpoint", model)
+    if rank() == 1:  # where it writes or reads its part
+        call = {"save": "fsync", "load": "preadv"}[moment]
+        setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if moment == "load":
+        fullshard.load_checkpoint(folder / "checkpoint", model)
+    else:
+        fullshard.save_checkpoint(folder / "checkpoint", model)
+
+
+@pytest.mark.apis("peer_memory")  # checkpoints have a process group of their own
+@pytest.mark.parametrize("moment", ["save", "load"])
+def test_a_rank_that_is_killed_while_ranks_save_or_load_is_named(
+    api: str, moment: str, tmp_path: Path
+) -> None:
+    _, lost, other = outcomes = run_fresh(
+        3, _save_or_load_until_killed, api=api, moment=moment, folder=tmp_path
+    )
+    assert lost.fate is Fate.DIED
+    for outcome in (outcomes[0], other):
+        assert outcome.fate is Fate.RAISED, outcome.text
+        assert "CheckpointError" in outcome.error, outcome.text
+        assert "rank 1" in outcome.text
 
 
 def _train(api: Api) -> None:

@@ -66,7 +66,7 @@ def _no_proc() -> contextlib.AbstractContextManager[Any]:
 
 def _no_memory() -> contextlib.AbstractContextManager[Any]:
     refusal = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    return mock.patch.object(shared_memory.mmap, "mmap", side_effect=refusal)
+    return mock.patch.object(shared_memory, "_map", side_effect=refusal)
 
 
 def _on(limited: str, limit: Limit) -> contextlib.AbstractContextManager[Any]:
@@ -249,4 +249,19 @@ def test_replicas_are_not_left_with_another_layout() -> None:
             fullshard.fully_shard(model[1], mesh=mesh)
     else:
         fullshard.fully_shard(model[1], mesh=mesh)
+    _forget()
+
+
+@on_ranks(2)
+def test_units_take_no_descriptors() -> None:
+    """A process may open few files, and a program with many units has other uses for them."""
+    mesh = _mesh(2)
+    fullshard.fully_shard(mlp(), mesh=mesh)
+    before = sorted(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    model = mlp(num_layers=8)
+    for layer in model:
+        fullshard.fully_shard(layer, mesh=mesh)
+    assert _ways(model[0]) == ["peer memory (one host)"]
+    mean_square(model(my_part(make_batch(16)))).backward()
+    assert sorted(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     _forget()

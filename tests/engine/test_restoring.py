@@ -163,7 +163,7 @@ def test_module_is_as_it_was_wherever_memory_lacks_and_is_sharded_by_the_same_ca
             assert _state(model) == before
     assert number > 2
     for each in caught:
-        assert "ran out of memory" in str(each)
+        assert ("may open no more files" if error == "files" else "ran out of memory") in str(each)
         assert "as it was before" in str(each)
         assert isinstance(each, MemoryError)
     mean_square(sharded(my_part(make_batch(16)))).backward()

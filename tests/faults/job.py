@@ -52,7 +52,7 @@ class Plan:
     the same on one GPU, and on "cuda" ranks share its memory. "like_cuda" has on the CPU what stands out there: a
     process group for each unit, a backward that a thread of autograd's runs, no reduction that is waited for late. face: "fully_shard" or "wrapper". after: what the rank does next that has run out of data:
     see `_leave`. timeout_s: of the process group. port: of a store in rank 0's process; 0 for one in a file, which
-    outlives all ranks.
+    outlives all ranks. address: of rank 0's host.
     """
 
     fault: str
@@ -65,6 +65,7 @@ class Plan:
     after: str = "exit"
     timeout_s: float = 60.0
     port: int = 0
+    address: str = "127.0.0.1"
 
     @property
     def device(self) -> torch.device:
@@ -466,7 +467,7 @@ def main(plan: Plan, rank: int, folder: Path, note: Callable[..., None]) -> None
         torch.cuda.set_device(plan.device)
     dist.init_process_group(
         "nccl" if plan.path.startswith("nccl") else "gloo",
-        init_method=f"tcp://127.0.0.1:{plan.port}" if plan.port else f"file://{folder}/store",
+        init_method=f"tcp://{plan.address}:{plan.port}" if plan.port else f"file://{folder}/store",
         rank=rank,
         world_size=plan.size,
         timeout=timedelta(seconds=plan.timeout_s),

@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.backends import timeout_s
-from fullshard.comm.liveness import absent_ranks, leave_word
+from fullshard.comm.liveness import absent_ranks, announce, leave_word, name_lost_ranks
 from fullshard.comm.own_group import mark_own
-from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    FullshardError,
+    PeerLostError,
+)
 from fullshard.plan.paths import by_text, name_ranks
 
 T = TypeVar("T")
@@ -50,13 +55,13 @@ class Peers:
             return [value]
         own = _Message.of((self._call, value))
         beginnings = torch.empty(self.size, _SMALL_NBYTES, dtype=torch.uint8, device="cpu")
-        with _naming_loss():
+        with _naming_loss(self.group):
             dist.all_gather([*beginnings.unbind()], own.beginning, group=self.group)
         longest = max(map(_length, beginnings)) - _ROOM
         rows = [[row] for row in beginnings]
         if longest > 0:
             rests = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
-            with _naming_loss():
+            with _naming_loss(self.group):
                 dist.all_gather([*rests.unbind()], own.rest(longest), group=self.group)
             rows = [[*each] for each in zip(beginnings, rests, strict=True)]
         told = [_value(*each) for each in rows]
@@ -114,7 +119,7 @@ class Peers:
         everyones: list[Any] | None = [own]
         if self.group is not None:
             everyones = [None] * self.size if self.rank == 0 else None
-            with _naming_loss():
+            with _naming_loss(self.group):
                 dist.gather_object(own, everyones, dst=0, group=self.group)
 
         def results() -> list[T]:
@@ -148,13 +153,13 @@ class Peers:
 
     def _from_first(self, value: Any) -> Any:
         own = _Message.of(value if self.rank == 0 else None)
-        with _naming_loss():
+        with _naming_loss(self.group):
             dist.broadcast(own.beginning, 0, group=self.group)
         longest = _length(own.beginning) - _ROOM
         if longest <= 0:
             return _value(own.beginning)
         rest = own.rest(longest)
-        with _naming_loss():
+        with _naming_loss(self.group):
             dist.broadcast(rest, 0, group=self.group)
         return _value(own.beginning, rest)
 
@@ -276,18 +281,26 @@ def _check_alike(everyones: Sequence[Mapping[str, str]]) -> None:
 
 
 @contextlib.contextmanager
-def _naming_loss() -> Iterator[None]:
-    """Say of an error of the transport what it means: that a rank does not answer any more."""
+def _naming_loss(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Say of an error of the transport what it means: which rank does not answer any more."""
     try:
         yield
     except RuntimeError as error:
-        what = "A rank has died, or has left its process group,"
+        assert group is not None
+        said = str(error).partition("\n")[0][:200]
+        what = f"A rank has died, or has left its process group, while the ranks saved or loaded together ({said})."
         if "imed out" in str(error):
-            what = "A rank has not come, for as long as the process group's timeout says,"
+            what = f"A rank has not come to save or to load for as long as the process group's timeout says ({said})."
+        cause: RuntimeError | None = error
+        try:
+            name_lost_ranks(error, group, "a save or a load")
+        except PeerLostError as lost:
+            what, cause = str(lost), None  # what the transport says of it adds nothing
+        except FullshardError:
+            pass  # nobody is known to be gone
         raise CheckpointError(
-            f"{what} while the ranks saved or loaded together ({str(error).partition(chr(10))[0][:200]}). "
-            "Checkpoints that were complete before are as they were: start again from the newest."
-        ) from error
+            f"{what} Checkpoints that were complete before are as they were: start again from the newest."
+        ) from cause
 
 
 def said(error: BaseException) -> str:
@@ -316,5 +329,6 @@ def _group(use: str) -> dist.ProcessGroup:
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
         mark_own(group)
+        announce()
         groups[use] = group
     return groups[use]

@@ -15,10 +15,10 @@ something else; neither of them goes on, and their sentries, which read each oth
 difference. In a program whose steps are alike, ranks ask in the first one only.
 """
 
-import datetime
 import logging
 import time
-from typing import Any
+import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -26,10 +26,10 @@ from fullshard.comm.backends import timeout_s
 from fullshard.comm.exchange import exchange_through_group, exchange_through_store
 from fullshard.comm.ledger import Ledger
 from fullshard.comm.liveness import check_alive, naming_lost_ranks
-from fullshard.comm.notices import connected_store
 from fullshard.comm.own_group import is_gloo
 from fullshard.comm.patience import Patience, loss
 from fullshard.comm.sentry import sentry
+from fullshard.comm.store import StoreInTime, connected_store
 
 logger = logging.getLogger("fullshard")
 
@@ -51,9 +51,11 @@ class AgreedOrder:
     store: that the ranks met in. prefix: of its keys, the same on all ranks of the group.
     """
 
-    def __init__(self, ledger: Ledger, group: dist.ProcessGroup, store: Any, prefix: str) -> None:
+    def __init__(
+        self, ledger: Ledger, group: dist.ProcessGroup, store: StoreInTime, prefix: str
+    ) -> None:
         self._ledger_key = ledger.key
-        self._group = group
+        self._group = weakref.ref(group)  # its ledger has this, and goes with it
         self._ranks = ledger.ranks
         self._store = store
         self._prefix = prefix
@@ -72,7 +74,7 @@ class AgreedOrder:
         order, problem = None, ""
         try:
             # Others may be as late as in any collective of the group.
-            store = connected_store(datetime.timedelta(seconds=timeout_s(group)))
+            store = connected_store(timeout_s(group))
             prefix = _KEY.format(ledger.key)
             # A group of the same ranks and name may have been here before. Every rank counts for itself,
             # and all count alike.
@@ -100,58 +102,80 @@ class AgreedOrder:
         PeerTimeoutError if one does not come within the group's timeout.
         """
         if self._foreseen.get(self._recent) != checksum:
-            with naming_lost_ranks(self._group, what):
-                self._ask(ledger, place, checksum, what)
+            group = self._group()
+            assert group is not None  # the caller uses it
+            with naming_lost_ranks(group, what):
+                self._ask(ledger, group, place, checksum, what)
             if len(self._foreseen) >= _MOST_FORESEEN:
                 self._foreseen.clear()
             self._foreseen[self._recent] = checksum
         self._recent = (self._recent << _SHIFT ^ checksum) & _RECENT
 
-    def _ask(self, ledger: Ledger, place: int, checksum: int, what: str) -> None:
+    def _ask(
+        self, ledger: Ledger, group: dist.ProcessGroup, place: int, checksum: int, what: str
+    ) -> None:
         """Return once all ranks have asked for the same at this place."""
         self.num_asked += 1
         answer = f"{self._prefix}/{place}"
         count = f"{answer}/{checksum:08x}"
-        if self._store.add(count, 1) == len(self._ranks):
-            self._store.set(answer, "")
-            # All ranks are here, so none still waits for the answer before this one.
-            for key in self._last_keys:
-                self._store.delete_key(key)
-        else:
-            self._wait_for(answer, ledger, place, what)
-        self._last_keys = (answer, count)
-
-    def _wait_for(self, answer: str, ledger: Ledger, place: int, what: str) -> None:
         patience = Patience(what, self._timeout_s)
         others = [rank for rank in self._ranks if rank != dist.get_rank()]
+        started = time.monotonic()
+        has_shown = False
+
+        def look() -> None:
+            nonlocal has_shown
+            if not has_shown and time.monotonic() - started > _STILL_S:
+                has_shown = True
+                sentry().show(ledger, place)
+            sentry().check()
+            patience.check(dict.fromkeys(others))
+
+        store = self._store.during(look)  # it may be out of reach itself
+        with sentry().waiting(what, (ledger.key,)):
+            if store.add(count, 1) == len(self._ranks):
+                store.set(answer, "")
+                # All ranks are here, so none still waits for the answer before this one.
+                for key in self._last_keys:
+                    store.delete_key(key)
+            else:
+                self._wait_for(answer, store, look, others, group, what)
+        self._last_keys = (answer, count)
+
+    def _wait_for(
+        self,
+        answer: str,
+        store: StoreInTime,
+        look: Callable[[], None],
+        others: list[int],
+        group: dist.ProcessGroup,
+        what: str,
+    ) -> None:
         started = looked = time.monotonic()
-        pause, has_shown = _FIRST_PAUSE_S, False
+        pause = _FIRST_PAUSE_S
         # Asked again and again: where the store's own wait is not over in time, it prints warnings.
         longest = max(_LONGEST_PAUSE_S, len(self._ranks) * _PAUSE_PER_RANK_S)
-        with sentry().waiting(what, (ledger.key,)):
-            while not self._store.check([answer]):
-                time.sleep(pause)
-                pause = min(2 * pause, longest)
-                now = time.monotonic()
-                if now - started < _LATE_S or now - looked < _LOOK_EVERY_S:
-                    continue
-                looked = now
-                if not has_shown and now - started > _STILL_S:
-                    sentry().show(ledger, place)
-                    has_shown = True
-                sentry().check()
-                check_alive(self._group, what)
-                if now - started > _STILL_S:
-                    self._check_ended(others, answer, what)
-                patience.check(dict.fromkeys(others))
+        while not store.check([answer]):
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+            now = time.monotonic()
+            if now - started < _LATE_S or now - looked < _LOOK_EVERY_S:
+                continue
+            looked = now
+            check_alive(group, what)
+            if (
+                now - started > _STILL_S
+                and (gone := self._ended(others))
+                and not store.check([answer])
+            ):
+                raise loss(gone, what)
+            look()
 
-    def _check_ended(self, others: list[int], answer: str, what: str) -> None:
-        """Raise the error for ranks that have ended, and so will not come to ask."""
+    @staticmethod
+    def _ended(others: list[int]) -> set[int]:
+        """Return the ranks that have ended, and so will not come to ask, unless they have before."""
         words = {rank: sentry().last_words(rank) for rank in others}
         # Not one that is about to raise an error: this rank's sentry will raise the same here, once all who
         # have to are ready to. A rank that ends breaks the calls of others.
         gone = {rank for rank, each in words.items() if each is not None and each.has_ended}
-        gone |= sentry().lost(others)
-        # Read after the words: all may have asked before one of them ended.
-        if gone and not self._store.check([answer]):
-            raise loss(gone, what)
+        return gone | sentry().lost(others)

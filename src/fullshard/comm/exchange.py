@@ -10,7 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.torch_private import default_store
+from fullshard.comm.backends import timeout_s
+from fullshard.comm.store import store_in_time
 
 # Exchanges so far, by name of the group: each has keys of its own. Ranks count alike, since every
 # exchange is a call of all of them.
@@ -19,11 +20,11 @@ _rounds: "collections.Counter[str]" = collections.Counter()
 
 def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's value, in rank order. Every rank of the group must call it."""
-    store = default_store()
+    store = store_in_time(timeout_s(group))
     name = group.group_name
     _rounds[name] += 1
     prefix, this = f"fullshard/exchange/{name}", _rounds[name]
-    store.set(f"{prefix}/{this}/{group.rank()}", pickle.dumps(value))  # type: ignore[arg-type]
+    store.set(f"{prefix}/{this}/{group.rank()}", pickle.dumps(value))
     keys = [f"{prefix}/{this}/{rank}" for rank in range(group.size())]
     store.wait(keys)
     # All are here, so all have read what was told the last time.

@@ -16,11 +16,13 @@ from fullshard.comm.ledgers import known_ledger
 from fullshard.comm.patience import loss, unreachable
 from fullshard.comm.processes import is_running
 from fullshard.comm.shared_memory import SharedMemory, host_identity
+from fullshard.comm.store import store_in_time
 from fullshard.errors import CommError, DivergenceError
-from fullshard.torch_private import default_group, default_store
+from fullshard.torch_private import default_group
 
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
 _GRACE_S = 1.0
+_ANSWER_S = 5.0  # of the store
 _KEY = "fullshard/process/{}"
 _CAME = "fullshard/came/{}/{}"  # by the group and the rank: to how many calls
 
@@ -37,7 +39,7 @@ def announce() -> None:
         world = default_group()
         if world in _announced:
             return
-        store = default_store()
+        store = store_in_time(_ANSWER_S)
         store.set(_KEY.format(dist.get_rank()), f"{host_identity()} {os.getpid()}")
         _announced.add(world)
 
@@ -45,13 +47,13 @@ def announce() -> None:
 def leave_word(group: dist.ProcessGroup, number: int) -> None:
     """Leave word in the store that this rank has come to call ``number`` of those that a group counts."""
     with contextlib.suppress(Exception):  # as above
-        default_store().set(_CAME.format(group.group_name, group.rank()), str(number))
+        store_in_time(_ANSWER_S).set(_CAME.format(group.group_name, group.rank()), str(number))
 
 
 def absent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
     """Return the ranks of a group that have not come to a call; none if the store does not tell."""
     with contextlib.suppress(Exception):
-        store = default_store()
+        store = store_in_time(_ANSWER_S)
         keys = {rank: _CAME.format(group.group_name, rank) for rank in range(group.size())}
         return [
             rank
@@ -119,7 +121,7 @@ def _lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[in
     """Return the group's ranks on this host whose processes are gone, waiting so long for one."""
     processes: dict[int, int] = {}
     with contextlib.suppress(Exception):  # the store may have died with its rank
-        store = default_store()
+        store = store_in_time(_ANSWER_S)
         for rank in dist.get_process_group_ranks(group):
             if store.check([_KEY.format(rank)]):
                 host, _, pid = store.get(_KEY.format(rank)).decode().rpartition(" ")

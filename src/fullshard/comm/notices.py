@@ -9,8 +9,8 @@ checksum of its text, written last; what does not fit them is no notice, and is 
 
 import contextlib
 import dataclasses
-import datetime
 import json
+import os
 import socket
 import time
 import weakref
@@ -20,14 +20,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.comm.store import StoreInTime, connected_store, store_in_time
 from fullshard.errors import CommError
+from fullshard.host import read_addresses
 from fullshard.plan.standstill import GroupCounts, Notice, State
 from fullshard.torch_private import default_store
 
 NBYTES = 8192  # of a rank's slot
 _HEAD_NBYTES = 8
 _FEW_RANKS = 16
-_STORE_TIMEOUT = datetime.timedelta(seconds=5)
+_ANSWER_S = 5.0  # of the store
 _KEY = "fullshard/notice/{}/{}"  # epoch, rank
 _LINES = "fullshard/lines"
 _EPOCHS = "fullshard/epochs/{}"
@@ -69,30 +71,22 @@ class Slots:
 _slots: "weakref.WeakSet[Slots]" = weakref.WeakSet()
 
 
-def connected_store(timeout: datetime.timedelta) -> Any:
-    """Return a new connection to the store that ranks met in: the program's may be waiting in a call."""
-    store: Any = default_store()
-    connection = store.clone()
-    connection.set_timeout(timeout)
-    return connection
-
-
 class Board:
     """Everything that this rank can post to and read from. world_size: number of ranks."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         # Made now: to a store that has gone, connecting would be tried for as long as ranks may take to meet.
-        self._store: Any = None
+        self._store: StoreInTime | None = None
         self._is_store_gone = False
         with contextlib.suppress(Exception):
-            self._store = connected_store(_STORE_TIMEOUT)
+            self._store = connected_store(_ANSWER_S)
         self._answered = 0  # the last roll call that this rank has answered
         # Of a store that an earlier default group has used, ranks must not read what they said then.
         # All ranks count alike.
         self._epoch = 0
         with contextlib.suppress(Exception):
-            self._epoch = int(default_store().add(_EPOCHS.format(dist.get_rank()), 1))
+            self._epoch = int(store_in_time(_ANSWER_S).add(_EPOCHS.format(dist.get_rank()), 1))
 
     @property
     def needs_store(self) -> bool:
@@ -107,14 +101,17 @@ class Board:
             return True
         return False
 
-    def post(self, notice: Notice, *, to_store: bool = True) -> None:
-        """Show this rank's notice to all ranks that can see it."""
+    def post(self, notice: Notice, *, to_store: bool = True) -> bool:
+        """Show this rank's notice to all ranks that can see it. Returns whether all can that should."""
         text = _encoded(notice)
         for slots in list(_slots):
             slots.post(text)
         if to_store and self.needs_store:
             with contextlib.suppress(Exception):  # it may have died with its rank
                 self._connected().set(_KEY.format(self._epoch, notice.rank), text)
+                return True
+            return self._store is None or self._is_store_gone
+        return True
 
     def read(self, ranks: Sequence[int]) -> dict[int, Notice]:
         """Return the notices of these ranks, of those that have posted one."""
@@ -162,24 +159,35 @@ class Board:
         return found
 
     def own_addresses(self) -> list[str]:
-        """Return the address by which this host reaches the store's, if that is known."""
-        store = self._store
-        while (inner := getattr(store, "underlying_store", None)) is not None:
-            store = inner
-        try:
+        """Return addresses of this host by which others reach it, the likeliest first.
+
+        That of the interface that Gloo is told to take, that by which this host reaches the store's, what its name
+        stands for, which is where Gloo listens otherwise, and as Gloo's the loopback.
+        """
+        chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        interfaces = read_addresses() if any(chosen) else {}
+        found = [interfaces[name] for name in chosen if name in interfaces]
+        with contextlib.suppress(OSError, AttributeError):  # of stores without a host
+            store: Any = default_store()
+            while (inner := getattr(store, "underlying_store", None)) is not None:
+                store = inner
             kind = socket.SOCK_DGRAM
             family, _, _, _, address = socket.getaddrinfo(store.host, store.port, type=kind)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # chooses a route, and sends nothing
-                return [str(probe.getsockname()[0])]
-        except (OSError, AttributeError):  # of stores without a host
-            return []
+                found.append(str(probe.getsockname()[0]))
+        with contextlib.suppress(OSError):
+            named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+            found += [str(address[0]) for *_, address in named]
+        return [*dict.fromkeys(found), "127.0.0.1"]
 
-    def post_lost(self, rank: int) -> None:
-        """Tell all ranks that one has ended without a word."""
+    def post_lost(self, rank: int) -> bool:
+        """Tell all ranks that one has ended without a word. Returns whether the store knows it now."""
         with contextlib.suppress(Exception):
             self._connected().set(f"{_LOST.format(self._epoch)}/{rank}", "")
             self._connected().set(_LOST.format(self._epoch), "")
+            return True
+        return False
 
     def lost(self, ranks: Collection[int]) -> set[int]:
         """Return those of ``ranks`` of which a rank has said that they ended without a word."""
@@ -200,6 +208,8 @@ class Board:
             return
         try:
             asked = int(self._store.add(_ROLL.format(self._epoch), 0))
+        except CommError:  # no answer now, as while a link is down
+            return
         except Exception:
             # torch prints a warning for each time that it is asked. Kept all the same: a store in a file that
             # is dropped while no file can be opened ends the process.
@@ -209,7 +219,7 @@ class Board:
             self.post_lines(f"roll/{number}", rank, [])
         self._answered = asked
 
-    def _connected(self) -> Any:
+    def _connected(self) -> StoreInTime:
         if self._store is None or self._is_store_gone:
             raise CommError(
                 "The store that the ranks met in has gone, or takes no second connection."
@@ -233,6 +243,6 @@ def _decoded(text: bytes) -> Notice:
     fields = json.loads(text)
     fields["state"] = State(fields["state"])
     fields["groups"] = {key: GroupCounts(**counts) for key, counts in fields["groups"].items()}
-    for name in ("stack", "waited", "on_device"):
+    for name in ("stack", "waited", "on_device", "unreached"):
         fields[name] = tuple(fields[name])
     return Notice(**fields)

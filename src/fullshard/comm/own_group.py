@@ -18,9 +18,11 @@ import torch.distributed as dist
 
 from fullshard.comm.backends import backend_names, timeout_s
 from fullshard.comm.exchange import exchange_through_group
-from fullshard.torch_private import default_group, default_store, naming_groups
+from fullshard.comm.store import store_in_time
+from fullshard.torch_private import default_group, naming_groups
 
 _SPARE_FILES = 16
+_ANSWER_S = 60.0  # of the store
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
@@ -30,7 +32,7 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 def mark_own(group: dist.ProcessGroup) -> None:
     """Note that a group is fullshard's already. Every rank must call it."""
-    _own[group] = group
+    _marked.add(group)
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -39,7 +41,7 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     The group itself if it is not Gloo's alone (NCCL's communicators cost memory on the device, and
     others are not known), or if a rank may open too few files for the connections of another one.
     """
-    if not is_gloo(group):
+    if not is_gloo(group) or group in _marked:
         return group
     if group in _own:
         return _own[group]
@@ -50,7 +52,7 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     _numbers[:] = [number]
     with naming_groups(f"fullshard {number} of {group.group_name}") as can_name:
         if not (can_name and all(able for able, _ in told)):
-            _own[group] = group
+            mark_own(group)
             return group
         made = dist.new_group(
             dist.get_process_group_ranks(group),
@@ -60,7 +62,8 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
             group_desc="fullshard",
         )
     assert made is not None
-    _own[group] = _own[made] = made
+    mark_own(made)
+    _own[group] = made
     return made
 
 
@@ -93,7 +96,9 @@ def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 def _can_connect(size: int) -> bool:
     """Return whether this process may open connections to so many ranks, as far as it can tell."""
     try:
-        default_store().set(f"fullshard/connects/{dist.get_rank()}", "")  # ranks meet through it
+        store_in_time(_ANSWER_S).set(
+            f"fullshard/connects/{dist.get_rank()}", ""
+        )  # ranks meet in it
         resource: Any = importlib.import_module("resource")  # Unix has it
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return bool(len(os.listdir("/proc/self/fd")) + 2 * size + _SPARE_FILES <= limit)  # noqa: PTH208
@@ -102,8 +107,10 @@ def _can_connect(size: int) -> bool:
 
 
 _numbers = [0]  # of the last group that was made
+# Never by itself: a value keeps its key, and a group that is destroyed would keep its connections and threads.
 _own: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
 _own = weakref.WeakKeyDictionary()
+_marked: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # with no other one beside them
 
 # Those of some ranks, by the job's group and the ranks; and how often one of these ranks was made.
 _over: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]"

@@ -37,42 +37,67 @@ _STATES |= {"D": "waits for a disk or a file system", "Z": "has ended"}
 
 
 class Patience:
-    """One wait for others. label: what the rank waits in. timeout_s: when it gives up."""
+    """One wait for others. label: what the rank waits in. timeout_s: when it gives up.
+
+    Ranks that are out of reach may come back, as after a link did: they are reported at once, and given up like others.
+    """
 
     def __init__(self, label: str, timeout_s: float) -> None:
         self._label = label
         self._timeout_s = timeout_s
         self._started = time.perf_counter()
         self._next_report_s = _SLOW_S
+        self._unreached: set[int] = set()  # that have been reported
 
     def check(self, late: Mapping[int, int | None]) -> None:
-        """Report ranks that are late, now and then. Raises PeerTimeoutError if it took too long.
+        """Report ranks that are late, now and then. Raises the error of `end` if it took too long.
 
         late: by global rank, its process on this host; None if that is unknown.
         """
         waited = time.perf_counter() - self._started
         if waited > self._timeout_s:
             raise self.end(late)
-        if waited > self._next_report_s:
+        unreached = late.keys() & sentry().unreached
+        if waited > self._next_report_s or unreached - self._unreached:
             self._next_report_s *= _LONGER
+            self._unreached = unreached
             logger.warning("%s", self._describe(late, waited))
 
-    def end(self, late: Mapping[int, int | None]) -> PeerTimeoutError:
-        """Return the error for ranks that did not come in time."""
+    def end(self, late: Mapping[int, int | None]) -> CommError:
+        """Return the error for ranks that did not come in time: lost if one does not answer at all."""
         waited = time.perf_counter() - self._started
+        text = (
+            f"{self._describe(late, waited)}\nGiving up, as the process group's timeout is over. "
+        )
+        if late.keys() & sentry().unreached:
+            return PeerLostError(
+                f"{text}Look at that rank's host and the network; restart from the last checkpoint."
+            )
         return PeerTimeoutError(
-            f"{self._describe(late, waited)}\nGiving up, as the process group's timeout is over. If "
-            "that rank is only slow, allow more: init_process_group(timeout=...)."
+            f"{text}If that rank is only slow, allow more: init_process_group(timeout=...)."
         )
 
     def _describe(self, late: Mapping[int, int | None], waited: float) -> str:
         head = f"rank {dist.get_rank()} has waited {waited:.0f} s in {self._label}"
         if not late:
             return f"{head}. All ranks are there, so what they send is still on its way."
-        notices = sentry().read(late)
-        parts = [f"{head} for {name_ranks(late)}, alive but not here yet."]
+        unreached = sentry().unreached
+        # Of ranks that this one is not connected to, others may know.
+        notices = sentry().read(range(dist.get_world_size()))
+        said = {rank: by for by, each in sorted(notices.items()) for rank in each.unreached}
+        are_alive = all(late.values()) and not late.keys() & (unreached | said.keys())
+        parts = [f"{head} for {name_ranks(late)}, {'alive but ' * are_alive}not here yet."]
         for rank, pid in sorted(late.items()):
-            parts.append(_what_it_does(rank, pid, notices.get(rank)))
+            if rank in unreached:
+                parts.append(
+                    f"rank {rank} is out of reach: its host does not answer. If the link comes back, all goes on."
+                )
+            elif rank in said:
+                parts.append(
+                    f"rank {rank} is out of reach for rank {said[rank]}: its host does not answer."
+                )
+            else:
+                parts.append(_what_it_does(rank, pid, notices.get(rank)))
         return "\n".join(parts)
 
 

@@ -69,7 +69,7 @@ class PeerMemoryComm(Comm):
         self.rank = self.memory.rank
         self.size = self.memory.size
         self._ring = Ring(self.memory, self._enlarge)
-        self._staging: mmap.mmap | None = None  # the ring: one part per rank, one after the other
+        self._staging: memoryview | None = None  # the ring: one part per rank, one after the other
         self._part_nbytes = 0
 
     @property
@@ -238,7 +238,7 @@ class PeerMemoryComm(Comm):
 
 
 def _view(
-    memory: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    memory: memoryview, offset: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return a tensor over mapped memory, with a storage of its own size. It keeps the mapping."""
     numel = math.prod(shape)

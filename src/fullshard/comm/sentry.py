@@ -107,6 +107,8 @@ class Sentry(Teller):
         self._progress = -1
         self._still_since = time.monotonic()
         self._last: Notice | None = None
+        self._owed: Notice | None = None  # to the store, which did not answer
+        self._untold: set[int] = set()  # ranks of which all are to know that they have ended
         self._groups: dict[str, GroupCounts] = {}
         self._world_size = dist.get_world_size()
 
@@ -206,7 +208,12 @@ class Sentry(Teller):
         return self._board.read(list(ranks))
 
     def missing(self, ranks: Iterable[int]) -> set[int] | None:
-        """Return those of these ranks that do not answer; None if the store does not answer either."""
+        """Return those of these ranks that do not answer; None if the store does not answer either.
+
+        Empty where all ranks are of one host: their sentries are not asked.
+        """
+        if not self._has_other_hosts:
+            return set()
         with contextlib.suppress(Exception):
             found = self._board.call_roll(list(ranks), _ROLL_CALL_S)
             return found if self._board.is_reachable else None
@@ -215,6 +222,11 @@ class Sentry(Teller):
     def lost(self, ranks: Collection[int]) -> set[int]:
         """Return those of ``ranks`` that share no memory with some rank, and have ended without a word."""
         return self._board.lost(ranks) if self._has_other_hosts else set()
+
+    @property
+    def unreached(self) -> frozenset[int]:
+        """Ranks that do not answer this one over their own connection, though they may live."""
+        return self._neighbours.unreached
 
     def last_words(self, rank: int) -> Notice | None:
         """Return what a rank that has left or ended has said last; None if it has said nothing."""
@@ -234,9 +246,12 @@ class Sentry(Teller):
         if self._has_other_hosts and now - self._answered_at > _ROLL_EVERY_S:
             self._answered_at = now
             self._board.answer_roll(self._rank)
-        for rank in self._neighbours.ended():
-            if self.last_words(rank) is None:
-                self._board.post_lost(rank)
+        self._untold |= self._neighbours.ended()
+        for rank in list(self._untold):
+            if self.last_words(rank) is not None or self._board.post_lost(rank):
+                self._untold.discard(rank)
+        if self._owed is not None:
+            self._post(self._owed)
         if (progress := _progress()) != self._progress:
             self._progress, self._still_since = progress, now
             if self._last is not None or self._final:
@@ -250,9 +265,10 @@ class Sentry(Teller):
         is_same = self._last is not None and _is_same(notice, self._last)
         if is_same and self._last is not None:
             notice = dataclasses.replace(notice, beat=self._last.beat + 1)
+        is_news = self._last is not None and notice.unreached != self._last.unreached
         self._last = notice
         # What is posted stays true until it is taken back, so a store is told seldom.
-        self._post(notice, to_store=notice.beat in _TOLD_AT)
+        self._post(notice, to_store=is_news or notice.beat in _TOLD_AT)
         if self._delivered_at is None and notice.beat in _JUDGES_AT:
             self._judge(notice)
         elif self._delivered_at is not None and not is_same:
@@ -263,8 +279,12 @@ class Sentry(Teller):
 
     def _post(self, notice: Notice, *, to_store: bool = True) -> None:
         with self._lock:
-            if not self._ended.is_set():
-                self._board.post(notice, to_store=to_store)
+            if self._ended.is_set():
+                return
+            if self._board.post(notice, to_store=to_store):
+                self._owed = None if to_store else self._owed
+            else:
+                self._owed = notice
 
     def _judge(self, own: Notice) -> None:
         """Deliver a verdict if the ranks' ledgers differ, or this rank can never go on."""
@@ -374,6 +394,7 @@ class Sentry(Teller):
             error=self._final,
             is_final=bool(self._final),
             about=self._about,
+            unreached=tuple(sorted(self._neighbours.unreached)),
             stack=stack_of(frame),
         )
 
@@ -411,6 +432,7 @@ class Sentry(Teller):
     def _outlast_others(self) -> None:
         """Wait for the others to end, or to read that this rank has: the store may go with this process."""
         others = set(range(self._world_size)) - {self._rank}
+        others -= self._board.lost(others)
         deadline = time.monotonic() + _OUTLAST_S
         while time.monotonic() < deadline:
             found = self._board.read(list(others))

@@ -13,6 +13,7 @@ two barriers; GAVE_UP is read by ranks that wait in vain.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import functools
@@ -48,9 +49,6 @@ _SPIN_S = 50e-6
 _YIELD_S = 2e-3
 _LATE_S = 0.05  # of waiting, after which a peer counts as far behind, and is looked after
 _LIVENESS_S = 0.1  # between two checks whether peers still live, which are system calls
-# A mapping of Python's keeps a descriptor open, which counts against the limit on open files. From
-# Python 3.13 on it can do without.
-_MAPPING: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 class UnavailableError(Exception):
@@ -94,7 +92,7 @@ class SharedMemory:
         self,
         introductions: list[_Introduction],
         rank: int,
-        control: mmap.mmap,
+        control: memoryview,
         pidfds: dict[int, int],
         timeout_s: float,
         name: str,
@@ -110,7 +108,7 @@ class SharedMemory:
         self._control = control
         counters_nbytes = self.size * _COUNTERS_NBYTES
         ledger_end = counters_nbytes + self.size * ledger.NBYTES
-        self._words = memoryview(control)[:counters_nbytes].cast("q")
+        self._words = control[:counters_nbytes].cast("q")
         # Always held, except within `_fence`, which uses it as a memory fence and nothing else.
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -123,8 +121,8 @@ class SharedMemory:
             self._pidfds.register(pidfd, select.POLLIN)
         ranks = [peer.global_rank for peer in introductions]
         self._name = name
-        self._entries = memoryview(control)[counters_nbytes:ledger_end]
-        self.slots = Slots(rank, ranks, memoryview(control)[ledger_end:])
+        self._entries = control[counters_nbytes:ledger_end]
+        self.slots = Slots(rank, ranks, control[ledger_end:])
         self.pids = {peer.global_rank: peer.pid for peer in introductions}
         self._sentry = sentry()
         self._connections.add(self)
@@ -165,7 +163,7 @@ class SharedMemory:
         exchange = exchange or exchange_through_group
         rank, size = group.rank(), group.size()
         nbytes = size * _CONTROL_NBYTES
-        control: mmap.mmap | None = None
+        control: memoryview | None = None
         fd, host, problem = None, "", _platform_problem()
         # A limit may be that of one rank alone. So a failure becomes a value that all ranks get,
         # and all go the same way; an exception here would leave the others in the exchange.
@@ -199,7 +197,7 @@ class SharedMemory:
             raise UnavailableError(problems[0])
         return cls(introductions, rank, control, pidfds, timeout_s(group), group.group_name)
 
-    def allocate(self, nbytes: int, label: str, detail: str = "") -> mmap.mmap:
+    def allocate(self, nbytes: int, label: str, detail: str = "") -> memoryview:
         """Map zeroed memory that all ranks share. Every rank must call it with the same size.
 
         detail: what it is for, on which ranks have to agree as well.
@@ -211,7 +209,7 @@ class SharedMemory:
         # went; a barrier; all read how it went, and rank 0 closes the descriptor.
         nbytes = max(nbytes, mmap.PAGESIZE)
         fd, offered, refusal = -1, 0, 0
-        memory: mmap.mmap | None = None
+        memory: memoryview | None = None
         if self.rank == 0:
             try:
                 offered = fd = _create_file(nbytes)
@@ -394,12 +392,28 @@ def _create_file(nbytes: int) -> int:
     return fd
 
 
-def _open_peer_file(pid: int, fd: int, nbytes: int) -> mmap.mmap:
-    """Map a file that another process (or this one) has open. Raises OSError."""
+def _open_peer_file(pid: int, fd: int, nbytes: int) -> memoryview:
+    """Map a file that another process (or this one) has open, until nobody refers to it. Raises OSError."""
     mapped = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        # All pages now, since a page fault later costs more than copying a page.
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        return mmap.mmap(mapped, nbytes, flags=flags, **_MAPPING)
+        return _map(mapped, nbytes)
     finally:
         os.close(mapped)
+
+
+def _map(fd: int, nbytes: int) -> memoryview:
+    """Map a file. Not by Python's `mmap`, which keeps a descriptor open for as long, of which a process may have few."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    # All pages now, since a page fault later costs more than copying a page.
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    # Every view of it keeps it. Not at the program's end, when tensors may still be used.
+    weakref.finalize(memory, libc.munmap, address, nbytes).atexit = False
+    return memoryview(memory).cast("B")

@@ -30,7 +30,7 @@ def wait_comparing(
 
     ledger: of the group; None if it has none. label: what it is, for messages. timeout_s: when to give up. moving: the group of fullshard's own
     that it runs in; None if it runs where the program has collectives too. Raises DivergenceError if ranks turn out to take different
-    paths, and PeerTimeoutError if one does not come in time.
+    paths, and PeerTimeoutError or PeerLostError if one does not come in time.
     """
     if _ends_soon(work):
         return

@@ -10,6 +10,7 @@ wrap policy, which looks while it wraps, does not have.
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,11 +19,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fullshard.errors import AllocationError
+from fullshard.errors import AllocationError, CommError
 
 _LACKS = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOSPC}
-# Parts of the messages of torch's host allocators, which raise a plain RuntimeError.
-_PHRASES = ("allocate memory", "not enough memory", "out of memory", "unable to mmap")
+_OF_FILES = os.strerror(errno.EMFILE)
+# Parts of the messages of torch's host allocators and of Gloo, which raise a plain RuntimeError.
+_PHRASES = (
+    _OF_FILES.lower(),
+    "allocate memory",
+    "not enough memory",
+    "out of memory",
+    "unable to mmap",
+)
 
 
 class _Module:
@@ -115,14 +123,19 @@ def naming_lack(what: str, then: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        if isinstance(error, AllocationError) or not is_lack(error):
+        # Ours say what is so already, and quote what another rank ended with.
+        if isinstance(error, AllocationError | CommError) or not is_lack(error):
             raise
-        reason = str(error).splitlines()
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        lacks, remedy = (
+            "ran out of memory",
+            "Free memory, or shard smaller modules one after the other",
+        )
+        if _OF_FILES in str(error):
+            lacks, remedy = "may open no more files", "Raise the limit (ulimit -n)"
         raise AllocationError(
-            f"{what} (rank {dist.get_rank()}) ran out of memory: "
-            f"{reason[0] if reason else type(error).__name__}. {then} Free memory, or shard smaller "
-            "modules one after the other, and repeat the call on every rank. Ranks that had enough "
-            "memory did not raise."
+            f"{what} (rank {dist.get_rank()}) {lacks}: {reason}. {then} {remedy}, and repeat the call on every rank. "
+            "Ranks that had enough did not raise."
         ) from error
 
 

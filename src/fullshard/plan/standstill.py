@@ -70,6 +70,7 @@ class Notice:
     is_final: whether ``error`` is to be raised by all ranks that wait for this one. is_loss: as an error
         about a rank that is lost, not about paths that differ.
     about: the ledger and place at which ranks differ, if ``error`` says so.
+    unreached: ranks of other hosts that do not answer this one, though they may live.
     stack: of the thread that stands still, innermost call last.
     """
 
@@ -92,6 +93,7 @@ class Notice:
     is_final: bool = False
     is_loss: bool = False
     about: str = ""
+    unreached: tuple[int, ...] = ()
     stack: tuple[str, ...] = ()
 
     @property

@@ -8,7 +8,8 @@ sent while all is well. The kernel closes a dead process's sockets:
     rank 0 is killed  ->  every other rank reads end-of-file from 0
     rank 2 finishes   ->  it says goodbye first, and nobody is alarmed
 
-Keep-alive probes do the same, in about 8 seconds, for a host that vanishes with its kernel.
+Keep-alive probes do the same for a host that vanishes with its kernel, after a minute: a link that is down for less changes
+nothing.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 _CONNECT_TIMEOUT_S = 60.0
+_HELLO_S = 5.0  # for whoever connects to show the token; ranks do at once
 _NOTICE = struct.Struct("<iB")  # rank, Fate
 _HELLO = struct.Struct("<16si")  # token, rank
 
@@ -71,15 +73,14 @@ class Lifeline:
         self._tell(self.rank, fate)
 
     def _gather(self, host: str) -> None:
-        local = host in ("127.0.0.1", "localhost")
-        with socket.create_server((host if local else "", 0)) as server:
+        with _listening_at(host) as server:
             server.settimeout(_CONNECT_TIMEOUT_S)
             token = secrets.token_bytes(16)
             address = Address(host, server.getsockname()[1], token)
             dist.broadcast_object_list([address], src=0)
             while len(self._peers) < dist.get_world_size() - 1:
                 peer, _ = server.accept()
-                peer.settimeout(_CONNECT_TIMEOUT_S)
+                peer.settimeout(_HELLO_S)
                 hello = _receive(peer, _HELLO.size)
                 if len(hello) < _HELLO.size or _HELLO.unpack(hello)[0] != token:
                     peer.close()  # not one of ours
@@ -98,7 +99,7 @@ class Lifeline:
     def _add(self, rank: int, peer: socket.socket) -> None:
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 2)):
+        for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, name):
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._peers[rank] = peer
@@ -134,6 +135,14 @@ class Lifeline:
             for peer in self._peers.values():
                 with contextlib.suppress(OSError):  # it may be gone as well
                     peer.sendall(_NOTICE.pack(rank, fate.value))
+
+
+def _listening_at(host: str) -> socket.socket:
+    """Listen where others reach this host, or everywhere if that is no address of its own."""
+    try:
+        return socket.create_server((host, 0))
+    except OSError:
+        return socket.create_server(("", 0))
 
 
 def _receive(peer: socket.socket, nbytes: int) -> bytes:

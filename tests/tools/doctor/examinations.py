@@ -71,7 +71,7 @@ def exam(
             versions=VERSIONS,
             packages={"numpy": "2.4.6", "rich": "14.0"},
             backends=("gloo", "nccl"),
-            limits=Limits(65536, 65536, 8 << 20, files_per_unit=1),
+            limits=Limits(65536, 65536, 8 << 20),
             threads=8 // per_host,
         )
         for rank in range(hosts * per_host)

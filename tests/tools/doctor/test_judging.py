@@ -52,7 +52,7 @@ def _gpus_of_ranks(rank: int) -> dict[str, Any]:
 
 
 def _files(soft: int, hard: int) -> dict[str, Any]:
-    return {"limits": Limits(soft, hard, files_per_unit=1)}
+    return {"limits": Limits(soft, hard)}
 
 
 ONE = {"per_host": 1}
@@ -363,14 +363,14 @@ CASES = [
         PROBLEM,
         exam(ranks=_files(90, 4096)),
         "node0",
-        ("limit 90, 30 in use", "each unit of a model keeps 1 more", "`ulimit -n 1118`"),
+        ("limit 90, 30 in use", "`ulimit -n 1118`"),
     ),
     Case(
         "open-files",
-        WARNING,
-        exam(of_rank=_on(1, **_files(256, 1024))),
+        PROBLEM,
+        exam(of_rank=_on(1, **_files(90, 1024))),
         "rank 1 of node0",
-        ("limit 256", "hard limit, 1024", "raised to 1118"),
+        ("limit 90", "hard limit, 1024", "raised to 1118"),
     ),
     Case(
         "memlock",
@@ -490,7 +490,7 @@ def _healthy() -> list[Examination]:
         exam(2, results=results(good, {}, {}, {})),
         exam(of_rank=_gpus_of_ranks, results=results(summed, summed)),
         exam(ranks={"limits": Limits()}),
-        exam(ranks={"limits": Limits(1024, files_per_unit=0)}),
+        exam(ranks={"limits": Limits(1024)}),
         exam(machines={"addresses": ("127.0.0.1",)}),
         exam(2, results=results(good), ranks={"environment": {"GLOO_SOCKET_IFNAME": "eth0"}}),
         exam(2, per_host=1, results=results({"links": (link(0, 1),), "communications": (across,)})),

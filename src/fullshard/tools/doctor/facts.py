@@ -73,14 +73,12 @@ class Limits:
     """Limits of a process; None is no limit, or one that could not be read.
 
     open_files_hard: up to which `ulimit -n` may raise open_files.
-    files_per_unit: descriptors that each unit keeps open where ranks read each other's memory.
     """
 
     open_files: int | None = None
     open_files_hard: int | None = None
     locked_nbytes: int | None = None
     processes: int | None = None
-    files_per_unit: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from fullshard.versions import NEWEST, OLDEST, TESTED, WHAT_TO_INSTALL
 # What is left of files for a program's own data, logs and checkpoints, and the number of units that
 # a large model has (a 70B Llama has 82).
 _SPARE_FILES = 64
-_MANY_UNITS = 256
+_MORE_FILES = 1024  # that are advised
 # Threads of a process beside those that compute: Gloo's, autograd's, the store's, fullshard's own.
 _OTHER_TASKS = 48
 _LITTLE_MEMORY = 0.05
@@ -231,7 +231,7 @@ def judge_shared_memory(exam: Examination) -> Iterator[Finding]:
 
 
 def judge_open_files(exam: Examination) -> Iterator[Finding]:
-    """Judge whether a rank may open the files that its connections and units take."""
+    """Judge whether a rank may open the files that its connections take."""
     used = {each.rank: each.open_files for each in exam.results}
     for limits, ranks in grouped(exam.ranks, lambda each: each.limits).items():
         where = at(exam, [each.rank for each in ranks])
@@ -242,25 +242,19 @@ def judge_open_files(exam: Examination) -> Iterator[Finding]:
         in_use = max(used.get(each.rank) or 16 + 4 * exam.num_ranks for each in ranks)
         left = limits.open_files - in_use - _SPARE_FILES
         measured = f"limit {limits.open_files}, {in_use} in use after connecting"
-        if limits.files_per_unit:
-            measured += (
-                f"; where ranks share memory, each unit of a model keeps {limits.files_per_unit} more open "
-                "(none from Python 3.13 on)"
-            )
-        if left >= _MANY_UNITS * limits.files_per_unit and left >= 0:
+        if left >= 0:
             yield Finding("open-files", Severity.OK, where, measured)
             continue
         hard = limits.open_files_hard
-        wanted = in_use + _SPARE_FILES + 4 * _MANY_UNITS
+        wanted = in_use + _SPARE_FILES + _MORE_FILES
         advice = f"`ulimit -n {wanted}` before the start. "
         if hard is not None and hard < wanted:
             advice = (
                 f"Have the hard limit, {hard}, raised to {wanted} or more (limits.conf, LimitNOFILE=, "
                 "docker --ulimit nofile=). "
             )
-        advice += "Otherwise ranks of large models cannot share memory, or cannot connect."
-        severity = Severity.PROBLEM if left < 0 else Severity.WARNING
-        yield Finding("open-files", severity, where, measured, advice)
+        advice += "Otherwise ranks cannot share memory, or cannot connect."
+        yield Finding("open-files", Severity.PROBLEM, where, measured, advice)
 
 
 def judge_locked_memory(exam: Examination) -> Iterator[Finding]:

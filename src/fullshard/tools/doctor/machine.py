@@ -1,14 +1,11 @@
 """Measure one process and the machine that it runs on."""
 
 import contextlib
-import fcntl
 import os
 import platform
 import resource
 import shutil
 import socket
-import struct
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -16,14 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fullshard.host import read_memory, read_quotas
+from fullshard.host import read_addresses, read_memory, read_quotas
 from fullshard.tools.doctor.devices import look_at_devices, versions_of_cuda
 from fullshard.tools.doctor.environment import relevant
 from fullshard.tools.doctor.facts import Limits, Machine, RankFacts
 from fullshard.tools.launch import Place
 from fullshard.versions import VERSION
 
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR, from linux/sockios.h
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
@@ -69,7 +65,7 @@ def look_at_machine() -> Machine:
         max_tasks=quotas.max_tasks,
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
         addresses=_addresses(name),
-        interfaces=_interfaces(),
+        interfaces=read_addresses(),
     )
 
 
@@ -105,7 +101,6 @@ def _limits() -> Limits:
         locked_nbytes=_finite(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         processes=_finite(resource.getrlimit(resource.RLIMIT_NPROC)[0]),
         # A mapping of Python's keeps its descriptor open before 3.13 (comm/shared_memory.py).
-        files_per_unit=0 if sys.version_info >= (3, 13) else 1,
     )
 
 
@@ -150,15 +145,3 @@ def _addresses(name: str) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
-def _interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each network interface that has one."""
-    found = {}
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                reply = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, request)
-                found[name] = socket.inet_ntoa(reply[20:24])
-    return found
