@@ -1,12 +1,12 @@
 """The configuration of a model of Transformers: a `config.json`, read and compared without torch."""
 
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError
+from fullshard.json_files import read_json
 
 # What says how a model is stored, started or run by others, and not what it computes from its weights.
 _ASIDE = frozenset(
@@ -35,21 +35,16 @@ def read_model_config(path: Path) -> dict[str, Any]:
     Raises ModelConfigError where there is none, or where it is another file than a model's.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelConfigError(
-            f"{file}: is not there. Give the config.json of a model of Transformers, or its folder."
-        ) from None
-    except OSError as error:
-        raise ModelConfigError(f"{file}: cannot be read: {error.strerror}.") from error
-    except ValueError as error:  # of JSON, or of UTF-8
-        raise ModelConfigError(
-            f"{file}: is no JSON ({error}). Give the config.json of a model of Transformers."
-        ) from error
-    if isinstance(fields, dict) and isinstance(fields.get("model_type"), str):
+    fields = read_json(
+        file,
+        dict[str, Any],
+        lambda why: ModelConfigError(
+            f"{file}: {why}. Give the config.json of a model of Transformers, or its folder."
+        ),
+    )
+    if isinstance(fields.get("model_type"), str):
         return fields
-    if isinstance(fields, dict) and "options" in fields and "corpus" in fields:
+    if "options" in fields and "corpus" in fields:
         raise ModelConfigError(
             f"{file}: describes a run of fullshard train, not a model. To go on with its weights give "
             "the run to --init-from; or write its model with fullshard export --hf, and give that folder."
