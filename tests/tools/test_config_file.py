@@ -133,7 +133,7 @@ def test_a_path_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"config\.json: is not there"):
         read_options(tmp_path, known=KNOWN)
     for text in ("[1]", "null", "{"):
-        with pytest.raises(OptionError, match="not an object|is no JSON"):
+        with pytest.raises(OptionError, match=r"not an object|is no JSON"):
             read_options(_written(tmp_path, text, "config.json"), known=KNOWN)
     (tmp_path / "latin.toml").write_bytes(b"prompt = '\xe9'")
     with pytest.raises(OptionError, match="is not text in UTF-8"):

@@ -163,11 +163,14 @@ def check_encoded(values: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) 
             raise CheckpointError(f"has no tensor {name}, which a value names")
         return torch.empty(0, dtype=dtypes[name], device="cpu")
 
-    for tree in values.values():
-        if (
-            _levels(tree) > MOST_LEVELS + 4
-        ):  # those around a value: extra, its key, a rank, a module
-            raise CheckpointError(f"has values of more than {MOST_LEVELS} levels")
+    if _levels(values) > MOST_LEVELS + 5:  # those around a value
+        raise CheckpointError(f"has values of more than {MOST_LEVELS} levels")
+    trees = [values.get("metadata", {}), *values.get("extra", {}).values()]
+    for by_rank in values.get("extra_by_rank", {}).values():
+        trees += by_rank.values()
+    for own in values.get("optimizers", {}).values():
+        trees += [own["groups"], *own["scalars"].values()]
+    for tree in trees:
         decoded(tree, stand_in)
     for tree in module_state_trees(values):
         for _, states in items(tree):

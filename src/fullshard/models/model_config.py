@@ -1,6 +1,7 @@
 """The configuration of a model of Transformers: a `config.json`, read and compared without torch."""
 
 import importlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ _ASIDE = frozenset(
 
 # These have the field is_decoder from the encoders that they were made of, and do not read it.
 _ALWAYS_DECODERS = frozenset({"gpt_neox", "gpt_neox_japanese"})
+
+
+# How many there are of what, by the names that families have for it: n_layer, num_local_experts.
+_COUNT = re.compile(r"(?:n|num)_(?:\w+_)?(layer|expert)s?")
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 200_000
 
 
 class ModelConfigError(FullshardError, ValueError):
@@ -98,6 +104,7 @@ def transformers_config(fields: Mapping[str, Any]) -> Any:
     ModelConfigError without Transformers, for a model that it does not know, and for fields that it
     does not take.
     """
+    _check_counts(fields)
     configs = _transformers().CONFIG_MAPPING
     kind = fields["model_type"]
     if kind not in configs:
@@ -116,6 +123,22 @@ def transformers_config(fields: Mapping[str, Any]) -> Any:
         raise ModelConfigError(
             f"the configuration of a {kind} is not one that Transformers takes: {said}"
         ) from error
+
+
+def _check_counts(fields: Mapping[str, Any]) -> None:
+    """Refuse more layers than any model has: Transformers makes lists and modules of as many as it is told."""
+    most = {"layer": 1, "expert": 1}
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif (found := _COUNT.fullmatch(key)) and isinstance(value, int | float):
+            most[found[1]] = max(most[found[1]], value)
+    layers, experts = most.values()
+    if not (layers <= _MOST_LAYERS and layers * experts <= _MOST_EXPERTS):
+        raise ModelConfigError(
+            f"the configuration is of {layers:g} layers with {experts:g} experts each: more than "
+            f"{_MOST_LAYERS} layers, or {_MOST_EXPERTS} experts in all, are not built."
+        )
 
 
 def _transformers() -> Any:
