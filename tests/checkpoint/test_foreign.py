@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import pickle
+import resource
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +396,88 @@ def test_directories_that_cannot_be_are_refused(
     }
     with pytest.raises(CheckpointError, match=texts[fault]):
         fullshard.load_checkpoint(folder, model)
+
+
+_PUTS = {
+    "index of the memo": b"\x80\x04Nr\x00\x00\x00\x04.",
+    "bytearray": b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00.",
+}
+
+
+@pytest.mark.parametrize("pickled", _PUTS.values(), ids=_PUTS)
+def test_pickles_do_not_say_how_much_memory_they_take(tmp_path: Path, pickled: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(pickled)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        fullshard.load_checkpoint(tmp_path, nn.Linear(2, 2))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
+
+
+def test_pickles_change_no_class(tmp_path: Path) -> None:
+    build = b"\x80\x02c%s\n%s\nN}X\x04\x00\x00\x00evilK\x05s\x86b."
+    for module, name in (
+        (b"pathlib", b"PosixPath"),
+        (b"torch.distributed.checkpoint.metadata", b"Metadata"),
+        (b"torch.serialization", b"_get_layout"),
+    ):
+        (tmp_path / ".metadata").write_bytes(build % (module, name))
+        with pytest.raises(CheckpointError, match=r"\.metadata"):
+            fullshard.load_checkpoint(tmp_path, nn.Linear(2, 2))
+        target = getattr(importlib.import_module(module.decode()), name.decode())
+        assert not hasattr(target, "evil")
+
+
+def _in_itself() -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    values["me"] = values
+    return values
+
+
+def _doubled(times: int) -> Any:
+    value: Any = [1]
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
+def _packed(path: Path) -> None:
+    """Write a file of torch.save anew, with parts that are packed."""
+    with zipfile.ZipFile(path) as plain:
+        parts = {name: plain.read(name) for name in plain.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, data in parts.items():
+            packed.writestr(name, data)
+
+
+OUT_OF_PROPORTION: dict[str, Any] = {
+    "itself": _in_itself,
+    "doubled list": lambda: {"x": _doubled(40)},
+    "doubled dict": lambda: functools.reduce(lambda d, _: {"a": d, "b": d}, range(40), {"x": 1}),
+    "stride 0": lambda: {"x": torch.ones(1).expand(2**40)},
+    "dots": lambda: {"." * 50_000: torch.ones(1)},
+    "long key": lambda: {"x" * 50_000: torch.ones(1)},
+    "many long keys": lambda: {"a" * 900: {key: {"b" * 900: 1} for key in range(900)}},
+    "levels": lambda: functools.reduce(lambda d, _: {"a": d}, range(300), {"x": 1}),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_PROPORTION)
+def test_files_take_what_their_size_lets_expect(tmp_path: Path, name: str) -> None:
+    model = nn.Linear(2, 2)
+    content = {"model": model.state_dict(), "more": OUT_OF_PROPORTION[name]()}
+    torch.save(content, path := tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"a\.pt"):
+        fullshard.load_checkpoint(path, model)
+    with pytest.raises(CheckpointError, match=r"a\.pt"):
+        fullshard.inspect_checkpoint(path)
+
+
+def test_packed_files_are_not_unpacked(tmp_path: Path) -> None:
+    torch.save({"model": {"weight": torch.zeros(1 << 20)}}, path := tmp_path / "a.pt")
+    _packed(path)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(CheckpointError, match="more bytes than the file"):
+        fullshard.inspect_checkpoint(path)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import json
+import operator
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.reading import Reader
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, FullshardError
+from fullshard.tools.checkpoint_commands import inspect
 
 
 def _trained(seed: int = 0, width: int = 40) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -145,7 +149,12 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "dims": (lambda c: _weight(c)["pieces"][0].update(offset=[0]), "not inside"),
     "dtype": (lambda c: _weight(c).update(dtype="PICKLE"), "unknown dtype"),
     "checksums": (lambda c: _weight(c)["pieces"][0].update(checksums=[]), "one checksum a block"),
-    "no_blocks": (lambda c: c.update(block_nbytes=0), "no bytes"),
+    "no_blocks": (lambda c: c.update(block_nbytes=0), "blocks of 0 bytes"),
+    "huge_blocks": (lambda c: c.update(block_nbytes=2**61), "blocks of"),
+    "huge_header": (
+        lambda c: c["files"][0].update(nbytes=2**50, header_nbytes=2**40),
+        "its header has",
+    ),
     "version": (lambda c: c.update(version=99), "version 99"),
     "format": (lambda c: c.update(format="zip"), "of the format"),
     "lacking": (lambda c: c.pop("files"), "lacks"),
@@ -172,7 +181,55 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "no known form",
     ),
     "extra of nothing": (lambda c: c["extra"].update(mine={"$array": "nothing"}), "no tensor"),
+    "module states": (lambda c: c["extra"].update(module_states=[1]), "no known form"),
+    "deep": (lambda c: c["extra"].update(mine=_nested(400)), "levels"),
 }
+
+
+def _nested(levels: int) -> list[Any]:
+    tree: list[Any] = []
+    for _ in range(levels):
+        tree = [tree]
+    return tree
+
+
+OTHER_FORMS: tuple[Any, ...] = (
+    *(None, True, -1, 0, 2**64, 1e308, "", "x", [], [None], {}, {"x": 1}, _nested(150)),
+    *({"$tuple": 5}, {"$dict": [[[1], 2]]}, {"$float": "zz"}, {"$bytes": "!!"}, {"$dtype": "ZZ"}),
+    *({"$scalar": 5}, {"$scalar": 10**100, "dtype": "I8"}, {"$tensor": "no"}, {"$array": None}),
+    *({"$counter": 3}, {"$tensor": []}, {"$tuple": [], "x": 1}, {"$dict": []}, {"$tuple": []}),
+)
+
+
+def _places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of everything inside: of lists, of the first two items."""
+    if isinstance(tree, dict | list):
+        for key in tree if isinstance(tree, dict) else range(min(len(tree), 2)):
+            yield (*path, key)
+            yield from _places(tree[key], (*path, key))
+
+
+@pytest.mark.parametrize("number", [60, pytest.param(2000, marks=pytest.mark.long)])
+def test_values_of_another_form_are_refused_by_whatever_reads_them(
+    saved: Path, number: int
+) -> None:
+    good = json.loads((saved / MANIFEST).read_bytes())
+    places = [path for path in _places(good) if path[0] != "checksum"]
+    rng = random.Random(number)
+    for _ in range(number):
+        content = copy.deepcopy(good)
+        *around, last = rng.choice(places)
+        functools.reduce(operator.getitem, around, content)[last] = rng.choice(OTHER_FORMS)
+        _seal(saved / MANIFEST, json.dumps(content, separators=(",", ":")).encode())
+        for call in (
+            lambda: fullshard.load_checkpoint(saved, *_trained(seed=1)),
+            lambda: inspect(str(saved), tensors=True, as_json=False),
+            lambda: fullshard.diff_checkpoints(saved, saved),
+            lambda: fullshard.export_dcp(saved, saved.with_name("dcp"), overwrite=True),
+            lambda: fullshard.convert_checkpoint(saved, saved.with_name("new"), overwrite=True),
+        ):
+            with contextlib.suppress(FullshardError):
+                call()
 
 
 @pytest.mark.parametrize("name", HOSTILE)

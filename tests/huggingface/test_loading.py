@@ -267,9 +267,9 @@ def _entry(begin: int, end: int, shape: Any = (2,), dtype: Any = "F32") -> dict[
     ("header", "said"),
     [
         (b"no json", "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
-        ([], "no JSON object"),
-        (b'{"a": 1, "a": 2}', "names something twice"),
+        (b"[" * 100_000, "nested too deep"),
+        ([], "not an object"),
+        (b'{"a": 1, "a": 2}', "a name twice"),
         ({"weight": 3}, "weight lacks its dtype"),
         ({"weight": _entry(0, 8, dtype="F4")}, "dtype 'F4', which is not known"),
         ({"weight": _entry(0, 8, dtype=[])}, "which is not known"),

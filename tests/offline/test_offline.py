@@ -271,6 +271,54 @@ def test_commands_say_by_their_exit_codes_what_they_found(saved: Path, tmp_path:
     assert "no folder" in missing.stderr
 
 
+ODD = "[bold] :smile: 'a' \"b\" $c {d} %s \\\\ é\n漢*?"
+
+
+def test_names_may_be_any_text(tmp_path: Path) -> None:
+    names = [ODD, "[red]", "[/x]", "$tuple", " ", "~", "a/b", "..", "#", "\u202e", "x" * 300]
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names if "." not in name})
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(layer(torch.ones(2)).sum() for layer in model.values()).backward()
+    optimizer.step()
+    folder = tmp_path / ODD
+    values = {ODD: {name: {name: (torch.ones(3), name)} for name in names}}
+    saved = fullshard.save_checkpoint(
+        folder / "[0-9] a",
+        {ODD: model},
+        {ODD: optimizer},
+        extra=values,
+        metadata={ODD: ODD, "$a": 1},
+    ).path
+    shown = _run("inspect", saved, "--tensors")
+    assert shown.exit_code == Exit.OK
+    assert f"model.{ODD}/{ODD}.weight" in shown.stdout
+    for name in ("[red]", "[/x]", "[bold] :smile:"):
+        assert name in shown.stdout
+    for form, command in {
+        "new": ("reshard", "--ranks", 2),
+        "dcp": ("export", "--to", "dcp"),
+    }.items():
+        target = folder / f"{form} {ODD}"
+        done = _run(command[0], saved, target, *command[1:])
+        assert done.exit_code == Exit.OK, done.output
+    same = _run("diff", saved, folder / f"new {ODD}")
+    assert (same.exit_code, same.stdout) == (Exit.OK, "no differences\n")
+    fullshard.export_hf(model, folder / "hf", config={"model_type": "odd"})
+    with torch.no_grad():
+        wanted = {name: value.clone() for name, value in model.state_dict().items()}
+        for source in (saved, folder / f"new {ODD}", folder / f"dcp {ODD}", folder / "hf"):
+            for parameter in model.parameters():
+                parameter.zero_()
+            if source.name == "hf":
+                fullshard.load_hf(model, source)
+            else:
+                loaded = fullshard.load_checkpoint(source, {ODD: model}, {ODD: optimizer})
+                assert loaded.extra[ODD][ODD][ODD][1] == ODD
+            assert_equal(model.state_dict(), wanted)
+    missing = _run("inspect", folder / "[red]missing")
+    assert "[red]missing" in missing.stderr
+
+
 def test_commands_convert_both_ways(saved: Path, trained: Any, tmp_path: Path) -> None:
     assert _run("export", saved, tmp_path / "dcp", "--to", "dcp").exit_code == Exit.OK
     written = _run("import", tmp_path / "dcp", tmp_path / "back", "--json")

@@ -75,6 +75,47 @@ def test_any_change_of_a_tiling_is_a_fault(shape: tuple[int, ...], data: st.Data
     assert tiling_fault(shape, [*boxes, boxes[0]]) is not None
 
 
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), st.data())
+def test_boxes_tile_if_each_element_is_in_one_of_them(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    boxes, left = [], torch.ones(shape, dtype=torch.int64)
+    for _ in range(data.draw(st.integers(1, 6))):
+        starts = [data.draw(st.integers(0, size - 1)) for size in shape]
+        sizes = [data.draw(st.integers(1, n - a)) for n, a in zip(shape, starts, strict=True)]
+        boxes.append(Box(tuple(starts), tuple(sizes)))
+        left[boxes[-1].within(whole_box(shape))] -= 1
+    fault = tiling_fault(shape, boxes)
+    assert (fault is None) == bool((left == 0).all())
+    if fault is not None:  # it names the first such element
+        first = left.nonzero()[0].tolist()
+        assert str(first) in fault
+
+
+def test_tilings_of_many_dims_are_checked_as_fast_as_others() -> None:
+    # Of each dim but the last, two boxes: halves of a column, along that dim.
+    dims = 40
+    shape = (*(2,) * (dims - 1), dims - 1)
+    boxes = [
+        Box(
+            (*(half if d == cut else 0 for d in range(dims - 1)), cut),
+            (*(1 if d == cut else 2 for d in range(dims - 1)), 1),
+        )
+        for cut in range(dims - 1)
+        for half in (0, 1)
+    ]
+    assert tiling_fault(shape, boxes) is None
+    boxes[-1] = boxes[-2]
+    assert f"element {[0] * (dims - 1) + [dims - 2]} is in 2 pieces" in str(
+        tiling_fault(shape, boxes)
+    )
+
+
+def test_boxes_outside_of_a_tensor_are_a_fault() -> None:
+    for box in (Box((4,), (1,)), Box((-1,), (1,)), Box((0, 0), (4, 1))):
+        assert "inside" in str(tiling_fault((4,), [Box((0,), (4,)), box]))
+
+
 @given(shapes, st.data())
 def test_what_is_left_of_a_box_tiles_it_with_what_was_taken(
     shape: tuple[int, ...], data: st.DataObject

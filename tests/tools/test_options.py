@@ -235,7 +235,7 @@ class TestResume:
 
     def test_a_damaged_configuration_is_named(self, folder: RunFolder) -> None:
         folder.config_file.write_text("{")
-        with pytest.raises(OptionError, match=r"config\.json: cannot be read"):
+        with pytest.raises(OptionError, match=r"config\.json: is no JSON"):
             resumed_job(folder.path, {})
 
 

@@ -17,16 +17,18 @@ from fullshard.tools.recipe import learning_rate
 from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.worker import _what_is_saved
 
+_NUMBERS = {"loss": 2.0, "seconds": 0.5, "tokens_per_second": 9.0, "peak_memory": 100}
+
 
 def test_metrics_beyond_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.start(TrainConfig(), fingerprint="x", done=0)
     for step in (1, 2, 3):
-        folder.add_metrics({"step": step})
+        folder.add_metrics({"step": step, **_NUMBERS})
     with folder.metrics_file.open("a") as file:
         file.write('{"step": 4, "lo')  # cut short by a crash
     folder.start(TrainConfig(), fingerprint="x", done=2)
-    assert folder.metrics() == [{"step": 1}, {"step": 2}]
+    assert folder.metrics() == [{"step": 1, **_NUMBERS}, {"step": 2, **_NUMBERS}]
 
 
 def test_configuration_is_read_back_as_written(tmp_path: Path) -> None:

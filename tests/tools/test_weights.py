@@ -135,7 +135,7 @@ def test_weights_of_another_model_are_refused_before_any_rank_starts(
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{")
-    assert "config.json cannot be read" in refused(other)
+    assert "config.json is no JSON" in refused(other)
     (other / "config.json").write_text('{"model_type": "bert"}')
     assert "model_type is 'bert'" in refused(other)
     fields = config_fields(SIZES["tiny"], num_positions=32)

@@ -11,13 +11,20 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.folder import Folder
-from fullshard.checkpoint.foreign import ForeignFiles, ForeignTensor
+from fullshard.checkpoint.foreign import (
+    ForeignFiles,
+    ForeignTensor,
+    check_path,
+    is_plain_tensor,
+    loaded_without_trust,
+)
+from fullshard.checkpoint.manifest import DTYPE_NAMES
 from fullshard.checkpoint.spans import Wanted
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, common, tiling_fault, whole_box
@@ -37,30 +44,55 @@ _CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     f"{_PACKAGE}.filesystem": {"_StorageInfo"},
-    "torch": {"Size", "device"},
+    "torch": {"device"},
     "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
     "pathlib._local": {"PosixPath"},
 }
+_BUILT_IN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
+_BYTEARRAY = pickle.BYTEARRAY8[0]
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}(/[A-Za-z0-9_.-]{1,200})?")
 
 
-def why_refused(error: Exception) -> str:
-    """Say in a few words why ``torch.load`` with ``weights_only=True`` has refused a file."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    if found:
-        return f"it would use {found[1]}"
-    return f"it is damaged, or was not written by torch.save ({type(error).__name__})"
+class _StandIn:
+    """Stands for an object of a class: with its attributes, or its state if that is no dict."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Reads a pickle into stand-ins, made for this pickle alone, as it may change a class that it names.
+
+    Python's own unpickler, not that in C: there an index of the memo, or the length of a bytearray, decides
+    how much memory is taken, whatever follows.
+    """
+
+    dispatch: ClassVar = {
+        key: do for key, do in pickle._Unpickler.dispatch.items() if key != _BYTEARRAY
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) in _BUILT_IN:
+            return _BUILT_IN[module, name]
         if name in _CLASSES.get(module, ()):
-            return super().find_class(module, name)
+            return type(name, (_StandIn,), {})
         raise CheckpointError(f"would use {module}.{name}, which no checkpoint needs")
+
+
+def _shape(sizes: tuple[Any, ...]) -> Shape:
+    if len(sizes) > 64 or not all(type(each) is int and 0 <= each < 2**62 for each in sizes):
+        raise CheckpointError(f"has {sizes!r:.80} in place of sizes")
+    return tuple(sizes)
+
+
+def _offset(index: Any) -> Shape | None:
+    offset = getattr(index, "offset", None)  # a default, which pickles leave out
+    return None if offset is None else _shape(offset)
 
 
 class _Chunk(NamedTuple):
@@ -125,7 +157,7 @@ class DcpFiles(ForeignFiles):
     def _tensor(self, key: str, chunk: _Chunk) -> torch.Tensor:
         value = self._loaded(key, chunk.place)
         expected = self.tensors[key]
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != chunk.box.shape:
+        if not is_plain_tensor(value) or tuple(value.shape) != chunk.box.shape:
             raise self._refused(f"{key}: {chunk.place.file} holds something else at its place")
         if value.dtype != expected.dtype:
             raise self._refused(f"{key}: is of {value.dtype} in {chunk.place.file}")
@@ -140,29 +172,36 @@ class DcpFiles(ForeignFiles):
             file.read_into(memoryview(content), place.start)
         finally:
             file.close()
-        try:
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise self._refused(
-                f"{key}: cannot be read from {place.file} without trust: {why_refused(error)}"
-            ) from error
+        where = f"{self._folder}/{place.file}"
+        return loaded_without_trust(io.BytesIO(content), len(content), f"{where}: {key}")
 
     # Metadata
 
     def _take(self, metadata: Any) -> None:
         places = {
-            (index.fqn, None if index.offset is None else tuple(index.offset)): self._place(info)
+            (index.fqn, _offset(index)): self._place(info)
             for index, info in metadata.storage_data.items()
         }
         paths: Mapping[str, Any] = metadata.planner_data or {}
+        left = len(places)  # a chunk lies at a place of its own
         for key, entry in metadata.state_dict_metadata.items():
             path = paths.get(key)
             self.paths[key] = tuple(path) if isinstance(path, tuple) and path else (key,)
+            check_path(key, self.paths[key])
             if not hasattr(entry, "chunks"):
                 self._objects[key] = places[key, None]
                 continue
-            shape, dtype = tuple(entry.size), entry.properties.dtype
+            left -= len(entry.chunks)
+            if left < 0:
+                raise CheckpointError("has more chunks than places of chunks")
+            shape, dtype = _shape(entry.size), entry.properties.state[0]
+            if dtype not in DTYPE_NAMES:
+                raise CheckpointError(
+                    f"says of {key} that it is of {dtype}, which is not known here"
+                )
             chunks = self._chunks_of(key, entry, places)
+            if any(c.place.nbytes < c.box.numel * dtype.itemsize for c in chunks):
+                raise CheckpointError(f"says of {key} of shape {shape} that fewer bytes hold it")
             if fault := tiling_fault(shape, [chunk.box for chunk in chunks]):
                 raise CheckpointError(f"says of {key} of shape {shape}: {fault}")
             self.tensors[key] = ForeignTensor(shape, dtype, len(chunks))
@@ -173,7 +212,7 @@ class DcpFiles(ForeignFiles):
     ) -> list[_Chunk]:
         chunks = []
         for each in entry.chunks:
-            box = Box(tuple(each.offsets), tuple(each.sizes))
+            box = Box(_shape(each.offsets), _shape(each.sizes))
             place = places.get((key, box.offset))
             if place is None and box == whole_box(box.shape):
                 place = places.get((key, None))
@@ -191,7 +230,7 @@ class DcpFiles(ForeignFiles):
         name = info.relative_path
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or ".." in name:
             raise CheckpointError(f"names the file {name!r}, which is none of a checkpoint's")
-        return _Place(name, int(info.offset), int(info.length))
+        return _Place(name, *_shape((info.offset, info.length)))
 
     def _refused(self, what: str) -> CheckpointError:
         return CheckpointError(

@@ -9,7 +9,11 @@ that the model has.
 
 import abc
 import dataclasses
+import io
+import itertools
 import math
+import re
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,17 +21,19 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.manifest import DTYPE_NAMES
 from fullshard.checkpoint.module_states import MODULE_STATES, STATE_NAME
-from fullshard.checkpoint.saved_state import Names, SavedState
+from fullshard.checkpoint.saved_state import Names, SavedState, naming_malformed
 from fullshard.checkpoint.spans import Wanted
-from fullshard.checkpoint.values import encoded
-from fullshard.errors import CheckpointError
+from fullshard.checkpoint.values import MOST_LEVELS, encoded
+from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.boxes import whole_box
 from fullshard.plan.layout import Shape
 from fullshard.plan.units import clean_name, without_compile
 
 # If several beginnings fit equally well, these come first.
 USUAL = ("model.", "", "state_dict.", "module.", "optim.", "optimizer.")
+_LONGEST_KEY = 2000
 _SMALL_NBYTES = 1 << 20  # tensors of extra state that are read though nobody asks for them
 GROUPS = "param_groups"
 VALUES = "values/"  # the section of tensors that are values: step counters
@@ -52,6 +58,94 @@ class ForeignTensor:
     @property
     def placement(self) -> str:
         return f"in {self.parts} parts" if self.parts > 1 else ""
+
+
+def loaded_without_trust(source: Path | io.BytesIO, nbytes: int, where: str) -> Any:
+    """Return what `torch.save` has written, tensors of files mapped. nbytes: of the source.
+
+    Raises CheckpointError for what would run code, is damaged, or would take more memory than so many bytes
+    need: packed parts, values or tensors that are in it many times, or in themselves.
+    """
+    try:
+        if zipfile.is_zipfile(source):
+            parts = zipfile.ZipFile(source).infolist()
+            if sum(part.file_size for part in parts) > nbytes:
+                raise CheckpointError(f"{where}: its parts have more bytes than the file.")
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+        value = _loaded(source)
+    except (FullshardError, OSError):
+        raise
+    except Exception as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        why = f"it is damaged, or was not written by torch.save ({type(error).__name__})"
+        if found:
+            why = f"it would use {found[1]}"
+        raise CheckpointError(f"{where}: cannot be read without trust: {why}") from error
+    _check_proportion(value, nbytes, where)
+    return value
+
+
+def _loaded(source: Path | io.BytesIO) -> Any:
+    try:
+        return torch.load(
+            source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path)
+        )
+    except Exception as error:
+        if "mmap" not in str(error):
+            raise
+        # a file of the old format, which cannot be mapped
+        return torch.load(source, map_location="cpu", weights_only=True)
+
+
+def _check_proportion(value: Any, nbytes: int, where: str) -> None:
+    """Refuse what is far larger than its file: a pickle may name a part any number of times."""
+    values_left, tensors_left = characters_of(nbytes), 16 * nbytes + (64 << 20)
+    unseen = [(value, 0)]
+    while unseen:
+        each, level = unseen.pop()
+        values_left -= 1
+        if isinstance(each, torch.Tensor):
+            tensors_left -= each.numel() * each.itemsize
+        inner: Iterable[Any] = ()
+        if isinstance(each, Mapping):
+            inner = itertools.chain(each.keys(), each.values())
+        elif isinstance(each, list | tuple | set | frozenset):
+            inner = each
+        if level > MOST_LEVELS:
+            raise CheckpointError(
+                f"{where}: holds a value that contains itself, or more than {MOST_LEVELS} levels."
+            )
+        if values_left < 0 or tensors_left < 0:
+            raise CheckpointError(
+                f"{where}: holds the same values or memory so often that they would take far more than "
+                f"its {nbytes} bytes."
+            )
+        unseen.extend((part, level + 1) for part in inner)
+
+
+def characters_of(nbytes: int) -> int:
+    """Return how many characters of keys, or values, a file may have: more than any that was written has."""
+    return 16 * nbytes + 100_000
+
+
+def is_plain_tensor(value: Any) -> bool:
+    """Whether a value is a tensor with an element at each place of its memory: none that is sparse or meta."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return not value.is_meta and value.dtype in DTYPE_NAMES
+
+
+def check_path(where: str, path: Sequence[Any]) -> None:
+    """Refuse keys that nobody would give. Looking for names costs the square of their length."""
+    if not all(isinstance(part, str | int) for part in path):
+        raise CheckpointError(f"{where:.200}: has a key that is neither text nor a number")
+    key = ".".join(map(str, path))
+    if len(key) > _LONGEST_KEY or key.count(".") > MOST_LEVELS:
+        raise CheckpointError(
+            f"{where:.200}: has a key of {len(key)} characters and {key.count('.')} dots; {_LONGEST_KEY} and "
+            f"{MOST_LEVELS} are the most."
+        )
 
 
 class ForeignFiles(abc.ABC):
@@ -99,6 +193,10 @@ class ForeignState(SavedState):
                 each.view.copy_(inside[each.box.within(whole_box(tuple(inside.shape)))])
 
     def find(self, names: Names) -> None:
+        with naming_malformed(f"{self.location}: a value is"):
+            self._find(names)
+
+    def _find(self, names: Names) -> None:
         self.tensors, self._keys, self._inside = {}, {}, {}
         keys: dict[str, str] = {}
         for key in self.files.paths:

@@ -54,6 +54,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors")
 _LARGEST = 2**62  # of any number in a manifest
+# Of what is in memory as a whole. A header: as the safetensors library has it.
+_LARGEST_HEADER_NBYTES = 100_000_000
+_LARGEST_BLOCK_NBYTES = 1 << 30
 _PLACEHOLDER = "0" * 16
 
 
@@ -208,8 +211,10 @@ def loads(data: bytes, where: str) -> Manifest:
         ) from error
 
 
-def _is_dict(tree: dict[str, Any]) -> bool:
+def _is_dict(tree: Any) -> bool:
     """Whether an encoded value is a dict: see `values.encoded`."""
+    if not isinstance(tree, dict):
+        return False
     return not any(key.startswith("$") for key in tree) or [*tree] == ["$dict"]
 
 
@@ -271,8 +276,8 @@ class _Reader:
                 self.where, f"is of version {version}, and this fullshard reads version {VERSION}"
             )
         block_nbytes = self.number(content["block_nbytes"], "block_nbytes")
-        if block_nbytes < 1:
-            raise _refused(self.where, "has blocks of no bytes")
+        if not 1 <= block_nbytes <= _LARGEST_BLOCK_NBYTES:
+            raise _refused(self.where, f"has blocks of {block_nbytes} bytes")
         files = tuple(self.file(fields) for fields in content["files"])
         if len({file.name for file in files}) != len(files):
             raise _refused(self.where, "names a file twice")
@@ -292,8 +297,10 @@ class _Reader:
             raise _refused(self.where, f"names the file {name!r}, which is none of a checkpoint's")
         nbytes = self.number(fields["nbytes"], name)
         header = self.number(fields["header_nbytes"], name)
-        if not 8 <= header <= nbytes:
-            raise _refused(self.where, f"says of {name} that its header is larger than the file")
+        if not 8 <= header <= min(nbytes, _LARGEST_HEADER_NBYTES):
+            raise _refused(
+                self.where, f"says of {name} that its header has {header} bytes of {nbytes}"
+            )
         return FileEntry(name, nbytes, header, self.digits(fields["header_checksum"], name))
 
     def tensor(
@@ -346,7 +353,7 @@ class _Reader:
         step = content.get("step")
         if step is not None and type(step) is not int:
             raise _refused(self.where, f"has the step {step!r:.80}, which is no number of steps")
-        for key in ("metadata", "extra", "extra_by_rank", "optimizers"):
+        for key in ("metadata", "extra", "extra_by_rank", "optimizers", "versions"):
             if not isinstance(content.get(key, {}), dict):
                 raise _refused(self.where, f"its {key} is no object")
         for key, own in content.get("extra_by_rank", {}).items():
@@ -357,11 +364,12 @@ class _Reader:
             is_right = (
                 all(isinstance(each, dict) for each in (own, scalars, *scalars.values()))
                 and all(_is_dict(each) for each in scalars.values())
+                and isinstance(own.get("class"), str | None)
                 and isinstance(groups, list)
                 and all(
                     isinstance(g["params"], list)
                     and all(isinstance(name, str) for name in g["params"])
-                    and isinstance(g["options"], dict)
+                    and _is_dict(g["options"])
                     for g in groups
                 )
             )

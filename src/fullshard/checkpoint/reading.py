@@ -20,8 +20,9 @@ from fullshard.checkpoint.manifest import (
     blocks_of,
     loads,
 )
-from fullshard.checkpoint.saved_state import SavedState
+from fullshard.checkpoint.saved_state import SavedState, naming_malformed
 from fullshard.checkpoint.spans import Limits, Wanted, read_at_once, read_shared, scratch
+from fullshard.checkpoint.values import check_encoded
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, common
 from fullshard.state.host_memory import bytes_of
@@ -45,8 +46,15 @@ class Reader(SavedState):
     def __init__(self, folder: Folder) -> None:
         self.folder, self.location = folder, folder.location
         content = folder.read_small(MANIFEST)
-        self.manifest = loads(content, f"{folder}/{MANIFEST}")
+        self.manifest = loads(content, where := f"{folder}/{MANIFEST}")
         self.tensors, self.values = self.manifest.tensors, self.manifest.values
+        with naming_malformed(f"{where}: a value is"):
+            try:
+                check_encoded(self.values, {name: t.dtype for name, t in self.tensors.items()})
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{where}: {error}. Load another checkpoint, or restore this one."
+                ) from error
         self.digest = checksum(content)  # of the manifest's file
         self._open: dict[int, DataFile] = {}
         self._lock = threading.Lock()

@@ -5,17 +5,33 @@ ForeignState (foreign.py)       directories of torch.distributed.checkpoint, fil
 """
 
 import abc
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from fullshard.checkpoint.spans import Wanted
+from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.layout import Shape
 
 _Self = TypeVar("_Self", bound="SavedState")
+
+# What Python raises where a value is of another form than the one that reads it takes for granted.
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
+
+
+@contextlib.contextmanager
+def naming_malformed(what: str, advice: str = "") -> Iterator[None]:
+    """Refuse with CheckpointError what is of another form than is known. what: where it was read, and what it is."""
+    try:
+        yield
+    except _MALFORMED as error:
+        if isinstance(error, FullshardError):
+            raise
+        raise CheckpointError(f"{what} of no known form ({error!r:.200}).{advice}") from error
 
 
 class SavedTensor(Protocol):

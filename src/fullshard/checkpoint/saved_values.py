@@ -8,15 +8,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.module_states import MODULE_STATES, States
 from fullshard.checkpoint.random_states import RNG, set_random_states
-from fullshard.checkpoint.saved_state import SavedState, SavedTensor
+from fullshard.checkpoint.saved_state import SavedState, naming_malformed
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.values import decoded, encoded, tensor_names
 from fullshard.errors import CheckpointError
 from fullshard.plan.boxes import whole_box
 from fullshard.state.holdings import HeldTensor, tensor_holding
-
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
-
 
 OptimizerValues = tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]
 
@@ -35,14 +32,8 @@ class SavedValues:
 
     def decoded(self, tree: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
         """Return a value of the manifest. tensor: returns a tensor that it names; a whole one if None."""
-        try:
+        with naming_malformed(f"{self._state.location}: a value is"):
             return decoded(tree, tensor or self._tensor)
-        except _MALFORMED as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(
-                f"{self._state.location}: a value in the manifest is of no known form ({error!r})."
-            ) from error
 
     def of_optimizer(self, section: str) -> OptimizerValues | None:
         """Return an optimizer's scalars, by parameter, and its groups; None if it was not saved."""
@@ -54,8 +45,8 @@ class SavedValues:
 
     def check(self, extra: Mapping[str, Any]) -> None:
         """Refuse what `hand_on` could not hand on: to be called before anything is changed."""
-        trees = [self._tree_of(key, _target_of(key, extra)) for key in self._extra_keys()]
-        self.decoded([self._state.values.get("metadata", {}), *trees], self._stand_in_of)
+        for key in self._extra_keys():
+            self._tree_of(key, _target_of(key, extra))
 
     def hand_on(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Load extra state into what has ``load_state_dict()`` under its key; return all other values."""
@@ -90,15 +81,11 @@ class SavedValues:
 
     def restore_random_states(self) -> list[str]:
         """Set this rank's random generators; return notes for its log."""
-        try:
+        with naming_malformed(
+            f"{self._state.location}: the states of random generators are",
+            " Load with rng=False to leave them.",
+        ):
             return self._restore_random_states()
-        except _MALFORMED as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(
-                f"{self._state.location}: the states of random generators are of no known form ({error!r}). "
-                "Load with rng=False to leave them."
-            ) from error
 
     def _restore_random_states(self) -> list[str]:
         if RNG in self._shared:
@@ -148,25 +135,13 @@ class SavedValues:
 
         return self.decoded(tree, tensor)
 
-    def _stand_in_of(self, name: str) -> torch.Tensor:
-        """Return an empty tensor for one of the checkpoint's."""
-        return torch.empty(0, dtype=self._entry_of(name).dtype, device="cpu")
-
     def _tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor of the checkpoint, in host memory."""
-        saved = self._entry_of(name)
+        saved = self._state.tensors[name]
         result = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
         if result.numel():
             self._state.read([Wanted(name, whole_box(saved.shape), result)])
         return result
-
-    def _entry_of(self, name: str) -> SavedTensor:
-        saved = self._state.tensors.get(name)
-        if saved is None:
-            raise CheckpointError(
-                f"{self._state.location}: has no tensor {name}, which a value names."
-            )
-        return saved
 
 
 def _target_of(key: str, extra: Mapping[str, Any]) -> Any:

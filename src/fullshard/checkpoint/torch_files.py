@@ -4,11 +4,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fullshard.checkpoint.checksums import checksum
-from fullshard.checkpoint.dcp_files import why_refused
-from fullshard.checkpoint.foreign import ForeignFiles, ForeignTensor
+from fullshard.checkpoint.foreign import (
+    ForeignFiles,
+    ForeignTensor,
+    characters_of,
+    check_path,
+    is_plain_tensor,
+    loaded_without_trust,
+)
 from fullshard.checkpoint.spans import Wanted
 from fullshard.errors import CheckpointError
 
@@ -24,7 +28,8 @@ class TorchFile(ForeignFiles):
     def __init__(self, path: Path) -> None:
         self.location = path
         try:
-            content = _loaded(path)
+            nbytes = path.stat().st_size
+            content = loaded_without_trust(path, nbytes, str(path))
             self.digest = _digest(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
@@ -35,15 +40,22 @@ class TorchFile(ForeignFiles):
             )
         self.tensors, self.paths = {}, {}
         self._values: dict[str, Any] = {}
+        left = characters_of(nbytes)
         for way, value in _leaves(content, ()):
             key = ".".join(map(str, way))
+            check_path(f"{path}: {key}", way)
+            left -= len(key)
+            if left < 0:
+                raise CheckpointError(
+                    f"{path}: the keys of its values are longer than a file of its size holds."
+                )
             if key in self.paths:
                 raise CheckpointError(
                     f"{path}: has two values under keys that read {key!r}. Save it again with other keys."
                 )
             self.paths[key] = way
             self._values[key] = value
-            if isinstance(value, torch.Tensor):
+            if is_plain_tensor(value):
                 self.tensors[key] = ForeignTensor(tuple(value.shape), value.dtype)
 
     def close(self) -> None:
@@ -59,24 +71,6 @@ class TorchFile(ForeignFiles):
             each.view.copy_(whole[index])
             if progress is not None:
                 progress(each.view.numel() * each.view.itemsize)
-
-
-def _loaded(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception as error:
-        if "mmap" not in str(error):
-            raise CheckpointError(
-                f"{path}: cannot be read without trust: {why_refused(error)}"
-            ) from error
-    try:  # a file of the old format, which cannot be mapped
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: cannot be read without trust: {why_refused(error)}"
-        ) from error
 
 
 def _leaves(value: Any, way: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:

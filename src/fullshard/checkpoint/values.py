@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.manifest import DTYPES, dtype_name
+from fullshard.checkpoint.module_states import MODULE_STATES
 from fullshard.errors import CheckpointError
 from fullshard.state.holdings import HeldTensor
 
 # Far from what Python's stack and its conversion of integers to text allow.
-_MOST_LEVELS = 200
+MOST_LEVELS = 200
 _MOST_BITS = 8192
 
 
@@ -52,12 +53,12 @@ def encoded(value: Any, name: str, keep: Callable[[str, Any], object]) -> Any:
 
     try:
         tree = _encoded(value, name, named)
-        is_too_deep = _levels(tree) > _MOST_LEVELS
+        is_too_deep = _levels(tree) > MOST_LEVELS
     except RecursionError:
         is_too_deep = True
     if is_too_deep:
         raise CheckpointError(
-            f"{name} cannot be saved: it contains itself, or is nested deeper than the {_MOST_LEVELS} levels that "
+            f"{name} cannot be saved: it contains itself, or is nested deeper than the {MOST_LEVELS} levels that "
             "a checkpoint holds (a tuple takes two)."
         )
     return tree
@@ -147,8 +148,48 @@ def decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
         "$array": lambda: tensor(content).numpy(),
     }
     if kind not in simple:
-        raise CheckpointError(f"The checkpoint has a value of the unknown kind {kind!r}.")
+        raise CheckpointError(f"has a value of the unknown kind {kind!r:.80}")
     return simple[kind]()
+
+
+def check_encoded(values: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Decode a manifest's values on trial. dtypes: of the checkpoint's tensors.
+
+    Raises CheckpointError for what no checkpoint has, and whatever Python raises for a value of another form.
+    """
+
+    def stand_in(name: str) -> torch.Tensor:
+        if name not in dtypes:
+            raise CheckpointError(f"has no tensor {name}, which a value names")
+        return torch.empty(0, dtype=dtypes[name], device="cpu")
+
+    if _levels(values) > MOST_LEVELS + 5:  # those around a value
+        raise CheckpointError(f"has values of more than {MOST_LEVELS} levels")
+    trees = [values.get("metadata", {}), *values.get("extra", {}).values()]
+    for by_rank in values.get("extra_by_rank", {}).values():
+        trees += by_rank.values()
+    for own in values.get("optimizers", {}).values():
+        trees += [own["groups"], *own["scalars"].values()]
+    for tree in trees:
+        decoded(tree, stand_in)
+    for tree in module_state_trees(values):
+        for _, states in items(tree):
+            items(states)
+
+
+def module_state_trees(values: Mapping[str, Any]) -> list[Any]:
+    """Return what modules have saved of their own: one tree by model and module, or one of each rank."""
+    by_rank = values.get("extra_by_rank", {}).get(MODULE_STATES, {})
+    return [values.get("extra", {}).get(MODULE_STATES, {}), *by_rank.values()]
+
+
+def items(tree: Any) -> list[tuple[str, Any]]:
+    """Return the keys and the values of an encoded dict. Raises TypeError or ValueError for anything else."""
+    if [*tree] == ["$dict"]:
+        return [(str(key), value) for key, value in tree["$dict"]]
+    if not isinstance(tree, dict) or any(key.startswith("$") for key in tree):
+        raise TypeError(f"{tree!r:.80} is no dict")
+    return [*tree.items()]
 
 
 def tensor_names(value: Any) -> list[str]:

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fullshard.checkpoint.saved_state import naming_malformed
 from fullshard.debugging.tape import Event, Seen
 from fullshard.errors import CheckpointError
+from fullshard.json_files import as_typed, read_json
 from fullshard.versions import VERSION
 
 _FORMAT = 1
@@ -84,8 +86,8 @@ class Record:
     def facts(self) -> Facts:
         """Return what was recorded. Raises CheckpointError if nothing was, or by another version."""
         try:
-            values = json.loads((self.folder / "replay.json").read_text())
-        except (OSError, ValueError):  # not there, or not complete
+            values = read_json(self.folder / "replay.json", dict[str, Any], CheckpointError)
+        except CheckpointError:  # not there, or not complete
             raise CheckpointError(
                 f"{self.folder}: no recorded step. Record one with fullshard.debug(replay={str(self.folder)!r})."
             ) from None
@@ -94,7 +96,14 @@ class Record:
                 f"{self.folder}: was recorded by fullshard {values.get('fullshard')}, in a form that this version "
                 "does not read. Replay it with that version."
             )
-        return Facts(**values)
+        facts: Facts = as_typed(
+            [values.get(name) for name in Facts._fields],
+            Facts,
+            lambda why: CheckpointError(
+                f"{self.folder / 'replay.json'}: {why}. Record the step again."
+            ),
+        )
+        return facts
 
     def write_inputs(self, rank: int, number: int, inputs: Inputs) -> None:
         _written(self._file(rank, f"inputs-{number}"), lambda p: torch.save(tuple(inputs), p))
@@ -104,7 +113,8 @@ class Record:
         path = self._file(rank, f"inputs-{number}")
         if not path.exists():
             return None
-        return Inputs(*torch.load(path, map_location=_to(device), weights_only=False))
+        with naming_malformed(f"{path}: what was recorded is"):
+            return Inputs(*torch.load(path, map_location=_to(device), weights_only=False))
 
     def write_event(self, rank: int, number: int, event: Event) -> None:
         values = vars(event) | {"seen": [tuple(seen) for seen in event.seen]}
@@ -116,9 +126,10 @@ class Record:
         with contextlib.suppress(FileNotFoundError):
             while True:
                 path = self._file(rank, f"event-{len(found)}")
-                values = torch.load(path, map_location="cpu", weights_only=True)
-                seen = [Seen(*each) for each in values.pop("seen")]
-                found.append(Event(seen=seen, **values))
+                with naming_malformed(f"{path}: what was recorded is"):
+                    values = torch.load(path, map_location="cpu", weights_only=True)
+                    seen = [Seen(*each) for each in values.pop("seen")]
+                    found.append(Event(seen=seen, **values))
         return found
 
     def _file(self, rank: int, name: str) -> Path:

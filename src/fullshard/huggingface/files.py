@@ -12,7 +12,6 @@ made to do harm, is refused by name.
 import contextlib
 import hashlib
 import itertools
-import json
 import math
 import os
 import stat
@@ -26,6 +25,7 @@ from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.spans import Limits, Wanted, read_at_once, read_shared
 from fullshard.checkpoint.writing import PART_OF
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.json_files import parse_json, read_json
 from fullshard.plan.boxes import common, whole_box
 from fullshard.plan.layout import Shape
 
@@ -106,8 +106,13 @@ def _of_folder(folder: Path) -> Weights:
 
 
 def _of_index(path: Path) -> Weights:
-    content = _parsed(_content(path), path)
-    by_name = content.get("weight_map") if isinstance(content, dict) else None
+    content = read_json(
+        path,
+        dict[str, Any],
+        lambda why: _refused(path, why),
+        most_nbytes=_LARGEST_JSON_NBYTES,
+    )
+    by_name = content.get("weight_map")
     if not isinstance(by_name, dict) or not by_name:
         raise _refused(path, "has no weight_map, so it is no index")
     for name in by_name.values():
@@ -151,8 +156,6 @@ def _read_header(path: Path, number: int) -> tuple[WeightFile, dict[str, Entry]]
             raise _refused(path, f"its header would have {length} bytes, and it has {nbytes}")
         header = os.pread(descriptor, length, 8)
     content = _parsed(header, path)
-    if not isinstance(content, dict):
-        raise _refused(path, "its header is no JSON object")
     metadata = content.pop("__metadata__", None)
     if isinstance(metadata, dict) and metadata.get("of") == PART_OF:
         raise CheckpointError(
@@ -197,26 +200,9 @@ def _check_apart(path: Path, entries: Mapping[str, Entry]) -> None:
             raise _refused(path, f"{name} and {other} share bytes")
 
 
-def _parsed(data: bytes, path: Path) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) != len(pairs):
-            raise _refused(path, "names something twice")
-        return content
-
-    try:
-        return json.loads(data, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise _refused(path, f"is no JSON where it has to be ({error})") from error
-
-
-def _content(path: Path) -> bytes:
-    with _opened(path) as descriptor:
-        nbytes = os.fstat(descriptor).st_size
-        if nbytes > _LARGEST_JSON_NBYTES:
-            raise _refused(path, f"has {nbytes} bytes, which is too large")
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            return file.read()
+def _parsed(data: bytes, path: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = parse_json(data, dict[str, Any], lambda why: _refused(path, why))
+    return fields
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """What lies beside weights: the configuration, which has to say what the files hold, and tokenizers."""
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 from fullshard.errors import CheckpointError
 from fullshard.huggingface.export_folder import CONFIG, as_json, side_files
 from fullshard.huggingface.names import plain_name
+from fullshard.json_files import parse_json
 from fullshard.state.holdings import without_ddp
 
 # A folder or a file to copy from, fields, or an object that knows its JSON.
@@ -126,10 +126,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(content)
-    except ValueError as error:
-        raise CheckpointError(f"config: is no JSON ({error}).") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError("config: is no JSON object.")
+    fields: dict[str, Any] = parse_json(
+        content, dict[str, Any], lambda why: CheckpointError(f"config: {why}.")
+    )
     return fields

@@ -1,12 +1,13 @@
 """The configuration of a model of Transformers: a `config.json`, read and compared without torch."""
 
 import importlib
-import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError
+from fullshard.json_files import read_json
 
 # What says how a model is stored, started or run by others, and not what it computes from its weights.
 _ASIDE = frozenset(
@@ -25,6 +26,11 @@ _ASIDE = frozenset(
 _ALWAYS_DECODERS = frozenset({"gpt_neox", "gpt_neox_japanese"})
 
 
+# How many there are of what, by the names that families have for it: n_layer, num_local_experts.
+_COUNT = re.compile(r"(?:n|num)_(?:\w+_)?(layer|expert)s?")
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 200_000
+
+
 class ModelConfigError(FullshardError, ValueError):
     """A configuration that cannot be read, or whose model cannot be trained here."""
 
@@ -35,21 +41,16 @@ def read_model_config(path: Path) -> dict[str, Any]:
     Raises ModelConfigError where there is none, or where it is another file than a model's.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelConfigError(
-            f"{file}: is not there. Give the config.json of a model of Transformers, or its folder."
-        ) from None
-    except OSError as error:
-        raise ModelConfigError(f"{file}: cannot be read: {error.strerror}.") from error
-    except ValueError as error:  # of JSON, or of UTF-8
-        raise ModelConfigError(
-            f"{file}: is no JSON ({error}). Give the config.json of a model of Transformers."
-        ) from error
-    if isinstance(fields, dict) and isinstance(fields.get("model_type"), str):
+    fields = read_json(
+        file,
+        dict[str, Any],
+        lambda why: ModelConfigError(
+            f"{file}: {why}. Give the config.json of a model of Transformers, or its folder."
+        ),
+    )
+    if isinstance(fields.get("model_type"), str):
         return fields
-    if isinstance(fields, dict) and "options" in fields and "corpus" in fields:
+    if "options" in fields and "corpus" in fields:
         raise ModelConfigError(
             f"{file}: describes a run of fullshard train, not a model. To go on with its weights give "
             "the run to --init-from; or write its model with fullshard export --hf, and give that folder."
@@ -103,6 +104,7 @@ def transformers_config(fields: Mapping[str, Any]) -> Any:
     ModelConfigError without Transformers, for a model that it does not know, and for fields that it
     does not take.
     """
+    _check_counts(fields)
     configs = _transformers().CONFIG_MAPPING
     kind = fields["model_type"]
     if kind not in configs:
@@ -121,6 +123,22 @@ def transformers_config(fields: Mapping[str, Any]) -> Any:
         raise ModelConfigError(
             f"the configuration of a {kind} is not one that Transformers takes: {said}"
         ) from error
+
+
+def _check_counts(fields: Mapping[str, Any]) -> None:
+    """Refuse more layers than any model has: Transformers makes lists and modules of as many as it is told."""
+    most = {"layer": 1, "expert": 1}
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif (found := _COUNT.fullmatch(key)) and isinstance(value, int | float):
+            most[found[1]] = max(most[found[1]], value)
+    layers, experts = most.values()
+    if not (layers <= _MOST_LAYERS and layers * experts <= _MOST_EXPERTS):
+        raise ModelConfigError(
+            f"the configuration is of {layers:g} layers with {experts:g} experts each: more than "
+            f"{_MOST_LAYERS} layers, or {_MOST_EXPERTS} experts in all, are not built."
+        )
 
 
 def _transformers() -> Any:

@@ -32,7 +32,7 @@ from fullshard.checkpoint.module_states import MODULE_STATES
 from fullshard.checkpoint.random_states import RNG
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.spans import Wanted
-from fullshard.checkpoint.values import decoded
+from fullshard.checkpoint.values import decoded, items, module_state_trees
 from fullshard.errors import CheckpointError
 from fullshard.huggingface.export_folder import ExportFolder
 from fullshard.offline.opening import Progress, naming_disk_faults, open_state
@@ -126,12 +126,10 @@ def _optim(section: str) -> tuple[str, ...]:
 
 def _module_leaves(state: SavedState) -> Iterator[_Leaf]:
     """Yield what modules keep of their own, where PyTorch's state dicts have it."""
-    trees = [state.values.get("extra", {}).get(MODULE_STATES, {})]
-    trees += state.values.get("extra_by_rank", {}).get(MODULE_STATES, {}).values()
     first: dict[_Path, Any] = {}
-    for sections in trees:
-        for section, states in sections.items():
-            for name, tree in states.items():
+    for sections in module_state_trees(state.values):
+        for section, states in items(sections):
+            for name, tree in items(states):
                 first.setdefault((*section.split(".", 1), name), tree)
     for path, tree in first.items():
         yield from _of_tree(path, tree, state)

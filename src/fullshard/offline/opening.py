@@ -17,7 +17,7 @@ from fullshard.checkpoint.manifest import DTYPES, MANIFEST
 from fullshard.checkpoint.opening import opened
 from fullshard.checkpoint.peers import said
 from fullshard.checkpoint.reading import Reader
-from fullshard.checkpoint.saved_state import SavedState
+from fullshard.checkpoint.saved_state import SavedState, naming_malformed
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.values import encoded
 from fullshard.errors import CheckpointError
@@ -59,7 +59,9 @@ def open_state(path: Location) -> SavedState:
         return _WeightsState(location)
     state = opened(str(location))
     if isinstance(state, ForeignState):
-        state.find(guessed_names(state.files))
+        with naming_malformed(f"{state.location}: a value is"):
+            names = guessed_names(state.files)
+        state.find(names)
         state.values["optimizers"] = _with_scalars(state.values["optimizers"], state)
         for name in [name for name in state.tensors if name.startswith(VALUES)]:
             del state.tensors[name]

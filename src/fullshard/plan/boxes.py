@@ -11,12 +11,17 @@ a tensor of shape (4, 4) are
 Each box of a run is contiguous where the run is, and the boxes follow one another.
 """
 
+import itertools
 import math
+import operator
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fullshard.plan.layout import Shape
 from fullshard.plan.sizes import rows_per_rank
+
+_PRIME = 2**61 - 1
 
 
 class Box(NamedTuple):
@@ -163,7 +168,10 @@ def share(box: Box, part: int, parts: int) -> Box | None:
 def tiling_fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
     """Say where boxes do not cover a tensor exactly once; None if they do.
 
-    Costs grow with the boxes and with how many of them lie beside each other, not with elements.
+    Cost grows with the number of boxes and of dims, whatever the boxes are. Each edge of a dim gets a random
+    number; a box counts as the product, over dims, of that of its end minus that of its beginning. Boxes
+    that cover every element once count together as the whole tensor does; of others the sum is another,
+    but for one chance in 2**50 (Schwartz-Zippel: it is a polynomial of the random numbers).
     """
     if math.prod(shape) == 0:
         return (
@@ -171,27 +179,43 @@ def tiling_fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
             if all(box.numel == 0 for box in boxes)
             else "there are elements in an empty tensor"
         )
-    return _tiling_fault(shape, [box for box in boxes if box.numel], 0, ())
+    left = [box for box in boxes if box.numel]
+    for box in left:
+        ends = [*map(operator.add, *box)]
+        if (
+            len(ends) != len(shape)
+            or min(box.offset, default=0) < 0
+            or any(map(operator.gt, ends, shape))
+        ):
+            return f"{box} is not inside of it"
+    numbers: dict[tuple[int, int], int] = {}
 
+    def number(dim: int, edge: int) -> int:
+        key = dim, edge
+        return numbers.get(key) or numbers.setdefault(key, 1 + secrets.randbelow(_PRIME - 1))
 
-def _tiling_fault(
-    shape: Shape, boxes: Sequence[Box], dim: int, index: tuple[int, ...]
-) -> str | None:
-    if dim == len(shape):
-        if len(boxes) == 1:
+    def count(box: Box, dim: int) -> int:
+        """Return what a box counts as in the dims from one on."""
+        product = 1
+        for d in range(dim, len(shape)):
+            begin = box.offset[d]
+            product = product * (number(d, begin + box.shape[d]) - number(d, begin)) % _PRIME
+        return product
+
+    index: list[int] = []  # of an element that is not in one box, as far as it is known
+    for dim, size in enumerate(shape):
+        changes = {0: 0, size: 0}  # of the sum of the boxes at an index of this dim, by its edges
+        for box in left:
+            begin, own = box.offset[dim], count(box, dim + 1)
+            for edge, change in ((begin, own), (begin + box.shape[dim], -own)):
+                changes[edge] = changes.get(edge, 0) + change
+        edges = sorted(changes)
+        whole = count(whole_box(shape), dim + 1)
+        sums = itertools.accumulate(changes[edge] for edge in edges)
+        parts = zip(edges[:-1], sums, strict=False)
+        fault = next((edge for edge, found in parts if (found - whole) % _PRIME), None)
+        if fault is None:
             return None
-        return f"element {list(index)} is in {len(boxes) or 'no'} pieces"
-    edges = {0, shape[dim]}
-    starts: dict[int, list[Box]] = {}
-    for box in boxes:
-        begin = box.offset[dim]
-        edges.update((begin, begin + box.shape[dim]))
-        starts.setdefault(begin, []).append(box)
-    open_boxes: list[Box] = []
-    ordered = sorted(edges)
-    for begin in ordered[:-1]:
-        open_boxes = [b for b in open_boxes if b.offset[dim] + b.shape[dim] > begin]
-        open_boxes += starts.get(begin, ())
-        if fault := _tiling_fault(shape, open_boxes, dim + 1, (*index, begin)):
-            return fault
-    return None
+        index.append(fault)
+        left = [b for b in left if b.offset[dim] <= fault < b.offset[dim] + b.shape[dim]]
+    return None if len(left) == 1 else f"element {index} is in {len(left) or 'no'} pieces"

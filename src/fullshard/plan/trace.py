@@ -16,9 +16,10 @@ import enum
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from fullshard.errors import FullshardError
+from fullshard.json_files import as_typed, read_json
 
 SCHEMA = "fullshard-trace/1"
 NO_UNIT = -1  # in place of a unit's index: the span belongs to no unit
@@ -200,32 +201,48 @@ _PLAIN = (
 )
 
 
+class _MaybeInFile(TypedDict, total=False):
+    pauses: tuple[Pause, ...]
+    num_alloc_retries: int | None
+
+
+class _File(_MaybeInFile):
+    recording: str
+    rank: int
+    num_ranks: int
+    device: str
+    clock: Clock
+    units: tuple[TracedUnit, ...]
+    steps: tuple[TracedStep, ...]
+    kinds: list[str]
+    timeline: list[tuple[int, int, int, int]]
+    transfers: list[tuple[int, int, int, int, int]]
+    categories: tuple[str, ...]
+    samples: tuple[Sample, ...]
+
+
 def read_trace(path: Path) -> RankTrace:
     """Read a file that `RankTrace.write` wrote. Raises TraceError, which names the file."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if fields.get("schema") != SCHEMA:
-            raise TraceError(f"its schema is {fields.get('schema')!r}, not {SCHEMA!r}")
-        kinds = [Kind(name) for name in fields["kinds"]]
-        return RankTrace(
-            recording=fields["recording"],
-            rank=fields["rank"],
-            num_ranks=fields["num_ranks"],
-            device=fields["device"],
-            clock=Clock(**fields["clock"]),
-            units=tuple(TracedUnit(*unit) for unit in fields["units"]),
-            steps=tuple(TracedStep(*step) for step in fields["steps"]),
-            timeline=tuple(Segment(kinds[kind], *rest) for kind, *rest in fields["timeline"]),
-            transfers=tuple(Transfer(kinds[kind], *rest) for kind, *rest in fields["transfers"]),
-            categories=tuple(fields["categories"]),
-            samples=tuple(Sample(time, tuple(nbytes)) for time, nbytes in fields["samples"]),
-            pauses=tuple(Pause(*pause) for pause in fields.get("pauses", ())),
-            num_alloc_retries=fields.get("num_alloc_retries"),
+
+    def refuse(why: str) -> TraceError:
+        return TraceError(
+            f"{path}: cannot be read as a trace: {why}. Record it again with `fullshard.trace`."
         )
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise TraceError(
-            f"{path}: cannot be read as a trace ({error}). Record it again with `fullshard.trace`."
-        ) from error
+
+    fields = read_json(path, dict[str, Any], refuse)
+    if fields.get("schema") != SCHEMA:
+        raise refuse(f"its schema is {fields.get('schema')!r:.60}, not {SCHEMA!r}")
+    found = as_typed(fields, _File, refuse)
+    try:
+        kinds = [Kind(name) for name in found["kinds"]]
+        return RankTrace(
+            **{name: found[name] for name in _PLAIN if name in found},
+            clock=found["clock"],
+            timeline=tuple(Segment(kinds[kind], *rest) for kind, *rest in found["timeline"]),
+            transfers=tuple(Transfer(kinds[kind], *rest) for kind, *rest in found["transfers"]),
+        )
+    except (ValueError, IndexError) as error:
+        raise refuse(str(error)) from error
 
 
 def read_traces(folder: Path) -> list[RankTrace]:

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 import fullshard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.tools.checkpoint_cli import Ways
 from fullshard.tools.exits import Exit
-from fullshard.tools.progress import Copying, printable
+from fullshard.tools.progress import Copying, as_it_is, printable
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SECTIONS = ("model", "optimizer", "extra")
@@ -204,34 +203,35 @@ def _written(fields: dict[str, Any], ways: Ways) -> None:
 
 
 def _show_summary(summary: fullshard.CheckpointSummary, *, tensors: bool) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     facts = {"form": summary.form, **summary.facts}
-    console.print(f"[bold]{escape(printable(str(summary.path)))}[/bold]", soft_wrap=True)
+    console.print(f"[bold]{as_it_is(str(summary.path))}[/bold]", soft_wrap=True)
     for name, value in facts.items():
         if value not in ({}, None, ""):
             shown = value if isinstance(value, str | int) else json.dumps(value)
-            console.print(f"  {name}: {escape(printable(str(shown)))}", soft_wrap=True)
+            console.print(f"  {name}: {as_it_is(str(shown))}", soft_wrap=True)
     table = Table("section", "tensors", "elements", "size", "dtypes", box=None, pad_edge=False)
     for section, found in summary.sections().items():
         dtypes = sorted({each.dtype for each in found})
         numel = sum(math.prod(each.shape) for each in found)
         size = _size(sum(each.nbytes for each in found))
-        table.add_row(printable(section), str(len(found)), f"{numel:,}", size, ", ".join(dtypes))
+        table.add_row(as_it_is(section), str(len(found)), f"{numel:,}", size, ", ".join(dtypes))
     console.print(table)
     for section, own in summary.optimizers.items():
         groups = ", ".join(
             f"{each['num_params']} parameters, lr {each['options'].get('lr')}"
             for each in own["groups"]
         )
-        console.print(f"{section}: {own['class'] or 'class not saved'}; {groups}", soft_wrap=True)
+        line = f"{section}: {own['class'] or 'class not saved'}; {groups}"
+        console.print(as_it_is(line), soft_wrap=True)
     if summary.extra:
-        console.print(f"extra: {', '.join(map(printable, summary.extra))}", soft_wrap=True)
+        console.print(f"extra: {', '.join(map(as_it_is, summary.extra))}", soft_wrap=True)
     if summary.file_nbytes:
         total = _size(sum(summary.file_nbytes.values()))
         console.print(f"{len(summary.file_nbytes)} files, {total}")
     for name, each in summary.tensors.items() if tensors else ():
         line = f"{name}  {list(each.shape)}  {each.dtype}  {each.placement}"
-        console.print(escape(printable(line)), soft_wrap=True)
+        console.print(as_it_is(line), soft_wrap=True)
 
 
 def _shown(each: fullshard.CheckpointDifference) -> str:

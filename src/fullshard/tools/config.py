@@ -196,17 +196,6 @@ class TrainConfig:
             )
         return merged
 
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any], *, source: Path) -> "TrainConfig":
-        """Make it from what `config.json` holds; raises OptionError naming the file."""
-        try:
-            lists = {name: tuple(fields.get(name, ())) for name in ("data", "val_data", "log")}
-            return cls(**{**fields, **lists})
-        except TypeError as error:
-            raise OptionError(
-                f"{source}: is not the configuration of this version's runs ({error})."
-            ) from error
-
 
 def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """Fill in what was not typed and depends on the model or on the number of steps.
@@ -237,7 +226,12 @@ def as_size_or_path(model: str) -> str:
 
 def is_path(model: str) -> bool:
     """Whether --model is meant as a file or folder: one with a slash, a name in .json, or one that is there."""
-    return "/" in model or model.endswith(".json") or Path(model).is_dir()
+    if "/" in model or model.endswith(".json"):
+        return True
+    try:
+        return Path(model).is_dir()
+    except (OSError, ValueError):  # no name that a file can have
+        return False
 
 
 def _flag(name: str) -> str:

@@ -10,14 +10,19 @@ and that before the defaults.
 A run's folder, or its config.json, is such a file too: it has every option that the run was started with.
 """
 
-import json
+import re
 import sys
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from fullshard.json_files import Refuse, as_typed, parse_json, read_text
 from fullshard.tools.config import OptionError
+
+_MOST_NBYTES = 16 << 20
+_MOST_DOTS = 1000
+_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'')  # between quotes, where dots are no keys
 
 
 def read_options(
@@ -71,28 +76,29 @@ def _copies(run: Path, found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise OptionError(
-            f"--config {path}: {error.strerror}. Name a TOML file, or a run's folder."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise OptionError(f"--config {path}: is not text in UTF-8 ({error}).") from error
-    try:
-        if path.suffix == ".json":
-            fields = json.loads(text)
-            if not isinstance(fields, dict):
-                raise ValueError("it holds no object")
-            return dict(fields.get("options", fields))
-        return _toml(text)
-    except (ValueError, TypeError) as error:  # of both parsers, and of JSON that is no object
-        raise OptionError(f"--config {path}: cannot be read: {error}") from error
+    def refuse(why: str) -> OptionError:
+        return OptionError(f"--config {path}: {why}. Name a TOML file, or a run's folder.")
+
+    text = read_text(path, refuse, most_nbytes=_MOST_NBYTES)
+    if path.suffix != ".json":
+        return _toml(text, refuse)
+    fields: dict[str, Any] = parse_json(text, dict[str, Any], refuse)
+    if "options" in fields:
+        return dict(as_typed(fields["options"], dict[str, Any], refuse))
+    return fields
 
 
-def _toml(text: str) -> dict[str, Any]:
+def _toml(text: str, refuse: Refuse) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
-    return tomllib.loads(text)
+    # The parser's time grows with the square of the dots of one key.
+    if any(line.count(".") > _MOST_DOTS for line in _TEXT.sub("", text).splitlines()):
+        raise refuse(f"has a key of more than {_MOST_DOTS} dots")
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise refuse(f"is no TOML: {error}") from error
+    except RecursionError:
+        raise refuse("is nested too deep") from None

@@ -126,7 +126,7 @@ class Reporting:
     """Give the right reporter for a rank, and restore the terminal on every way out."""
 
     def __init__(self, *, rank: int) -> None:
-        console = Console(stderr=True)
+        console = Console(stderr=True, emoji=False)
         self.reporter: Reporter
         if rank != 0:
             self.reporter = Silent()
@@ -153,7 +153,7 @@ class Copying:
     def __init__(self, what: str) -> None:
         self._what = what
         self._began = time.monotonic()
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, emoji=False)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -199,6 +199,11 @@ def printable(text: str) -> str:
         each if each in "\n\t" or each.isprintable() else each.encode("unicode_escape").decode()
         for each in text
     )
+
+
+def as_it_is(text: str) -> str:
+    """Return what a console prints as this text: without marks of its own, such as [bold]."""
+    return escape(printable(text))
 
 
 def _clock(seconds: float) -> str:

@@ -18,7 +18,7 @@ from fullshard.tools.perfetto import chrome_trace
 from fullshard.tools.report_data import page_data, summary_data
 from fullshard.tools.report_page import render_report
 from fullshard.tools.run_folder import RunFolder
-from fullshard.tools.trace_metrics import common_steps
+from fullshard.tools.trace_metrics import common_steps, peaks, step_ns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,10 @@ def read_run(path: Path) -> RunRecord:
     if traces and not common_steps(traces):
         raise TraceError(
             f"{path}: its ranks have no step in common, so they cannot be compared. Record again."
+        )
+    if traces and (step_ns(traces) <= 0 or not peaks(traces)):
+        raise TraceError(
+            f"{path}: its steps have no time, or no memory was looked at. Record again."
         )
     is_run = folder.config_file.exists()
     config = folder.read_config() if is_run else None

@@ -18,10 +18,54 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from fullshard.json_files import Refuse, as_typed, parse_json, read_json, read_text
 from fullshard.models.model_config import read_model_config
 from fullshard.tools.config import OptionError, TrainConfig
+
+
+class _Hardware(TypedDict):
+    device: str
+    processor: str
+    processors: int | None
+    memory_nbytes: int
+    system: str
+
+
+class _Facts(TypedDict):
+    hardware: _Hardware
+    versions: dict[str, str]
+    num_parameters: int
+    flops_per_token: int | None
+
+
+class _Kept(TypedDict):
+    options: TrainConfig
+    corpus: str
+
+
+class _MaybeMetrics(TypedDict, total=False):
+    lr: float
+    grad_norm: float
+    val_loss: float
+
+
+class _Metrics(_MaybeMetrics):
+    step: int
+    loss: float
+    seconds: float
+    tokens_per_second: float
+    peak_memory: int
+
+
+class _MaybeSummary(TypedDict, total=False):
+    unigram_entropy: float | None
+    peak_memory_per_rank: int | None
+
+
+class _Summary(_MaybeSummary):
+    status: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +122,8 @@ class RunFolder:
 
     def read_config(self) -> TrainConfig:
         """Return the options of the run; raises OptionError for a file that does not hold them."""
-        return TrainConfig.from_fields(self._config_fields()["options"], source=self.config_file)
+        config: TrainConfig = self._config_fields()["options"]
+        return config
 
     def read_model_fields(self) -> dict[str, Any] | None:
         """Return the model's configuration, if it is one of Transformers."""
@@ -89,18 +134,21 @@ class RunFolder:
 
     def read_facts(self) -> dict[str, Any]:
         """Return what `run_facts.gather_facts` found; empty for runs of before it did."""
-        return dict(self._config_fields()["facts"])
+        facts = self._config_fields().get("facts")
+        return dict(facts) if facts else {}
 
     def _config_fields(self) -> dict[str, Any]:
-        try:
-            fields = json.loads(self.config_file.read_text(encoding="utf-8"))
-            kept = {"options": dict(fields["options"]), "corpus": fields["corpus"]}
-            return kept | {"facts": dict(fields.get("facts", {}))}
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise OptionError(
-                f"{self.config_file}: cannot be read ({error!r}). Name a folder that "
-                "`fullshard train` wrote."
-            ) from error
+        refuse = self._refused(self.config_file)
+        fields: dict[str, Any] = read_json(self.config_file, _Kept, refuse)
+        if fields.get("facts"):
+            as_typed(fields["facts"], _Facts, refuse)
+        return fields
+
+    def _refused(self, file: Path) -> Refuse:
+        def refuse(why: str) -> OptionError:
+            return OptionError(f"{file}: {why}. Name a folder that `fullshard train` wrote.")
+
+        return refuse
 
     def start(
         self,
@@ -141,12 +189,19 @@ class RunFolder:
         """Return every complete line; a line cut short by a crash is left out."""
         if not self.metrics_file.exists():
             return []
-        entries = []
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+        lines = read_text(self.metrics_file, self._refused(self.metrics_file)).splitlines()
+        entries: list[dict[str, Any]] = []
+        for number, line in enumerate(lines, start=1):
+            refuse = self._refused(Path(f"{self.metrics_file}, line {number}"))
             try:
-                entries.append(json.loads(line))
-            except json.JSONDecodeError:
+                json.loads(line)
+            except ValueError:
                 break
+            except RecursionError:
+                pass
+            entries.append(entry := parse_json(line, _Metrics, refuse))
+            if not entry["seconds"] > 0:
+                raise refuse(f"a step took {entry['seconds']} seconds")
         return entries
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -154,8 +209,9 @@ class RunFolder:
 
     def read_summary(self) -> dict[str, Any] | None:
         """Return how the run ended, or None for one that did not end by itself."""
-        try:
-            summary: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
+        if not self.summary_file.exists():
             return None
+        summary: dict[str, Any] = read_json(
+            self.summary_file, _Summary, self._refused(self.summary_file)
+        )
         return summary

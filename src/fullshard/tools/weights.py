@@ -11,6 +11,7 @@ from torch import nn
 
 import fullshard
 from fullshard.errors import CheckpointError
+from fullshard.json_files import read_json
 from fullshard.models.blueprints import Blueprint
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.run_blueprint import blueprint_of
@@ -133,10 +134,10 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
 def _is_run(path: Path) -> bool:
     """Whether a folder is of `fullshard train`; those of Transformers have a config.json as well."""
     try:
-        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        fields = read_json(path / "config.json", dict[str, Any], OptionError)
+    except OptionError:
         return False
-    return isinstance(fields, dict) and {"options", "corpus"} <= fields.keys()
+    return {"options", "corpus"} <= fields.keys()
 
 
 def _newest(folder: Path) -> Path | None:
@@ -145,10 +146,7 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _json(path: Path, where: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{where}: {path.name} cannot be read ({error}).") from error
-    if not isinstance(fields, dict):
-        raise OptionError(f"{where}: {path.name} is no configuration.")
+    fields: dict[str, Any] = read_json(
+        path, dict[str, Any], lambda why: OptionError(f"{where}: {path.name} {why}.")
+    )
     return fields

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fullshard.json_files import parse_json
 from fullshard.tools.doctor.findings import Severity
 from fullshard.tools.exits import Exit
 from fullshard.tools.launch import Ending
@@ -22,7 +23,7 @@ from fullshard.tools.verify.comparing import (
     first_module,
     note_unsteady,
 )
-from fullshard.tools.verify.facts import Failure, Output, Part, Run, Unit, merged, run_from
+from fullshard.tools.verify.facts import Failure, Output, Part, Run, Unit, merged
 from fullshard.tools.verify.judging import judge, verdict_of
 from fullshard.tools.verify.options import Tolerance, VerifyOptions
 from fullshard.tools.verify.printing import as_dict
@@ -397,8 +398,8 @@ def test_a_module_that_one_side_leaves_out_is_the_first() -> None:
 
 def test_a_run_goes_through_json() -> None:
     run = _run(0, failure=_failure("ValueError", "x", "a.forward"), ties=(("a", "b"),))
-    assert run_from(json.loads(json.dumps(dataclasses.asdict(run)))) == run
-    assert run_from(json.loads(json.dumps(dataclasses.asdict(Run())))) == Run()
+    for each in (run, Run()):
+        assert parse_json(json.dumps(dataclasses.asdict(each)), Run, OSError) == each
 
 
 def test_the_least_precise_dtype_decides_the_tolerance() -> None:

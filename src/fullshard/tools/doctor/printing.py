@@ -5,14 +5,13 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from fullshard.tools.doctor.facts import Examination, RankFacts
 from fullshard.tools.doctor.findings import Finding, Severity, by_host, counted, numbered, sized
 from fullshard.tools.doctor.judging import as_dict, judge, verdict_of
 from fullshard.tools.exits import Exit
-from fullshard.tools.progress import printable
+from fullshard.tools.progress import as_it_is
 
 _COLORS = {
     Severity.PROBLEM: "red",
@@ -31,11 +30,11 @@ def findings_table(findings: Sequence[Finding], *, heading: str) -> Table:
     table.add_column(heading, ratio=1)
     for each in findings:
         color = _COLORS[each.severity]
-        said = _safe(each.measured)
+        said = as_it_is(each.measured)
         if each.advice:
-            said += f"\n[bold]->[/bold] {_safe(each.advice)}"
+            said += f"\n[bold]->[/bold] {as_it_is(each.advice)}"
         severity = f"[{color}]{each.severity.value}[/{color}]"
-        table.add_row(severity, each.id, _safe(each.where), said)
+        table.add_row(severity, each.id, as_it_is(each.where), said)
     return table
 
 
@@ -50,10 +49,12 @@ def show(exam: Examination, *, as_json: bool) -> Exit:
 
 
 def _show_report(exam: Examination, findings: list[Finding]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console = Console(
+        highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH
+    )
     for host, ranks in by_host(exam).items():
         names = numbered(each.rank for each in ranks)
-        console.print(f"[bold]{_safe(host)}[/bold]: {names}; {_safe(_summary(ranks[0]))}")
+        console.print(f"[bold]{as_it_is(host)}[/bold]: {names}; {as_it_is(_summary(ranks[0]))}")
     console.print()
     console.print(findings_table(findings, heading="measured, and what to do"))
     console.print()
@@ -82,7 +83,3 @@ def _verdict(exam: Examination, findings: list[Finding]) -> str:
         f"{counted(exam.num_ranks, 'rank')}, {len(findings)} findings in {exam.seconds:.0f} s: {outcome}"
         f"{'' if counts[Severity.PROBLEM] else '; ready to train'}"
     )
-
-
-def _safe(text: str) -> str:
-    return escape(printable(text))

@@ -176,7 +176,7 @@ class JsonLines:
     def _text(self, line: bytes, *, where: str) -> str:
         try:
             entry = json.loads(line)
-        except ValueError as error:  # not JSON, or not UTF-8
+        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8, or nested too deep
             raise CorpusError(f"{self.path}, {where}: is not JSON ({error}).") from error
         if not isinstance(entry, dict):
             raise CorpusError(

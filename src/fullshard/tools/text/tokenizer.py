@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fullshard.json_files import parse_json
 from fullshard.tools.config import OptionError
 
 FILE = "tokenizer.json"
@@ -155,8 +156,9 @@ def _special(inner: Any) -> str:
 
 
 def _fields(files: dict[str, bytes], where: str) -> dict[str, Any]:
-    try:
-        found = json.loads(files.get(CONFIG, b"{}"))
-    except ValueError as error:
-        raise OptionError(f"{where}: {CONFIG} beside it is not JSON ({error}).") from error
-    return found if isinstance(found, dict) else {}
+    found: dict[str, Any] = parse_json(
+        files.get(CONFIG, b"{}"),
+        dict[str, Any],
+        lambda why: OptionError(f"{where}: {CONFIG} beside it: {why}."),
+    )
+    return found

@@ -1,10 +1,7 @@
 """What one process has recorded, as frozen values that go through JSON; tensors are in files beside it."""
 
 import dataclasses
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 _OF_FOLLOWERS = ("PeerLostError", "PeerTimeoutError", "DivergenceError", "DistBackendError")
 _SAID_BY_FOLLOWERS = (
@@ -124,22 +121,3 @@ def merged(runs: Sequence[Run]) -> Run:
         warnings=tuple(dict.fromkeys(text for run in runs for text in run.warnings)),
         failure=min(failures, key=lambda failure: failure.may_follow, default=None),
     )
-
-
-def run_from(fields: Mapping[str, Any]) -> Run:
-    """Return the run that `dataclasses.asdict` made these fields of, after their way through JSON."""
-    return typing.cast(Run, _value(Run, fields))
-
-
-def _value(kind: Any, given: Any) -> Any:
-    """Make a value of an annotated type from lists and dicts."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        fields = {name: _value(hints[name], each) for name, each in given.items()}
-        return typing.cast(Any, kind)(**fields)
-    arguments = typing.get_args(kind)
-    if isinstance(kind, types.UnionType):
-        return given if given is None else _value(arguments[0], given)
-    if typing.get_origin(kind) is tuple:
-        return tuple(_value(arguments[0], each) for each in given)
-    return given

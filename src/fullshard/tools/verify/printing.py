@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered, sized, timed
 from fullshard.tools.doctor.printing import findings_table
 from fullshard.tools.exits import Exit
-from fullshard.tools.progress import printable
+from fullshard.tools.progress import as_it_is
 from fullshard.tools.verify.comparing import RANK_DIED, Comparison, Difference
 from fullshard.tools.verify.facts import Run
 from fullshard.tools.verify.judging import judge, verdict_of
@@ -37,7 +36,9 @@ def show(comparison: Comparison, *, as_json: bool) -> Exit:
 
 
 def _show_report(comparison: Comparison, findings: list[Finding]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console = Console(
+        highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH
+    )
     for table in (_losses(comparison), _values(comparison), _costs(comparison)):
         if table.row_count:
             console.print(table)
@@ -45,7 +46,7 @@ def _show_report(comparison: Comparison, findings: list[Finding]) -> None:
     console.print(findings_table(findings, heading="found, and what to do"))
     console.print()
     for trace in _traces(comparison):
-        console.print(_safe(trace), style="dim")
+        console.print(as_it_is(trace), style="dim")
     if said := _first_module(comparison):
         console.print(said)
     console.print(_verdict(comparison, findings))
@@ -84,7 +85,7 @@ def _values(comparison: Comparison) -> Table:
         by_step = {each.step: each for each in comparison.worst if each.kind == kind}
         worst = max(by_step.values(), key=lambda each: (each.exceeds, each.relative))
         rank = "" if worst.rank is None else f", rank {worst.rank}"
-        where = f"{_difference(worst)} {_safe(worst.label)} (step {worst.step}{rank})"
+        where = f"{_difference(worst)} {as_it_is(worst.label)} (step {worst.step}{rank})"
         shown = (_difference(by_step[step]) if step in by_step else "" for step in ends)
         table.add_row(f"{kind}s", *shown, where if worst.worst else "")
     return table
@@ -120,7 +121,7 @@ def _first_module(comparison: Comparison) -> str:
     name = f"{first.output.path or '(the model)'} ({first.output.kind})"
     where = f"in step {first.step} on rank {first.rank}, call {first.output.call}"
     how = f"its output differs by {first.relative:.1e} of its largest value"
-    return f"first module that differs: [bold]{_safe(name)}[/bold] {where}; {how}"
+    return f"first module that differs: [bold]{as_it_is(name)}[/bold] {where}; {how}"
 
 
 def _verdict(comparison: Comparison, findings: list[Finding]) -> str:
@@ -138,7 +139,7 @@ def _verdict(comparison: Comparison, findings: list[Finding]) -> str:
         return f"[green]equal[/green] {tolerance}. {ran}"
     runs = (comparison.alone, *comparison.ranks.values())
     word = "failed" if any(run.failure is not None for run in runs) else "differs"
-    return f"[red]{word}[/red]: {problems[0].id} ({_safe(problems[0].where)}). Compared {tolerance}. {ran}"
+    return f"[red]{word}[/red]: {problems[0].id} ({as_it_is(problems[0].where)}). Compared {tolerance}. {ran}"
 
 
 def _num_steps(comparison: Comparison) -> int:
@@ -153,10 +154,6 @@ def _table(first: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
-
-
-def _safe(text: str) -> str:
-    return escape(printable(text))
 
 
 def as_dict(comparison: Comparison, findings: Sequence[Finding]) -> dict[str, Any]:

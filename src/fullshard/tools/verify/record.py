@@ -10,7 +10,6 @@ Keys are the same on both sides, so that one is compared with the other by key. 
 unpickling objects (`weights_only`), a tensor at a time.
 """
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -19,7 +18,9 @@ from typing import Any
 
 import torch
 
-from fullshard.tools.verify.facts import Failure, Part, Run, run_from
+from fullshard.json_files import read_json
+from fullshard.tools.config import OptionError
+from fullshard.tools.verify.facts import Failure, Part, Run
 
 
 class Diary:
@@ -64,9 +65,11 @@ class Diary:
 
 def read_run(folder: Path) -> Run | None:
     """Return a process's facts; None if it ended without writing them."""
-    with contextlib.suppress(FileNotFoundError):
-        return run_from(json.loads((folder / "run.json").read_text()))
-    return None
+    path = folder / "run.json"
+    if not path.exists():
+        return None
+    run: Run = read_json(path, Run, lambda why: OptionError(f"{path}: {why}."))
+    return run
 
 
 def read_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
