@@ -291,10 +291,21 @@ def _finish(ending: Ending, job: Job) -> Exit:
         statuses = {"finished": Exit.OK, "stopped": Exit.STOPPED}
         code = statuses.get(summary["status"], Exit.FAILED) if summary else Exit.FAILED
         if summary is None:
-            print("fullshard: stopped before the first step; nothing to save.", file=sys.stderr)
+            print(f"fullshard: {_what_is_lost(job)}", file=sys.stderr)
     if ending.message:
         print(f"fullshard: {ending.message}", file=sys.stderr)
     return code
+
+
+def _what_is_lost(job: Job) -> str:
+    """Say what ranks that were asked to stop have left without an end of their own."""
+    metrics = job.folder.metrics()
+    if not metrics or metrics[-1]["step"] <= job.done:
+        return "stopped before the first step; nothing to save."
+    return (
+        f"the ranks were ended after step {metrics[-1]['step']}, before they had saved it. If there is a "
+        f"checkpoint, the run goes on from it with: fullshard train --resume {job.folder.path}"
+    )
 
 
 def _refuse(error: OptionError | TraceError, *, quiet: bool, command: str = "train") -> Exit:
