@@ -27,6 +27,7 @@ from fullshard.tools.job import (
     restarted_job,
     resumed_job,
 )
+from fullshard.tools.json_text import json_text
 from fullshard.tools.launch import LAUNCHER_PID, Ending, Place, launch
 from fullshard.tools.report import metrics_of, write_report
 from fullshard.tools.report_compare import as_json as comparison_as_json
@@ -86,7 +87,7 @@ def migrate_report(target: str, environment: Mapping[str, str], *, as_json: bool
             print(f"fullshard migrate-report: {target}: {error}", file=sys.stderr)
         return Exit.FAILED
     if is_first:
-        print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+        print(json_text(found.as_dict(), indent=2) if as_json else found)
     return Exit.OK
 
 
@@ -110,7 +111,7 @@ def replay(
             print(f"fullshard replay: {error}", file=sys.stderr)
         return Exit.FAILED
     if is_first:
-        print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+        print(json_text(found.as_dict(), indent=2) if as_json else found)
     return Exit.OK if found.is_equal else Exit.FAILED
 
 
@@ -119,7 +120,7 @@ def report(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Exit:
     try:
         if as_json:
             several = comparison_as_json(runs) if len(runs) > 1 else None
-            print(several or json.dumps(metrics_of(runs[0]), indent=2))
+            print(several or json_text(metrics_of(runs[0]), indent=2))
             return Exit.OK
         if len(runs) > 1:
             print(write_comparison(runs, out or Path("comparison.html")))

@@ -22,6 +22,7 @@ from typing import Any
 
 from fullshard.models.model_config import read_model_config
 from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.json_text import json_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +151,7 @@ class RunFolder:
         return entries
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        self.summary_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        self.summary_file.write_text(json_text(summary, indent=2) + "\n", encoding="utf-8")
 
     def read_summary(self) -> dict[str, Any] | None:
         """Return how the run ended, or None for one that did not end by itself."""
