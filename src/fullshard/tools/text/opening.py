@@ -47,7 +47,7 @@ def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedTex
     if config.data:
         sources = _sources(config.data, TRAINING, config, cache, skipped)
     tokens = _tokens(sources, tokenizer, config, cache)
-    num_tokens, held = len(tokens.all), None
+    num_tokens, held = len(tokens), None
     what = ", ".join(config.data) or "Python's standard library"
     if config.val_fraction:
         num_tokens = where_held_out(tokens, config.val_fraction)

@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from fullshard.tools.config import OptionError
-from fullshard.tools.text.cache import kept
-from fullshard.tools.text.files import CorpusError, Piece, TextFile, in_pieces, stamp_of
+from fullshard.tools.text.cache import KeptFile, kept
+from fullshard.tools.text.files import CorpusError, Piece, in_pieces, stamp_of
 
 _NUM_ROWS = 1000  # read at once
 _SAVED = "state.json"  # in the folder of a data set that was saved
@@ -55,17 +55,17 @@ class Rows(ABC):
         return self._flat.nbytes
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return self._flat.read(offset, nbytes)
+        return self._flat.read([(offset, nbytes)])[0]
 
     @cached_property
-    def _flat(self) -> TextFile:
+    def _flat(self) -> KeptFile:
         def write(folder: Path) -> None:
             with (folder / "bytes").open("wb") as file:
                 for text, ends, _ in self.pieces():
                     file.write(text.encode() + (b"\n" if ends else b""))
 
         key = ["bytes", 1, self._field, self.stamp()]
-        return TextFile(kept(self._cache, key, write) / "bytes")
+        return KeptFile(kept(self._cache, key, write) / "bytes")
 
     def _check_column(self, columns: dict[str, bool]) -> None:
         """columns: of each name, whether it holds text."""
