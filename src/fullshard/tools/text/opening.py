@@ -66,7 +66,8 @@ def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedTex
         held = HeldOut(other_tokens, 0, config.seq, config.val_sequences)
         named = ", ".join(config.val_data)
         check_length(held.num_tokens, config.seq, what=f"--val-data: {named}")
-    check_length(num_tokens, config.seq, what=f"--data: {what}")
+    left_out = f" (left out: {skipped})" if skipped else ""
+    check_length(num_tokens, config.seq, what=f"--data: {what}{left_out}")
     return PackedText(
         tokenizer,
         tokens,
