@@ -43,9 +43,11 @@ class MixedPrecisionPolicy:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cast_forward_inputs", bool(self.cast_forward_inputs))
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
-            if dtype is None:
+            if not dtype:  # which PyTorch asks for as well
+                object.__setattr__(self, name, None)
                 continue
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ShardingError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import json
+import math
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -120,6 +122,40 @@ def test_numbers_of_a_run_are_those_that_were_put_in(tmp_path: Path) -> None:
     assert found["peak_tensor_bytes"] == 40
     assert found["peak_memory"] == 3 * 2**30
     assert found["loss"] == pytest.approx(sum(2 + 3 / step for step in range(11, 31)) / 20)
+
+
+@pytest.mark.parametrize("losses", [(3.0, math.nan, 2.0), (math.inf, math.nan)])
+def test_numbers_that_are_not_finite_are_marked_and_the_others_shown(
+    tmp_path: Path, losses: tuple[float, ...]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.start(TrainConfig(steps=len(losses)), fingerprint="text", done=0)
+    for step, loss in enumerate(losses, start=1):
+        folder.add_metrics(
+            {
+                "step": step, "loss": loss, "val_loss": loss, "grad_norm": 1 / loss, "lr": 1e-3, "seconds": 1.0,
+                "tokens_per_second": 1.0, "peak_memory": 1,
+            }
+        )  # fmt: skip
+    folder.write_summary({"status": "finished", "loss": math.nan})
+    page = Page(write_report(folder.path).page.read_text())
+    comparison = write_comparison([folder.path, folder.path], tmp_path / "both.html").read_text()
+    printed = [
+        CliRunner().invoke(cli.app, ["report", *[str(folder.path)] * times, "--json"]).output
+        for times in (1, 2)
+    ]
+    embedded = re.findall(r'id="data">(.*?)</script>', page.text + comparison)
+    for text in (*embedded, *printed, folder.summary_file.read_text()):
+        json.loads(text, parse_constant=pytest.fail)  # NaN is no JSON: browsers draw nothing
+    series = cast(dict[str, Any], page.data["series"])
+    assert series["loss"] == [each if math.isfinite(each) else str(each) for each in losses]
+    assert [step for step, _ in series["not_finite"]] == [
+        step for step, loss in enumerate(losses, start=1) if not math.isfinite(loss)
+    ]
+    assert "not finite: loss " in page.text
+    finite = [each for each in losses if math.isfinite(each)]
+    said = metrics_of(folder.path)["figures"]["loss"]["value"]
+    assert said == 2.5 if finite else math.isnan(said)
 
 
 def test_every_number_says_how_it_is_computed(tmp_path: Path) -> None:

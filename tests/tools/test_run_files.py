@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
 
 from fullshard import latest_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, dumps
+from fullshard.tools.commands import _finish
 from fullshard.tools.config import TrainConfig
+from fullshard.tools.exits import Exit
+from fullshard.tools.job import Job
+from fullshard.tools.launch import Ending
 from fullshard.tools.plot import plot_loss, running_mean
 from fullshard.tools.progress import Live, Plain
 from fullshard.tools.recipe import learning_rate
@@ -38,6 +44,19 @@ def test_configuration_is_read_back_as_written(tmp_path: Path) -> None:
     assert folder.read_config() == config
     assert folder.read_fingerprint() == "x"
     assert folder.read_summary() is None
+
+
+@pytest.mark.parametrize(("done", "lost"), [(2, True), (3, False)])
+def test_ranks_that_end_without_saving_say_which_step_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, done: int, lost: bool
+) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        folder.add_metrics({"step": step})
+    job = cast(Job, SimpleNamespace(folder=folder, done=done))
+    assert _finish(Ending(Exit.STOPPED), job) == Exit.FAILED
+    said = capsys.readouterr().err
+    assert ("nothing to save" not in said) == ("step 3" in said) == lost
 
 
 def test_folders_that_are_named_otherwise_are_no_checkpoints(tmp_path: Path) -> None:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import termios
 from pathlib import Path
 
 import pytest
 
 from tests.fresh import fullshard_on_ranks
-from tests.tools.processes import FOREVER, TINY, Result, losses, running, train
+from tests.tools.processes import (
+    FOREVER,
+    TINY,
+    Result,
+    command,
+    descendants,
+    environment,
+    kill,
+    losses,
+    running,
+    train,
+    wait_until,
+)
 
 _SAID = r"starting|joining|corpus:|model:|step \d+/60  loss|stopped after step"
 SIXTY = (*TINY, "--steps", "60", "--save-every", "30")
@@ -94,8 +109,48 @@ def _stop(folder: Path, number: signal.Signals, straight: Straight) -> int:
 
 
 @pytest.mark.long  # the run of the next test is stopped too, and leaves the same
-def test_ctrl_c_stops_a_run_as_a_supervisor_does(straight: Straight, tmp_path: Path) -> None:
-    _stop(tmp_path / "run", signal.SIGINT, straight)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+def test_each_request_to_stop_stops_a_run(
+    straight: Straight, tmp_path: Path, number: signal.Signals
+) -> None:
+    _stop(tmp_path / "run", number, straight)
+
+
+@pytest.mark.parametrize("nohup", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_terminal_that_is_closed_costs_no_step(tmp_path: Path, *, nohup: bool) -> None:
+    """Nobody can be told any more, by then; `nohup` lets the run go on."""
+
+    def in_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if nohup:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    folder = tmp_path / "run"
+    terminal, inside = os.openpty()
+    line = command(*FOREVER, "--out", str(folder), "--ranks", "1")
+    process = subprocess.Popen(
+        line,
+        env=environment(),
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        preexec_fn=in_terminal,  # noqa: PLW1509  (it only asks the system)
+    )
+    os.close(inside)
+    try:
+        wait_until(lambda: len(losses(folder)) >= 5, 60)
+        os.close(terminal)
+        if nohup:
+            done = len(losses(folder))
+            wait_until(lambda: len(losses(folder)) >= done + 100, 60)
+            return
+        assert process.wait(60) == 75
+    finally:
+        for pid in [*descendants(process.pid), process.pid]:
+            kill(pid)
+        process.wait(10)
+    assert _checkpoints(folder) == [f"step-{len(losses(folder)):08d}"]
 
 
 def test_a_run_goes_on_exactly_however_it_ended(straight: Straight, tmp_path: Path) -> None:

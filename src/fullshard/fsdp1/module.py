@@ -133,9 +133,9 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
         self.cpu_offload = cpu_offload or CPUOffload()
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.backward_prefetch = backward_prefetch
-        self.forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
-        self._use_orig_params = use_orig_params
+        self.forward_prefetch = bool(forward_prefetch)
+        self.limit_all_gathers = bool(limit_all_gathers)
+        self._use_orig_params = bool(use_orig_params)
         self._computes_fully_in_eval = full_precision_in_eval()
         wrap_children = None
         if auto_wrap_policy is not None:
@@ -320,9 +320,9 @@ def _unit_config(instance: FullyShardedDataParallel) -> UnitConfig:
             reduce_dtype=precision.reduce_dtype,
             cast_forward_inputs=precision.cast_forward_inputs,
         ),
-        cast_root_inputs=precision.cast_root_forward_inputs,
+        cast_root_inputs=bool(precision.cast_root_forward_inputs),
         buffer_dtype=precision.buffer_dtype,
-        keep_low_precision_grads=precision.keep_low_precision_grads,
+        keep_low_precision_grads=bool(precision.keep_low_precision_grads),
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
         reshard_after_forward=False if strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES else None,
         comm=default_comm(),

@@ -321,13 +321,13 @@ def materialise(
     StateError for a module without ``reset_parameters``, or for what ``param_init_fn`` leaves out.
     """
     modules = list(covered)
+    on_meta = _names_on_meta(modules, set())
+    if not on_meta:
+        return
     if param_init_fn is not None and not callable(param_init_fn):
         raise ShardingError(
             f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}"
         )
-    on_meta = _names_on_meta(modules, set())
-    if not on_meta:
-        return
     with keeping_ties(modules):
         if param_init_fn is not None:
             for module in modules:

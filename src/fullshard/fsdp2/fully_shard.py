@@ -26,7 +26,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> _Module: ...
@@ -40,7 +40,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[_Module]: ...
@@ -53,7 +53,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
@@ -76,7 +76,7 @@ def fully_shard(
     shard_placement_fn: returns ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Dim 0 may
         have any size; other dims have to divide evenly. A ``ShardPlacementResult`` shards the
         parameter over a mesh of its own.
-    mp_policy, offload_policy: dtypes, and whether shards live in host memory.
+    mp_policy, offload_policy: dtypes, and whether shards live in host memory (None: no).
     ignored_params: left as they are, neither sharded nor reduced.
     dp_mesh_dims: names the data-parallel dims of ``mesh``. All parameters then have to be DTensors
         on ``mesh`` already, replicated over those dims, or annotated by `spmd_types` for ``mesh``.
@@ -88,7 +88,7 @@ def fully_shard(
     return make_units(
         module,
         FSDPModule,
-        mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims),
+        mesh_info(mesh or default_mesh(), dp_mesh_dims),
         unit_config(mp_policy, offload_policy, reshard_after_forward),
         ignored_params=ignored_params,
         shard_placement_fn=shard_placement_fn,

@@ -219,16 +219,17 @@ class FSDPModule:
         """Sum over the replicate axis in backward, or keep the shard axis' sums for later (HSDP)."""
         self._configure(recurse=recurse, all_reduce_grads=requires_all_reduce)
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks."""
-        if not factor > 0:
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks (None)."""
+        if factor is not None and not factor > 0:
             raise ShardingError(
                 f"set_gradient_divide_factor({factor!r}): expected a positive number."
             )
-        self._configure(recurse=False, gradient_divide_factor=float(factor))
+        own = None if factor is None else float(factor)
+        self._configure(recurse=False, gradient_divide_factor=own)
 
     @deprecated("Use set_gradient_divide_factor instead")
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """Use `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
@@ -444,13 +445,13 @@ def start_unshard(units: Sequence[Unit]) -> UnshardHandle:
     return UnshardHandle(units)
 
 
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     """Let a method of a sharded module gather parameters, as its forward does.
 
     For models that are called through ``generate`` or ``encode``. No effect on a module that is not
     sharded. Raises ShardingError if the module has no such method.
     """
-    state = hooks_of(module)
+    state = hooks_of(module) if isinstance(module, nn.Module) else None
     if state is None:
         return
     method: Any = getattr(module, method_name, None)

@@ -22,7 +22,7 @@ def replicate(
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
@@ -36,7 +36,7 @@ def replicate(
     shard over.
     """
     leave_unchecked(replicate)
-    mesh = default_mesh(("replicate",)) if mesh is None else mesh
+    mesh = mesh or default_mesh(("replicate",))
     return make_units(
         module,
         ReplicateModule,

@@ -1,7 +1,7 @@
 """Makes units of modules, for `fully_shard` and `replicate`."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -48,13 +48,15 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 def unit_config(
     mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
+    offload_policy: OffloadPolicy | None,
     reshard_after_forward: bool | int | None = None,
 ) -> UnitConfig:
     """Return the options of `fully_shard` or `replicate` as the engine's.
 
+    As in PyTorch, whatever is false for ``offload_policy`` asks for none: programs pass None for it.
     Raises ShardingError for a policy that is no `fullshard` policy, such as PyTorch's.
     """
+    offload_policy = offload_policy or OffloadPolicy()
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -90,7 +92,8 @@ def make_units(
     Raises ShardingError, MeshError or StateError before anything is changed. If memory is lacking
     later, everything is restored and AllocationError is raised.
     """
-    given = module if isinstance(module, (list, tuple)) else [module]
+    is_one = isinstance(module, nn.Module) or not isinstance(module, Collection)
+    given = [module] if is_one else list(module)
     check_modules(given, kind.applied_by)
     roots = root_modules(given)
     device = unit_device(default.mesh)

@@ -16,6 +16,7 @@ import fullshard
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.tools.checkpoint_cli import Ways
 from fullshard.tools.exits import Exit
+from fullshard.tools.json_text import json_text
 from fullshard.tools.progress import Copying, as_it_is, printable
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +39,7 @@ def inspect(path: str, *, tensors: bool, as_json: bool) -> Exit:
     def run() -> Exit:
         summary = fullshard.inspect_checkpoint(path)
         if as_json:
-            print(json.dumps(summary.as_dict(), default=str))
+            print(json_text(summary.as_dict(), default=str))
         else:
             _show_summary(summary, tensors=tensors)
         return Exit.OK
@@ -53,7 +54,7 @@ def verify(path: str, *, as_json: bool) -> Exit:
         with Copying("reading") as bar:
             found = fullshard.verify_checkpoint(path, progress=bar.update)
         if as_json:
-            print(json.dumps({**dataclasses.asdict(found), "path": str(found.path)}))
+            print(json_text({**dataclasses.asdict(found), "path": str(found.path)}))
         else:
             for name, fault in found.faults.items():
                 print(f"{printable(name)}: {printable(fault)}")
@@ -80,7 +81,7 @@ def diff(first: str, second: str, only: Sequence[str], tolerance: float, *, as_j
                 first, second, sections=only, tolerance=tolerance, progress=bar.update
             )
         if as_json:
-            print(json.dumps({"differences": [dataclasses.asdict(each) for each in found]}))
+            print(json_text({"differences": [dataclasses.asdict(each) for each in found]}))
         else:
             for each in found:
                 print(printable(_shown(each)))
@@ -165,7 +166,7 @@ def prune(
             )
             removed += [str(each.path) for each in found]
         if as_json:
-            print(json.dumps({"removed": removed, "dry_run": dry_run}))
+            print(json_text({"removed": removed, "dry_run": dry_run}))
         else:
             for path in removed:
                 print(f"{'would remove' if dry_run else 'removed'} {path}")
@@ -188,7 +189,7 @@ def _guarded(command: str, run: Callable[[], Exit], *, as_json: bool) -> Exit:
         return run()
     except (CheckpointError, OSError) as error:
         if as_json:
-            print(json.dumps({"error": str(error)}))
+            print(json_text({"error": str(error)}))
         for line in str(error).replace("pass overwrite=True", "add --overwrite").splitlines():
             print(f"fullshard ckpt {command}: {printable(line)}", file=sys.stderr)
         is_damaged = command == "verify" and isinstance(error, DamagedCheckpointError)
@@ -197,7 +198,7 @@ def _guarded(command: str, run: Callable[[], Exit], *, as_json: bool) -> Exit:
 
 def _written(fields: dict[str, Any], ways: Ways) -> None:
     if ways.as_json:
-        print(json.dumps(fields))
+        print(json_text(fields))
     else:
         print(f"{fields['path']}: {_size(fields['nbytes'])} written")
 

@@ -27,6 +27,7 @@ from fullshard.tools.job import (
     restarted_job,
     resumed_job,
 )
+from fullshard.tools.json_text import json_text
 from fullshard.tools.launch import LAUNCHER_PID, Ending, Place, launch
 from fullshard.tools.report import metrics_of, write_report
 from fullshard.tools.report_compare import as_json as comparison_as_json
@@ -86,7 +87,7 @@ def migrate_report(target: str, environment: Mapping[str, str], *, as_json: bool
             print(f"fullshard migrate-report: {target}: {error}", file=sys.stderr)
         return Exit.FAILED
     if is_first:
-        print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+        print(json_text(found.as_dict(), indent=2) if as_json else found)
     return Exit.OK
 
 
@@ -110,7 +111,7 @@ def replay(
             print(f"fullshard replay: {error}", file=sys.stderr)
         return Exit.FAILED
     if is_first:
-        print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+        print(json_text(found.as_dict(), indent=2) if as_json else found)
     return Exit.OK if found.is_equal else Exit.FAILED
 
 
@@ -119,7 +120,7 @@ def report(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Exit:
     try:
         if as_json:
             several = comparison_as_json(runs) if len(runs) > 1 else None
-            print(several or json.dumps(metrics_of(runs[0]), indent=2))
+            print(several or json_text(metrics_of(runs[0]), indent=2))
             return Exit.OK
         if len(runs) > 1:
             print(write_comparison(runs, out or Path("comparison.html")))
@@ -291,10 +292,21 @@ def _finish(ending: Ending, job: Job) -> Exit:
         statuses = {"finished": Exit.OK, "stopped": Exit.STOPPED}
         code = statuses.get(summary["status"], Exit.FAILED) if summary else Exit.FAILED
         if summary is None:
-            print("fullshard: stopped before the first step; nothing to save.", file=sys.stderr)
+            print(f"fullshard: {_what_is_lost(job)}", file=sys.stderr)
     if ending.message:
         print(f"fullshard: {ending.message}", file=sys.stderr)
     return code
+
+
+def _what_is_lost(job: Job) -> str:
+    """Say what ranks that were asked to stop have left without an end of their own."""
+    metrics = job.folder.metrics()
+    if not metrics or metrics[-1]["step"] <= job.done:
+        return "stopped before the first step; nothing to save."
+    return (
+        f"the ranks were ended after step {metrics[-1]['step']}, before they had saved it. If there is a "
+        f"checkpoint, the run goes on from it with: fullshard train --resume {job.folder.path}"
+    )
 
 
 def _refuse(error: OptionError | TraceError, *, quiet: bool, command: str = "train") -> Exit:

@@ -20,6 +20,9 @@ from fullshard.tools.exits import Exit
 LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Environment variable that tells a rank whose child it must be."""
 
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+"""What `torch.distributed.run` passes on to ranks, which save then and end."""
+
 _SAVE_TIMEOUT_S = 300
 
 
@@ -75,6 +78,8 @@ def launch(arguments: Sequence[str], *, ranks: int, threads: int) -> Ending:
     config, command, command_arguments = torch_run.config_from_args(options)
     if hasattr(config, "shutdown_timeout"):  # torch 2.13; older ones give a checkpoint 30 s
         config.shutdown_timeout = _SAVE_TIMEOUT_S
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup`, which torch does not ask for
+        config.signals_to_handle = ",".join(name for name in STOP_SIGNALS if name != "SIGHUP")
     try:
         elastic_launch(config=config, entrypoint=command)(*command_arguments)
     except ChildFailedError as error:

@@ -1,5 +1,6 @@
 """The loss curve of a run as a picture."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -49,11 +50,15 @@ def plot_loss(
 def running_mean(values: Sequence[float], *, weight: float = 0.95) -> list[float]:
     """Average exponentially, without the pull towards zero at the start.
 
-    With weight 0.5, (4, 2) gives 4 and (0.5 * 4 + 2) / (0.5 + 1) = 2.67.
+    With weight 0.5, (4, 2) gives 4 and (0.5 * 4 + 2) / (0.5 + 1) = 2.67. What is not finite stays so, and
+    counts in no other mean.
     """
     total = count = 0.0
     means = []
     for value in values:
+        if not math.isfinite(value):
+            means.append(value)
+            continue
         total = weight * total + value
         count = weight * count + 1
         means.append(total / count)

@@ -3,10 +3,12 @@
 Everything goes to standard error, so that standard output carries results alone.
 """
 
+import contextlib
+import sys
 import time
 from collections import deque
 from types import TracebackType
-from typing import Protocol
+from typing import IO, Protocol, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -122,11 +124,34 @@ class Live:
         self._task = None
 
 
+class _StandardError:
+    """Standard error as long as there is one: a closed terminal or pipe must not end a run unsaved."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr  # kept: a live bar puts itself in its place
+        self.encoding = self._stream.encoding
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
 class Reporting:
     """Give the right reporter for a rank, and restore the terminal on every way out."""
 
     def __init__(self, *, rank: int) -> None:
-        console = Console(stderr=True, emoji=False)
+        console = Console(file=cast(IO[str], _StandardError()), emoji=False)
         self.reporter: Reporter
         if rank != 0:
             self.reporter = Silent()

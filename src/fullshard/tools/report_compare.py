@@ -1,11 +1,11 @@
 """Several runs on one page: what differs in how they were started, and in what came out."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fullshard.tools.config import OptionError
+from fullshard.tools.json_text import json_text
 from fullshard.tools.report import RunRecord, read_run
 from fullshard.tools.report_data import Figure, about, figures, options, series
 from fullshard.tools.report_page import render
@@ -88,4 +88,4 @@ def _differing(each: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
 
 def as_json(paths: Sequence[Path]) -> str:
     """Return the comparison as one JSON object."""
-    return json.dumps(compare(paths), indent=2)
+    return json_text(compare(paths), indent=2)

@@ -1,8 +1,9 @@
 """What the report says, as data: figures with their explanations, and what the charts draw."""
 
 import dataclasses
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fullshard.plan.trace import Kind, RankTrace
@@ -110,11 +111,13 @@ def figures(run: Run) -> list[Figure]:
         )  # fmt: skip
     found += _memory_figures(run)
     if run.metrics:
-        losses = [entry["loss"] for entry in run.metrics][-_LAST_STEPS:]
-        loss = sum(losses) / len(losses)
+        losses = _finite(entry["loss"] for entry in run.metrics)[-_LAST_STEPS:]
+        loss = sum(losses) / len(losses) if losses else math.nan
         entropy = _entropy(run)
         unit = _unit(run)
         note = f"nats per {unit}; unigram entropy {entropy:.2f}" if entropy else f"nats per {unit}"
+        if len(losses) < min(len(run.metrics), _LAST_STEPS):
+            note += "; without steps where it is not finite"
         found.append(Figure("loss", "Loss", loss, f"nats/{unit}", f"{loss:.3f}", note, LOSS_HOW))
         found += _held_out(run) + _flops(run)
     return found
@@ -267,6 +270,9 @@ def facts(run: Run) -> list[str]:
         said.append(f"{traces[0].num_ranks} ranks on {traces[0].device.split(':')[0]}")
     if run.metrics:
         said.append(f"{len(run.metrics)} steps")
+    if marks := not_finite(run.metrics):
+        others = f" and {len(marks) - 1} more" if len(marks) > 1 else ""
+        said.append(f"not finite: {marks[0][1]} in step {marks[0][0]}{others}")
     if traces:
         comm = dict.fromkeys(unit.comm for unit in traces[0].units)
         said.append(f"{len(traces[0].units)} units over {', '.join(comm)}")
@@ -381,9 +387,27 @@ def series(run: Run) -> dict[str, Any] | None:
         "lr": _known(run.metrics, "lr"),
         "val": [[entry["step"], entry["val_loss"]] for entry in run.metrics if "val_loss" in entry],
         "entropy": _entropy(run),
+        "not_finite": not_finite(run.metrics),
         "traced": [steps[0], steps[-1]] if steps else None,
         "cost": _tracing_cost(run.metrics, steps),
     }
+
+
+def not_finite(metrics: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Return each step with a number that is not finite, and which it is: (3, "loss nan, gradient norm inf")."""
+    names = {"loss": "loss", "grad_norm": "gradient norm", "val_loss": "loss held out"}
+    found = []
+    for entry in metrics:
+        said = [
+            f"{names[key]} {entry[key]}" for key in names if not math.isfinite(entry.get(key, 0))
+        ]
+        if said:
+            found.append((entry["step"], ", ".join(said)))
+    return found
+
+
+def _finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def _known(metrics: Sequence[dict[str, Any]], name: str) -> list[float] | None:

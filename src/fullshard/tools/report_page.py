@@ -1,12 +1,12 @@
 """The report's data as one HTML file: the template, style and scripts of `page/` put together."""
 
-import json
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from fullshard.tools.json_text import json_text
 from fullshard.tools.report_data import nanoseconds, nbytes
 
 _PAGE = files("fullshard.tools") / "page"
@@ -29,7 +29,7 @@ def render(page: str, data: dict[str, Any], **more: str) -> str:
     environment.filters.update(ns=nanoseconds, nbytes=nbytes)
     scripts = "\n".join(_read(name) for name in _SCRIPTS[page])
     # `</script>` in a unit's name must not end the element that holds the data.
-    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    embedded = json_text(data, separators=(",", ":")).replace("<", "\\u003c")
     shown = {**data, **more, "style": _read("report.css"), "scripts": scripts}
     return environment.from_string(_read(page)).render(**shown, embedded=embedded)
 

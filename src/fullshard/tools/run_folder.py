@@ -23,6 +23,7 @@ from typing import Any, TypedDict
 from fullshard.json_files import Refuse, as_typed, parse_json, read_json, read_text
 from fullshard.models.model_config import read_model_config
 from fullshard.tools.config import OptionError, TrainConfig
+from fullshard.tools.json_text import json_text
 
 
 class _Hardware(TypedDict):
@@ -205,7 +206,7 @@ class RunFolder:
         return entries
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        self.summary_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        self.summary_file.write_text(json_text(summary, indent=2) + "\n", encoding="utf-8")
 
     def read_summary(self) -> dict[str, Any] | None:
         """Return how the run ended, or None for one that did not end by itself."""

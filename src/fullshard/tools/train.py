@@ -25,6 +25,7 @@ from fullshard.models.generation import generate
 from fullshard.models.model_config import ModelConfigError
 from fullshard.tools.config import OptionError, TrainConfig
 from fullshard.tools.job import Job
+from fullshard.tools.launch import STOP_SIGNALS
 from fullshard.tools.loggers.choosing import make_loggers
 from fullshard.tools.progress import SPEED_STEPS, Reporter, Speed
 from fullshard.tools.recipe import build_model, build_optimizer, learning_rate
@@ -45,15 +46,18 @@ class StepReport(NamedTuple):
 
 
 class StopRequest:
-    """Turns SIGINT and SIGTERM into a flag that the end of a step reads.
+    """Turns the signals that a launcher passes on into a flag that the end of a step reads.
 
-    Asking again changes nothing: a supervisor and the launcher may both pass on one request.
+    Asking again changes nothing: a supervisor and the launcher may both pass on one request. What the
+    process was started to ignore (SIGHUP under `nohup`) stays ignored.
     """
 
     def __init__(self) -> None:
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
+        for name in STOP_SIGNALS:
+            number = signal.Signals[name]
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._ask)
 
     def _ask(self, *_: object) -> None:
         self.asked = True

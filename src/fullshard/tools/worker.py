@@ -7,7 +7,6 @@ whose other ranks failed to start.
 """
 
 import dataclasses
-import json
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ from fullshard.local_ranks import die_with_launcher
 from fullshard.tools.config import OptionError
 from fullshard.tools.exits import Exit
 from fullshard.tools.job import Job
+from fullshard.tools.json_text import json_text
 from fullshard.tools.launch import Place
 from fullshard.tools.lifeline import Fate, Lifeline
 from fullshard.tools.progress import Reporter, Reporting, printable
@@ -130,7 +130,7 @@ def _complain(place: Place, error: Exception) -> None:
 def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
     """Print the results: prose for people, or one JSON object."""
     if as_json:
-        print(json.dumps(summary), flush=True)
+        print(json_text(summary), flush=True)
         return
     out = summary["out"]
     report_at = f"; trace report: {summary['report']}" if summary["report"] else ""

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
+from fullshard.tools.text.tokens import Tokens
 
 
 class Words(NamedTuple):
@@ -32,6 +33,10 @@ def word_tokenizer(*, template: str = "") -> tokenizers.Tokenizer:
             single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
         )
     return made
+
+
+def all_of(tokens: Tokens) -> list[int]:
+    return tokens.read([0], len(tokens))[0].tolist()
 
 
 @pytest.fixture

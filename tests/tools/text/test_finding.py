@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,8 @@ def _names(path: Path, use: Use = TRAINING, skipped: Skipped | None = None) -> l
 def _folder(path: Path, *names: str) -> Path:
     for name in names:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text('{"text": "hello there"}\n')
+        described = name.endswith("infos.json")
+        (path / name).write_text("{}" if described else '{"text": "hello there"}\n')
     return path
 
 
@@ -203,6 +205,48 @@ def test_a_data_set_without_rows_is_refused(tmp_path: Path) -> None:
     made.select([]).save_to_disk(tmp_path / "empty")
     with pytest.raises(CorpusError, match=r"empty: cannot be read by datasets|0 bytes of text"):
         open_corpus([str(tmp_path / "empty")], seq=2, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.csv", 'id,body\n1,"a, ""b""\nc"\n2,d\n'),
+        ("t.tsv", 'id\tbody\n1\t"a, ""b""\nc"\n2\td\n'),
+        ("t.json", '[{"body": "a, \\"b\\"\\nc", "id": 1}, {"body": "d"}]'),
+        ("t.json", '{"body": "a, \\"b\\"\\nc", "id": 1}\n{"body": "d"}\n'),
+    ],
+)
+def test_a_table_is_read_by_its_column(tmp_path: Path, name: str, content: str) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / name).write_text(content)
+    cache = tmp_path / "cache"
+    for path in (folder, folder / name):
+        corpus = open_corpus([str(path)], seq=4, text_field="body", cache=cache)
+        assert corpus.read(0, corpus.nbytes) == b'a, "b"\nc\nd\n'
+    if "}\n{" not in content:  # else it may be any JSON
+        for path, field in ((folder, "no"), (folder / name, "no"), (folder / name, "text")):
+            with pytest.raises(CorpusError, match=r"--text-field \(text is in: .*body"):
+                open_corpus([str(path)], seq=4, text_field=field, cache=cache)
+    assert open_corpus([str(folder)], seq=4, cache=cache).read(0, 9) == content.encode()[:9]
+
+
+def test_compressed_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"text"))
+    (tmp_path / "a.txt").write_text("some text")
+    skipped = Skipped()
+    assert _names(tmp_path, TRAINING, skipped) == ["a.txt"]
+    assert "1 compressed" in str(skipped)
+    with pytest.raises(CorpusError, match=r"x\.jsonl\.gz: is compressed"):
+        _names(tmp_path / "x.jsonl.gz")
+
+
+def test_of_chats_it_is_said_how_they_become_text(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n' * 9)
+    for field in ("text", "messages"):
+        with pytest.raises(CorpusError, match=r"docs/data\.md, Chats"):
+            open_corpus([str(path)], seq=4, text_field=field)
 
 
 def test_a_path_that_is_not_there_is_said_with_where_it_was_looked_for(

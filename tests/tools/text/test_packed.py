@@ -15,7 +15,7 @@ from fullshard.tools.text.files import CorpusError
 from fullshard.tools.text.interface import IGNORED
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.packed import PackedText
-from tests.tools.text.conftest import Words
+from tests.tools.text.conftest import Words, all_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CONFIG = TrainConfig(model="tiny", seq=5, batch=2, ranks=2, tokenizer="words", vocab_size=29)
@@ -39,7 +39,7 @@ def test_an_epoch_predicts_each_token_once_from_its_own_document(
 ) -> None:
     """Of one sequence a step: every target is the token behind its input, in the same document, or is left out."""
     text = _open(words, [*documents, LETTERS], batch=1, ranks=1)
-    whole = text.tokens.all.tolist()
+    whole = all_of(text.tokens)
     firsts = {0, *text.tokens.ends.tolist()}
     seen: list[int] = []
     for step in range(text.packing.num_sequences):
@@ -105,7 +105,7 @@ def test_all_of_a_short_text_is_measured_once(words: Words) -> None:
     documents = [LETTERS, "abcdefg", "hij", "klmnop"]
     text = _open(words, documents, val_fraction=0.5, val_sequences=64)
     assert text.held is not None
-    whole = text.tokens.all[text.held.first :].tolist()
+    whole = all_of(text.tokens)[text.held.first :]
     assert len(whole) == 19
     held = text.held_out(range(text.num_held_out))
     assert held.inputs.flatten().tolist() == whole[:15]

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from fullshard.tools.text import files, tokens
+from fullshard.tools.text.corpus import open_corpus
 from fullshard.tools.text.files import CorpusError, TextFile
 from fullshard.tools.text.finding import TRAINING, Skipped, find_sources
 from fullshard.tools.text.tokens import Tokens, tokenized
-from tests.tools.text.conftest import Words
+from tests.tools.text.conftest import Words, all_of
 
 DOCUMENTS = ["a b c", "", "d", "   ", "e f"]
 EXPECTED = [3, 4, 5, 2, 6, 2, 7, 8, 2]
@@ -52,7 +53,7 @@ def test_each_row_is_a_document_and_empty_ones_are_none(
     words: Words, tmp_path: Path, kind: str
 ) -> None:
     found = _tokenized(words, _write(kind, tmp_path / "d", DOCUMENTS), field="body")
-    assert found.all.tolist() == EXPECTED
+    assert all_of(found) == EXPECTED
     assert found.ends.tolist() == ENDS
     assert found.dtype == np.uint16
 
@@ -61,7 +62,7 @@ def test_a_file_of_text_is_a_document(words: Words, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a b\nc")
     (tmp_path / "two.txt").write_text("d")
     found = _tokenized(words, tmp_path / "two.txt", tmp_path / "one.txt")
-    assert found.all.tolist() == [6, 2, 3, 4, 5, 2]
+    assert all_of(found) == [6, 2, 3, 4, 5, 2]
     assert found.ends.tolist() == [2, 6]
 
 
@@ -76,9 +77,9 @@ def test_long_documents_are_read_in_pieces_and_marked_once(
     path.write_text("a\nb\n\u00e9\nc\nd\n" * 3)
     lines = _write("jsonl", tmp_path / "d", ["a b c d e f", "g"])
     found = _tokenized(words, path)
-    assert found.all.tolist() == [3, 4, 0, 5, 6] * 3 + [2]
+    assert all_of(found) == [3, 4, 0, 5, 6] * 3 + [2]
     rows = _tokenized(words, lines, field="body")
-    assert rows.all.tolist() == [3, 4, 5, 6, 7, 8, 2, 9, 2]
+    assert all_of(rows) == [3, 4, 5, 6, 7, 8, 2, 9, 2]
     assert rows.ends.tolist() == [7, 9]
     assert "".join(piece.text for piece in TextFile(path).pieces()) == path.read_text()
 
@@ -97,7 +98,7 @@ def test_bytes_that_are_no_text_are_refused_but_in_the_library(
 
 def test_a_byte_order_mark_is_no_text(words: Words, tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa b")
-    assert _tokenized(words, tmp_path / "x.txt").all.tolist() == [3, 4, 2]
+    assert all_of(_tokenized(words, tmp_path / "x.txt")) == [3, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_a_line_without_text_is_named(words: Words, tmp_path: Path, line: str, s
         _tokenized(words, path)
 
 
-@pytest.mark.parametrize("name", ["tokens", "ends", "sizes.json"])
+@pytest.mark.parametrize("name", ["tokens", "ends", "ends.crc32", "made.json"])
 @pytest.mark.parametrize("cut", [True, False])
 def test_what_was_cut_or_removed_is_made_again(
     words: Words, tmp_path: Path, name: str, cut: bool
@@ -127,18 +128,44 @@ def test_what_was_cut_or_removed_is_made_again(
         file.write_bytes(file.read_bytes()[:-2])
     else:
         file.unlink()
-    assert _tokenized(words, path).all.tolist() == [3, 4, 5, 6, 2]
+    assert all_of(_tokenized(words, path)) == [3, 4, 5, 6, 2]
+
+
+@pytest.mark.parametrize("name", ["tokens", "tokens.crc32", "ends", "ends.crc32", "bytes"])
+def test_other_bytes_than_were_written_are_not_trained_on(
+    words: Words, tmp_path: Path, name: str
+) -> None:
+    """Of tokens, and of a table's column as bytes. What is noticed is made anew."""
+    path = _write("parquet", tmp_path / "d", ["a b c d " * 5000])
+
+    def read() -> object:
+        if name == "bytes":
+            corpus = open_corpus(
+                [str(path)], seq=4, text_field="body", cache=words.folder / "cache"
+            )
+            return corpus.read(39_990, 8)
+        found = _tokenized(words, path, field="body")
+        return found.ends.tolist(), *(part.tolist() for part in found.read([19_990, 1], 6))
+
+    before = read()
+    (file,) = (words.folder / "cache").glob(f"*/{name}")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CorpusError, match=file.name.removesuffix(".crc32")):
+        read()
+    assert read() == before
 
 
 def test_a_change_is_seen_though_size_and_time_are_set_back(words: Words, tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_text("a b")
     status = path.stat()
-    assert _tokenized(words, path).all.tolist() == [3, 4, 2]
+    assert all_of(_tokenized(words, path)) == [3, 4, 2]
     path.write_text("c d")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert path.stat().st_size == status.st_size
-    assert _tokenized(words, path).all.tolist() == [5, 6, 2]
+    assert all_of(_tokenized(words, path)) == [5, 6, 2]
 
 
 def test_it_is_made_once_and_again_when_anything_has_changed(words: Words, tmp_path: Path) -> None:
@@ -149,9 +176,9 @@ def test_it_is_made_once_and_again_when_anything_has_changed(words: Words, tmp_p
     path.write_text("a c")
     second = _tokenized(words, path)
     assert second.folder != first.folder
-    assert second.all.tolist() == [3, 5, 2]
+    assert all_of(second) == [3, 5, 2]
     other = words._replace(tokenizer=_with_end(words, "<s>"))
-    assert _tokenized(other, path).all.tolist() == [3, 5, 1]
+    assert all_of(_tokenized(other, path)) == [3, 5, 1]
 
 
 def _with_end(words: Words, end: str):
@@ -183,7 +210,7 @@ def test_of_processes_that_want_it_at_once_one_makes_it(words: Words, tmp_path: 
     assert len(found) == 1
     kept = sorted(each.name for each in (words.folder / "cache").iterdir())
     assert kept == [Path(*found).name, Path(*found).name + ".lock"]
-    assert len(_tokenized(words, path).all) == 60001
+    assert len(_tokenized(words, path)) == 60001
 
 
 def test_what_an_interrupted_run_left_is_made_anew(
@@ -202,7 +229,7 @@ def test_what_an_interrupted_run_left_is_made_anew(
             _tokenized(words, path)
     left = [each.suffix for each in (words.folder / "cache").iterdir()]
     assert sorted(left) == [".lock", ".unfinished"]
-    assert _tokenized(words, path).all.tolist() == [3, 4, 2]
+    assert all_of(_tokenized(words, path)) == [3, 4, 2]
 
 
 def test_a_cache_that_cannot_be_written_is_named(words: Words, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from fullshard.json_files import parse_json
 from fullshard.tools.doctor.findings import Severity
 from fullshard.tools.exits import Exit
+from fullshard.tools.json_text import json_text
 from fullshard.tools.launch import Ending
 from fullshard.tools.verify.comparing import (
     Comparison,
@@ -321,7 +322,7 @@ def test_what_has_no_like_is_said_in_words() -> None:
 
 def test_everything_goes_into_json() -> None:
     comparison = _comparison(losses=[Loss(0, 0, math.nan, math.inf, differs=True)])
-    text = json.dumps(as_dict(comparison, judge(comparison)), allow_nan=False)
+    text = json_text(as_dict(comparison, judge(comparison)))
     assert json.loads(text)["losses"][0]["alone"] == "nan"
     assert json.loads(text)["verdict"] == "problem"
 

@@ -144,7 +144,7 @@ function drawLine(name, values, options) {
     const { root, width, height } = frame(element, 270);
     const left = options.left, right = 14, top = 14, bottom = 40;
     const known = [...values, ...(options.level ? [options.level.value] : []), ...(options.points || []).map(([, value]) => value)];
-    const high = Math.max(...known) * 1.05, low = 0;
+    const high = Math.max(extent(known)[1], 0) * 1.05 || 1, low = 0;
     const from = steps[0], to = Math.max(steps[steps.length - 1], from + 1);
     const x = (step) => left + ((step - from) / (to - from)) * (width - left - right);
     const y = (value) => height - bottom - ((value - low) / (high - low)) * (height - top - bottom);
@@ -160,13 +160,16 @@ function drawLine(name, values, options) {
       const begin = Math.max(x(traced[0] - 0.5), left), end = Math.min(x(traced[1] + 0.5), width - right);
       root.append(svg("rect", { x: begin, y: top, width: Math.max(end - begin, 2), height: height - top - bottom, fill: "var(--faint)", opacity: 0.16 }));
     }
-    const path = (series) => series.map((value, index) => `${index ? "L" : "M"}${x(steps[index]).toFixed(1)},${y(value).toFixed(1)}`).join("");
+    for (const [step] of data.series.not_finite) root.append(svg("line", { class: "bad", x1: x(step), x2: x(step), y1: top, y2: height - bottom }));
+    const path = (series) => unbroken(series.map((value, index) => [steps[index], value]))
+      .map((part) => part.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)},${y(value).toFixed(1)}`).join("")).join("");
     root.append(svg("path", { d: path(values), fill: "none", stroke: "var(--forward)", "stroke-width": options.line ? 1.2 : 1, opacity: 0.85 }));
     if (options.smooth) root.append(svg("path", { d: path(options.smooth), fill: "none", stroke: "var(--backward)", "stroke-width": 2.4, "stroke-linejoin": "round" }));
     if (options.points && options.points.length) {
       const place = ([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`;
-      root.append(svg("polyline", { points: options.points.map(place).join(" "), fill: "none", stroke: "var(--optimizer)", "stroke-width": 2 }));
-      for (const [step, value] of options.points) root.append(svg("circle", { cx: x(step), cy: y(value), r: 2.6, fill: "var(--optimizer)" }));
+      const parts = unbroken(options.points);
+      for (const part of parts) root.append(svg("polyline", { points: part.map(place).join(" "), fill: "none", stroke: "var(--optimizer)", "stroke-width": 2 }));
+      for (const [step, value] of parts.flat()) root.append(svg("circle", { cx: x(step), cy: y(value), r: 2.6, fill: "var(--optimizer)" }));
     }
     if (options.level) {
       const at = y(options.level.value);
@@ -180,8 +183,8 @@ function drawLine(name, values, options) {
       const wanted = from + share * (to - from);
       const index = steps.reduce((best, step, number) => (Math.abs(step - wanted) < Math.abs(steps[best] - wanted) ? number : best), 0);
       dot.setAttribute("cx", x(steps[index]));
-      dot.setAttribute("cy", y(values[index]));
-      dot.setAttribute("visibility", "visible");
+      if (Number.isFinite(values[index])) dot.setAttribute("cy", y(values[index]));
+      dot.setAttribute("visibility", Number.isFinite(values[index]) ? "visible" : "hidden");
       showTip(event, `step ${steps[index]}`, options.tip(index));
     });
     root.addEventListener("pointerleave", () => { dot.setAttribute("visibility", "hidden"); hideTip(); });
@@ -210,14 +213,15 @@ if (trace) {
 if (data.series) {
   const { loss, speed, norm, lr, val, entropy } = data.series;
   const held = new Map(val);
-  const exact = (value) => String(Number(value.toPrecision(3)));
+  const exact = (value) => rounded(value, (each) => String(Number(each.toPrecision(3))));
+  const four = (value) => rounded(value, (each) => each.toFixed(4));
   const smooth = runningMean(loss);
   drawLine("loss", loss, {
     left: 44, smooth, points: val, tick: (value) => String(Number(value.toPrecision(6))),
     level: entropy ? { value: entropy, stroke: "var(--fence)" } : null,
     tip: (index) => [
-      `loss ${loss[index].toFixed(4)}`, `running mean ${smooth[index].toFixed(4)}`,
-      ...(held.has(data.series.steps[index]) ? [`held out ${held.get(data.series.steps[index]).toFixed(4)}`] : []),
+      `loss ${four(loss[index])}`, `running mean ${four(smooth[index])}`,
+      ...(held.has(data.series.steps[index]) ? [`held out ${four(held.get(data.series.steps[index]))}`] : []),
     ],
   });
   const sorted = [...(speed.length > 1 ? speed.slice(1) : speed)].sort((a, b) => a - b);

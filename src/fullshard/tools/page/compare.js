@@ -14,16 +14,16 @@ function smoothed(series, values) {
 function drawRuns(name) {
   const element = document.querySelector(`[data-chart="${name}"]`);
   const all = data.runs.map((run) => (run.series ? lines[name](run.series) : []));
-  const known = all.flat();
-  if (!known.length) {
+  const known = all.flat().filter(([, value]) => Number.isFinite(value));
+  if (!all.flat().length) {
     element.textContent = "None of these runs has measured it.";
     return;
   }
   keepDrawn(element, () => {
     const { root, width, height } = frame(element, 270);
     const left = 64, right = 14, top = 14, bottom = 40;
-    const high = Math.max(...known.map(([, value]) => value)) * 1.05;
-    const from = Math.min(...known.map(([step]) => step)), to = Math.max(...known.map(([step]) => step), from + 1);
+    const high = extent(known.map(([, value]) => value))[1] * 1.05 || 1;
+    const [from, last] = extent(all.flat().map(([step]) => step)), to = Math.max(last, from + 1);
     const x = (step) => left + ((step - from) / (to - from)) * (width - left - right);
     const y = (value) => height - bottom - (value / high) * (height - top - bottom);
     for (const tick of ticks(0, high, 5)) {
@@ -37,8 +37,10 @@ function drawRuns(name) {
     all.forEach((points, index) => {
       const place = ([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`;
       const stroke = `var(--m${index})`;
-      if (points.length === 1) root.append(svg("circle", { cx: x(points[0][0]), cy: y(points[0][1]), r: 3.5, fill: stroke }));
-      root.append(svg("polyline", { points: points.map(place).join(" "), fill: "none", stroke, "stroke-width": 2, "stroke-linejoin": "round" }));
+      for (const part of unbroken(points)) {
+        if (part.length === 1) root.append(svg("circle", { cx: x(part[0][0]), cy: y(part[0][1]), r: 3.5, fill: stroke }));
+        root.append(svg("polyline", { points: part.map(place).join(" "), fill: "none", stroke, "stroke-width": 2, "stroke-linejoin": "round" }));
+      }
     });
     root.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }));
     root.addEventListener("pointermove", (event) => {
@@ -47,7 +49,7 @@ function drawRuns(name) {
       const near = (points) => points.reduce((best, point) => (Math.abs(point[0] - wanted) < Math.abs(best[0] - wanted) ? point : best));
       const shown = data.runs.map((run, index) => [run.name, all[index]]).filter(([, points]) => points.length);
       showTip(event, `about step ${count(Math.max(from, Math.min(to, Math.round(wanted))))}`,
-        shown.map(([own, points]) => { const [step, value] = near(points); return `${own}: ${Number(value.toPrecision(4))} (step ${step})`; }));
+        shown.map(([own, points]) => { const [step, value] = near(points); return `${own}: ${rounded(value, (each) => Number(each.toPrecision(4)))} (step ${step})`; }));
     });
     root.addEventListener("pointerleave", hideTip);
   });

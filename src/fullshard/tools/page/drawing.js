@@ -113,10 +113,25 @@ function frame(element, height) {
   return { root, width, height };
 }
 
+/** The largest and smallest of those that are numbers; a spread of 100,000 arguments overflows the stack. */
+const extent = (values) => values.filter(Number.isFinite).reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
+const rounded = (value, write) => (Number.isFinite(value) ? write(value) : value);
+
+/** Parts of a line between points that are no numbers. */
+function unbroken(points) {
+  const parts = [[]];
+  for (const point of points) {
+    if (Number.isFinite(point[1])) parts[parts.length - 1].push(point);
+    else if (parts[parts.length - 1].length) parts.push([]);
+  }
+  return parts.filter((part) => part.length);
+}
+
 /** Averages with a weight of 0.95 for each step since, without the pull towards zero at the start. */
 function runningMean(values) {
   let total = 0, weight = 0;
   return values.map((value) => {
+    if (!Number.isFinite(value)) return value; // the text "nan", which JSON has no number for
     total = 0.95 * total + value;
     weight = 0.95 * weight + 1;
     return total / weight;

@@ -19,6 +19,15 @@ BINARY_NBYTES = 1024
 PIECE_SIZE = 2**20
 """A document is tokenized in pieces of about so many characters."""
 _JSON_LINES = frozenset((".jsonl", ".ndjson"))
+_COMPRESSED = (
+    b"\x1f\x8b",
+    b"BZh",
+    b"\xfd7zXZ",
+    b"\x28\xb5\x2f\xfd",
+    b"PK\x03\x04",
+    b"\x04\x22\x4d\x18",
+)
+_AS_TEXT = "Chats and other lists have to be written as text first, each into a field of its own: docs/data.md, Chats."
 _KINDS = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
 
 
@@ -178,30 +187,34 @@ class JsonLines:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8, or nested too deep
             raise CorpusError(f"{self.path}, {where}: is not JSON ({error}).") from error
-        if not isinstance(entry, dict):
-            raise CorpusError(
-                f'{self.path}, {where}: is not an object such as {{"{self._field}": "..."}}.'
-            )
-        text = entry.get(self._field)
-        if not isinstance(text, str):
-            if self._field in entry:
-                kind = _KINDS.get(type(text), "a number")
-                raise CorpusError(
-                    f"{self.path}, {where}: field {self._field!r} is {kind}, not text. Filter such lines out."
-                )
-            has = ", ".join(key for key, value in entry.items() if isinstance(value, str))
-            raise CorpusError(
-                f"{self.path}, {where}: has no field {self._field!r} with text. Name "
-                f"another with --text-field (text is in: {has or 'none'})."
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise CorpusError(
-                f"{self.path}, {where}: holds half a character (an escape such as \\ud800 alone, at "
-                f"{error.start}), which is no text. Write it whole, or filter the line out."
-            ) from error
-        return text
+        return text_of(entry, self._field, where=f"{self.path}, {where}")
+
+
+def text_of(entry: object, field: str, *, where: str) -> str:
+    """Return the text in a field of an object of JSON; raises CorpusError where there is none."""
+    if not isinstance(entry, dict):
+        raise CorpusError(f'{where}: is not an object such as {{"{field}": "..."}}.')
+    text = entry.get(field)
+    if not isinstance(text, str):
+        has = ", ".join(key for key, value in entry.items() if isinstance(value, str))
+        if field in entry:
+            kind = _KINDS.get(type(text), "a number")
+            what_to_do = _AS_TEXT if isinstance(text, list | dict) else "Filter such lines out."
+            raise CorpusError(f"{where}: field {field!r} is {kind}, not text. {what_to_do}")
+        raise CorpusError(f"{where}: has no field {field!r} with text. {name_another(has)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(
+            f"{where}: holds half a character (an escape such as \\ud800 alone, at "
+            f"{error.start}), which is no text. Write it whole, or filter the line out."
+        ) from error
+    return text
+
+
+def name_another(has: str) -> str:
+    """Say what to do where a field has no text. has: those that have, in one string."""
+    return f"Name another with --text-field (text is in: {has or 'none'}).{'' if has else f' {_AS_TEXT}'}"
 
 
 def open_text(path: Path, text_field: str, *, replace: bool = False) -> TextFile | JsonLines:
@@ -220,6 +233,23 @@ def is_binary(path: Path) -> bool:
     """Whether a zero byte comes early: text has none, most other formats do."""
     with _opened(path) as file:
         return b"\0" in file.read(BINARY_NBYTES)
+
+
+def first_of_json(path: Path) -> tuple[object, bool]:
+    """Return the first value of a file of JSON, of its list if it is one, and whether it is; None if too long."""
+    with _opened(path) as file:
+        head = file.read(PIECE_SIZE).decode("utf-8-sig", errors="replace").lstrip()
+    is_list = head.startswith("[")
+    try:
+        return json.JSONDecoder().raw_decode(head[is_list:].lstrip())[0], is_list
+    except (ValueError, RecursionError):
+        return None, is_list
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file begins as gzip, bzip2, xz, zstd, zip and lz4 do."""
+    with _opened(path) as file:
+        return file.read(8).startswith(_COMPRESSED)
 
 
 def in_pieces(text: str, done: float) -> Iterator[Piece]:

@@ -1,27 +1,34 @@
 """Which files are text to train on: those that are named, and those of folders.
 
-A folder is one of three kinds. What `datasets` has saved is a data set. A folder with JSON lines or Parquet is one
-too if some of these are said to be for training, by the words that `datasets` looks for in names, or if no other
+A folder is one of three kinds. What `datasets` has saved is a data set. A folder with tables (JSON lines, Parquet,
+CSV, JSON) is one too if some of these are said to be for training, by the words that `datasets` looks for in names, or if no other
 text is in it but what describes it; one of its splits is taken. Any other is a folder of texts.
 """
 
 import dataclasses
+import functools
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from fullshard.tools.config import TrainConfig
 from fullshard.tools.text.files import (
     BINARY_NBYTES,
     ByteSource,
     CorpusError,
+    JsonLines,
+    TextFile,
+    first_of_json,
     is_binary,
-    is_json_lines,
+    is_compressed,
     open_text,
 )
 from fullshard.tools.text.rows import (
     SAVED_NAMES,
+    CsvFile,
+    JsonArray,
     ParquetFile,
     SavedDataset,
     beside_saved,
@@ -65,6 +72,7 @@ class Skipped:
     """
 
     binary: list[str] = dataclasses.field(default_factory=list)
+    compressed: list[str] = dataclasses.field(default_factory=list)
     hidden: list[str] = dataclasses.field(default_factory=list)
     empty: list[str] = dataclasses.field(default_factory=list)
     beside_data: list[str] = dataclasses.field(default_factory=list)
@@ -109,12 +117,28 @@ def find_sources(
             ]
             found.append(SavedDataset(splits[taken], text_field, cache))
             continue
-        for file in _files_of(path, use, skipped):
-            if is_parquet(file):
-                found.append(ParquetFile(file, text_field, cache))
-            else:
-                found.append(open_text(file, text_field))
+        found += _files_of(path, use, skipped, functools.partial(_opened, text_field, cache))
     return found
+
+
+def _opened(field: str, cache: Path, path: Path, *, is_named: bool = False) -> ByteSource:
+    """Open a file by its name, and CSV and JSON by whether they have the field as well.
+
+    Without it, they are plain text among a folder's, unless they are named, or the field is: reading them
+    then says what they have.
+    """
+    is_meant = is_named or field != TrainConfig.text_field
+    kind = path.suffix.lower()
+    if is_parquet(path):
+        return ParquetFile(path, field, cache)
+    if kind in (".csv", ".tsv"):
+        table = CsvFile(path, field, cache)
+        return table if is_meant or table.has_column() else open_text(path, field)
+    if kind == ".json":
+        first, is_list = first_of_json(path)
+        if isinstance(first, dict) and ((is_list and is_meant) or field in first):
+            return JsonArray(path, field, cache) if is_list else JsonLines(path, field)
+    return open_text(path, field)
 
 
 def check_apart(sources: Sequence[ByteSource], held: Sequence[ByteSource]) -> None:
@@ -136,19 +160,24 @@ def python_library(text_field: str) -> list[ByteSource]:
     return [open_text(path, text_field, replace=True) for path in paths]
 
 
-def _files_of(path: Path, use: Use, skipped: Skipped) -> list[Path]:
+def _files_of(
+    path: Path, use: Use, skipped: Skipped, opened: Callable[..., ByteSource]
+) -> list[ByteSource]:
     if path.is_file():
+        if is_compressed(path):
+            raise CorpusError(f"{use.option} {path}: is compressed. Unpack it first.")
         if not is_parquet(path) and is_binary(path):
             raise CorpusError(
                 f"{use.option} {path}: is not text (a zero byte comes within its first "
                 f"{BINARY_NBYTES}), and a folder's files of that kind are skipped. Give text in "
                 "UTF-8, which has none."
             )
-        return [path]
+        return [opened(path, is_named=True)]
     if not path.is_dir():
         seen_from = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise CorpusError(f"{use.option} {path}: no such file or folder{seen_from}.")
-    return _of_data_set(_readable(path, use, skipped), path, use, skipped)
+    files = {file: opened(file) for file in _readable(path, use, skipped)}
+    return [files[file] for file in _of_data_set(files, path, use, skipped)]
 
 
 def _readable(path: Path, use: Use, skipped: Skipped) -> list[Path]:
@@ -157,6 +186,8 @@ def _readable(path: Path, use: Use, skipped: Skipped) -> list[Path]:
     for file in _in_order(path.rglob("*"), path):
         if any(part.startswith(".") for part in file.relative_to(path).parts):
             skipped.hidden.append(str(file))
+        elif is_compressed(file):
+            skipped.compressed.append(str(file))
         elif not is_parquet(file) and is_binary(file):
             skipped.binary.append(str(file))
         else:
@@ -168,18 +199,20 @@ def _readable(path: Path, use: Use, skipped: Skipped) -> list[Path]:
     return found
 
 
-def _of_data_set(found: list[Path], path: Path, use: Use, skipped: Skipped) -> list[Path]:
+def _of_data_set(
+    found: Mapping[Path, ByteSource], path: Path, use: Use, skipped: Skipped
+) -> list[Path]:
     """Return the files of one split, or all if the folder is no data set."""
     splits: dict[str, list[Path]] = {}
     others = []
-    for file in found:
-        if is_parquet(file) or is_json_lines(file):
+    for file, source in found.items():
+        if not isinstance(source, TextFile):
             splits.setdefault(split_of(file.relative_to(path)), []).append(file)
         else:
             others.append(file)
     only_described = all(_DESCRIBES.fullmatch(file.name) for file in others)
     if not splits or not (_TRAIN in splits or only_described):
-        return found
+        return list(found)
     skipped.beside_data += map(str, others)
     taken = _chosen(splits, use, path)
     skipped.of_other_splits += [

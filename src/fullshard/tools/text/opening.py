@@ -47,7 +47,7 @@ def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedTex
     if config.data:
         sources = _sources(config.data, TRAINING, config, cache, skipped)
     tokens = _tokens(sources, tokenizer, config, cache)
-    num_tokens, held = len(tokens.all), None
+    num_tokens, held = len(tokens), None
     what = ", ".join(config.data) or "Python's standard library"
     if config.val_fraction:
         num_tokens = where_held_out(tokens, config.val_fraction)
@@ -66,7 +66,8 @@ def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedTex
         held = HeldOut(other_tokens, 0, config.seq, config.val_sequences)
         named = ", ".join(config.val_data)
         check_length(held.num_tokens, config.seq, what=f"--val-data: {named}")
-    check_length(num_tokens, config.seq, what=f"--data: {what}")
+    left_out = f" (left out: {skipped})" if skipped else ""
+    check_length(num_tokens, config.seq, what=f"--data: {what}{left_out}")
     return PackedText(
         tokenizer,
         tokens,

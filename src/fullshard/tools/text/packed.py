@@ -34,7 +34,7 @@ class HeldOut(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens.all) - self.first
+        return len(self.tokens) - self.first
 
     @property
     def num_all(self) -> int:
@@ -72,7 +72,7 @@ class PackedText:
 
     @property
     def size(self) -> str:
-        return f"{len(self.tokens.all):,} tokens"
+        return f"{len(self.tokens):,} tokens"
 
     @property
     def end_token(self) -> int | None:
@@ -80,7 +80,7 @@ class PackedText:
 
     @cached_property
     def survey(self) -> Survey:
-        tokens = self.tokens.all
+        tokens = self.tokens
         num_blocks = math.ceil(min(len(tokens), _SURVEY_SIZE) / _BLOCK_SIZE)
         stride = max(_BLOCK_SIZE, len(tokens) // num_blocks)
         counts = np.zeros(self.vocab_size, np.int64)
@@ -88,9 +88,13 @@ class PackedText:
         digest.update(f"{self.tokenizer.end} {len(tokens)} {self.packing.num_tokens}".encode())
         digest.update(self.tokens.ends[:_SURVEY_SIZE].tobytes())
         if self.held is not None:
-            digest.update(self.held.tokens.all[:_SURVEY_SIZE].tobytes())
+            held = self.held.tokens
+            for start in range(0, min(len(held), _SURVEY_SIZE), _BLOCK_SIZE):
+                digest.update(
+                    held.read([start], min(_BLOCK_SIZE, _SURVEY_SIZE - start))[0].tobytes()
+                )
         for block in range(num_blocks):
-            part = np.asarray(tokens[block * stride : block * stride + _BLOCK_SIZE])
+            (part,) = tokens.read([block * stride], _BLOCK_SIZE)
             digest.update(part.tobytes())
             counts += np.bincount(part, minlength=self.vocab_size)
         odds = counts[counts > 0] / counts.sum()
@@ -156,7 +160,7 @@ class PackedText:
 
 
 def _rows(tokens: Tokens, starts: Sequence[int], seq: int) -> Tensor:
-    rows = np.stack([tokens.all[start : start + seq + 1] for start in starts])
+    rows = np.stack(tokens.read(starts, seq + 1))
     return torch.from_numpy(rows.astype(np.int64))
 
 
@@ -186,7 +190,7 @@ def where_held_out(tokens: Tokens, fraction: float) -> int:
 
     Of text that ends with a longer document, its end.
     """
-    total = len(tokens.all)
+    total = len(tokens)
     first = math.ceil(total * (1 - fraction))
     index = int(np.searchsorted(tokens.ends, first, side="left"))
     begins = int(tokens.ends[index]) if index < tokens.num_documents else total

@@ -1,5 +1,7 @@
-"""Tables of which one column is text: Parquet files, and what `datasets` has saved to disk. A row is a document."""
+"""Tables of which one column is text: Parquet, CSV, JSON and what `datasets` has saved to disk. A row is a document."""
 
+import csv
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -8,8 +10,15 @@ from types import ModuleType
 from typing import Any
 
 from fullshard.tools.config import OptionError
-from fullshard.tools.text.cache import kept
-from fullshard.tools.text.files import CorpusError, Piece, TextFile, in_pieces, stamp_of
+from fullshard.tools.text.cache import KeptFile, kept
+from fullshard.tools.text.files import (
+    CorpusError,
+    Piece,
+    in_pieces,
+    name_another,
+    stamp_of,
+    text_of,
+)
 
 _NUM_ROWS = 1000  # read at once
 _SAVED = "state.json"  # in the folder of a data set that was saved
@@ -55,25 +64,24 @@ class Rows(ABC):
         return self._flat.nbytes
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return self._flat.read(offset, nbytes)
+        return self._flat.read([(offset, nbytes)])[0]
 
     @cached_property
-    def _flat(self) -> TextFile:
+    def _flat(self) -> KeptFile:
         def write(folder: Path) -> None:
             with (folder / "bytes").open("wb") as file:
                 for text, ends, _ in self.pieces():
                     file.write(text.encode() + (b"\n" if ends else b""))
 
         key = ["bytes", 1, self._field, self.stamp()]
-        return TextFile(kept(self._cache, key, write) / "bytes")
+        return KeptFile(kept(self._cache, key, write) / "bytes")
 
     def _check_column(self, columns: dict[str, bool]) -> None:
         """columns: of each name, whether it holds text."""
         if not columns.get(self._field):
             has = ", ".join(name for name, is_text in columns.items() if is_text)
             raise CorpusError(
-                f"{self.path}: has no column {self._field!r} with text. Name another with "
-                f"--text-field (text is in: {has or 'none'})."
+                f"{self.path}: has no column {self._field!r} with text. {name_another(has)}"
             )
 
 
@@ -104,6 +112,62 @@ class ParquetFile(Rows):
 
     def _opened(self) -> Any:
         return _library("pyarrow.parquet").ParquetFile(self.path, memory_map=True)
+
+    def stamp(self) -> list[tuple[str, int, int]]:
+        return stamp_of([self.path])
+
+
+class CsvFile(Rows):
+    """A file of comma-separated values, or tab-separated ones, whose first row names the columns."""
+
+    def _batches(self) -> Iterator[Sequence[str | None]]:
+        csv.field_size_limit(2**31 - 1)  # 128 KiB otherwise
+        try:
+            with self.path.open(newline="", encoding="utf-8-sig") as file:
+                delimiter = "\t" if self.path.suffix.lower() == ".tsv" else ","
+                rows = csv.DictReader(file, delimiter=delimiter, strict=True)
+                self._check_column(dict.fromkeys(rows.fieldnames or (), True))
+                yield from ([row[self._field]] for row in rows)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise CorpusError(
+                f"{self.path}: cannot be read as a table ({error}). Write it as JSON lines or Parquet; to "
+                "train on it as plain text, rename it to .txt."
+            ) from error
+
+    def _num_rows(self) -> int:
+        return sum(1 for _ in self._batches())
+
+    def stamp(self) -> list[tuple[str, int, int]]:
+        return stamp_of([self.path])
+
+    def has_column(self) -> bool:
+        """Whether the field is one of the columns, or may be: what cannot be read is named when it is read."""
+        try:
+            next(self._batches(), None)
+        except CorpusError:
+            return False
+        return True
+
+
+class JsonArray(Rows):
+    """A file of JSON that is one list of objects, which is read whole."""
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        try:
+            entries = json.loads(self.path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CorpusError(f"{self.path}: is not JSON ({error}).") from error
+        return [
+            text_of(entry, self._field, where=f"{self.path}, entry {number}")
+            for number, entry in enumerate(entries, start=1)
+        ]
+
+    def _batches(self) -> Iterator[Sequence[str | None]]:
+        yield self._texts
+
+    def _num_rows(self) -> int:
+        return len(self._texts)
 
     def stamp(self) -> list[tuple[str, int, int]]:
         return stamp_of([self.path])

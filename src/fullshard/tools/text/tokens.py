@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.tools.text.cache import kept
+from fullshard.tools.text.cache import KeptFile, kept
 from fullshard.tools.text.files import Piece, Source
 from fullshard.tools.text.tokenizer import FILE, Tokenizer
 
@@ -35,16 +35,28 @@ class Tokens:
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
         """Return where each document ends, which is where the next begins."""
-        return _mapped(self.folder / "ends", np.dtype(np.int64))
+        file = KeptFile(self.folder / "ends")
+        file.check()  # once: a search reads from everywhere
+        if not file.nbytes:  # which cannot be mapped
+            return np.empty(0, np.int64)
+        return np.memmap(file.path, np.int64, mode="r")
 
     @cached_property
-    def all(self) -> npt.NDArray[Any]:
-        """Return the tokens of all documents."""
-        return _mapped(self.folder / "tokens", self.dtype)
+    def _file(self) -> KeptFile:
+        return KeptFile(self.folder / "tokens")
+
+    def __len__(self) -> int:
+        return self._file.nbytes // self.dtype.itemsize
+
+    def read(self, starts: Sequence[int], count: int) -> list[npt.NDArray[Any]]:
+        """Return so many tokens from each start on, or as many as there are."""
+        size, total = self.dtype.itemsize, len(self)
+        spans = [(start * size, max(0, min(count, total - start)) * size) for start in starts]
+        return [np.frombuffer(part, self.dtype) for part in self._file.read(spans)]
 
     @property
     def nbytes(self) -> int:
-        return self.all.nbytes + self.ends.nbytes
+        return self._file.nbytes + self.ends.nbytes
 
     @property
     def num_documents(self) -> int:
@@ -117,9 +129,3 @@ def _batches(sources: Sequence[Source], progress: Progress) -> Iterator[list[Pie
         before += source.size
     yield batch
     progress(total, total)
-
-
-def _mapped(path: Path, dtype: "np.dtype[Any]") -> npt.NDArray[Any]:
-    if not path.stat().st_size:  # which cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode="r")

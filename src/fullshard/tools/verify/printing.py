@@ -1,7 +1,6 @@
 """Show a comparison: for people a report side by side, or one JSON object."""
 
 import dataclasses
-import json
 import math
 import statistics
 import sys
@@ -14,6 +13,7 @@ from rich.table import Table
 from fullshard.tools.doctor.findings import Finding, Severity, counted, numbered, sized, timed
 from fullshard.tools.doctor.printing import findings_table
 from fullshard.tools.exits import Exit
+from fullshard.tools.json_text import json_text
 from fullshard.tools.progress import as_it_is
 from fullshard.tools.verify.comparing import RANK_DIED, Comparison, Difference
 from fullshard.tools.verify.facts import Run
@@ -26,7 +26,7 @@ def show(comparison: Comparison, *, as_json: bool) -> Exit:
     """Print the report on standard output, and return the exit code that it stands for."""
     findings = judge(comparison)
     if as_json:
-        print(json.dumps(as_dict(comparison, findings)), flush=True)
+        print(json_text(as_dict(comparison, findings)), flush=True)
     else:
         _show_report(comparison, findings)
     failure = comparison.alone.failure
@@ -159,7 +159,7 @@ def _table(first: str, *columns: str) -> Table:
 def as_dict(comparison: Comparison, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return comparison, findings and verdict as what JSON can hold.
 
-    Outputs of modules and fingerprints are left out; numbers that are not finite become text.
+    Outputs of modules and fingerprints are left out.
     """
     listed = [{**dataclasses.asdict(each), "severity": each.severity.value} for each in findings]
     facts = dataclasses.asdict(comparison)
@@ -169,13 +169,4 @@ def as_dict(comparison: Comparison, findings: Sequence[Finding]) -> dict[str, An
             del run[left_out]
         for part in run["parts"]:
             del part["outputs"], part["batch"]
-    whole = {"verdict": verdict_of(findings).value, "findings": listed, **facts}
-    return {key: _plain(value) for key, value in whole.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return {"verdict": verdict_of(findings).value, "findings": listed, **facts}
