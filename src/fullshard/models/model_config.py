@@ -127,7 +127,7 @@ def transformers_config(fields: Mapping[str, Any]) -> Any:
 
 def _check_counts(fields: Mapping[str, Any]) -> None:
     """Refuse more layers than any model has: Transformers makes lists and modules of as many as it is told."""
-    most = {"layer": 1, "expert": 1}
+    most: dict[str, float] = {"layer": 1, "expert": 1}
     for key, value in fields.items():
         if isinstance(value, Mapping):
             _check_counts(value)
