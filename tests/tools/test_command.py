@@ -105,3 +105,11 @@ def test_the_command_asks_for_the_packages_of_its_extra() -> None:
 
 def test_the_console_script_is_the_module() -> None:
     assert 'fullshard = "fullshard.__main__:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_names_that_no_file_can_have_are_refused() -> None:
+    typed = [sys.executable, "-m", "fullshard", "report", "x" * 5000]
+    done = subprocess.run(typed, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "File name too long" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -17,6 +17,7 @@ fullshard ckpt ...                  look into checkpoints, check, compare and co
 fullshard export RUN --hf DIR       write a run's weights as a folder that Transformers loads
 """
 
+import errno
 import os
 import sys
 import warnings
@@ -229,4 +230,10 @@ def export(
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        print(f"fullshard: {str(error.filename)[:80]!r}: {error.strerror}.", file=sys.stderr)
+        sys.exit(Exit.USAGE)
