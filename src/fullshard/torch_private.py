@@ -162,6 +162,11 @@ with _to("tell how long collectives wait for a rank"):
 with _to("make DTensors of shards without communication"):
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+# Operators on DTensors that torch leaves to a function, by operator. None where torch lacks it.
+_dispatcher: Any = getattr(DTensor, "_op_dispatcher", None)
+dtensor_handlers: dict[Any, Callable[..., Any]] | None
+dtensor_handlers = getattr(_dispatcher, "_custom_op_handlers", None)
+
 with _to("describe shards of what tensor parallel has cut along the same dim already"):
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
@@ -376,6 +381,7 @@ __all__ = [
     "default_store",
     "disable_dynamo",
     "distributed_world",
+    "dtensor_handlers",
     "forward_unimplemented",
     "is_fake_mode_active",
     "is_function_mode_enabled",

@@ -705,3 +705,39 @@ def ignored_parameters(run: Run) -> None:
         if not run.is_alone:
             bias.grad = run.all_reduce(bias.grad) / run.num_parts  # type: ignore[arg-type]
         run.step(optimizer)
+
+
+ONCE = {"*/torch": "PyTorch shards a module's parameters once, for one of its places"}
+
+
+@program(
+    faces=(FSDP2,),
+    cases={
+        "in_two_units": {"units": ("0", "1"), "differs": ONCE},
+        "in_a_unit_and_the_root": {"units": ("0",), "differs": ONCE},
+        "itself_a_unit": {"units": ("0.shared", "0", "1")},
+    },
+)
+def module_in_several_places(run: Run, units: tuple[str, ...]) -> None:
+    """One module object that several blocks call, as tied layers of ALBERT's kind."""
+
+    class Block(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.shared, self.own = shared, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.own(self.shared(x)))
+
+    shared = nn.Linear(4, 4)
+    model = run.shard(nn.Sequential(Block(shared), Block(shared), nn.Linear(4, 2)), *units)
+    run.train(model, lambda m: square(m(run.batch(3, 4))), steps=3)
+
+
+@program(faces=(FSDP2,))
+def identity_written_into_shards(run: Run) -> None:
+    """`nn.init.eye_` of a sharded parameter whose rows no number of ranks divides: mended in torch's DTensor too."""
+    model = run.shard(mlp(5, 5, 3), "0")
+    nn.init.eye_(model[0].weight)
+    nn.init.eye_(model[2].weight)
+    run.train(model, lambda m: square(m(run.batch(3, 5))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -280,3 +281,48 @@ def test_nothing_is_changed_where_peer_memory_cannot_be_had(api: Api, face: str)
         shard()
     assert _fingerprint(model) == before
     assert [p.shape for p in model.parameters()] == shapes
+
+
+def _wrap_and_run(api: Api, model: nn.Module, units: list[str]) -> None:
+    for name in units:
+        setattr(model, name, api.FullyShardedDataParallel(getattr(model, name)))
+    api.FullyShardedDataParallel(model)(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_module_in_several_places_is_refused_where_it_cannot_be_moved(api: Api) -> None:
+    """By the wrapper when it is made or first used: a flat parameter keeps what it was made of."""
+    if api.is_torch:
+        return
+    for units in (["0", "1"], ["0"]):
+        shared = nn.Linear(4, 4)
+        model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.Sequential(shared, nn.ReLU()))
+        with pytest.raises(api.errors.FullshardError, match="weight"):
+            _wrap_and_run(api, model, units)
+
+
+@on_ranks(2)
+def test_compiled_module_inside_is_refused_by_name(api: Api) -> None:
+    """Unless its parameters are left out."""
+    if api.is_torch:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated, and still used
+        model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(api.errors.UnsupportedError, match=r"Linear\.weight"):
+        api.fully_shard(model)
+    api.fully_shard(model, ignored_params=set(model[1].parameters()))
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_shard_whose_shape_was_changed_in_place_is_an_error(api: Api) -> None:
+    """Its rows would be other parameters' memory."""
+    if api.is_torch:
+        return
+    model = api.fully_shard(nn.Linear(4, 4))
+    model(torch.ones(2, 4))
+    model.reshard()
+    model.weight._local_tensor.t_()
+    with pytest.raises(api.errors.StateError, match="weight"):
+        model(torch.ones(2, 4))

@@ -476,21 +476,31 @@ def moves_of_ties(
 ) -> list[tuple[ManagedParameter, Unit, Unit]]:
     """Find tied parameters that have to move: (parameter, its unit, the unit it moves to).
 
-    The latter is the unit of the innermost module that contains all modules using the parameter.
-    Raises StateError if that module is sharded over other meshes.
+    The latter is the unit of the innermost module that contains all modules using the parameter. A
+    module that stands in several places uses it in each. Raises StateError if that module is sharded over other meshes.
     """
-    name_of = {id(module): name for name, module in root.named_modules()}
+    paths: dict[int, list[str]] = {}
+    around: dict[str, ModuleState] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
+        if (state := state_of(module)) is not None:
+            around[path] = state
     single = {name: state for name, state in named.items() if len(state._modules) == 1}
     moves: list[tuple[ManagedParameter, Unit, Unit]] = []
     for state in dict.fromkeys(named.values()):
         for unit, param in [(own, param) for own in state.units for param in own.params]:
-            if len(param.slots) == 1:
+            users = [path for s in param.slots for path in paths.get(id(s.module()), [""])]
+            if len(users) == 1:
                 continue
-            users = [name_of.get(id(slot.module()), "") for slot in param.slots]
-            nearest = [lowest_common_unit([user], named) for user in users]
-            if all(name is not None and named[name] is state for name in nearest):
+            nearest = [lowest_common_unit([user], around) for user in users]
+            if all(name is not None and around[name] is state for name in nearest):
                 continue  # all uses are in this state's modules
             common = lowest_common_unit(users, single)
+            if common is not None and unit.params.is_flat and single[common] is not state:
+                raise StateError(
+                    f"{' and '.join(param.names)}: a module in several places, of which not all are below "
+                    f"{unit.path!r}, whose flat parameter has its weights. Wrap the modules that share it together."
+                )
             if common is not None:  # else they are below several roots, none of them this model
                 moves.append((param, unit, _on_mesh_of(unit, single[common], param)))
     return moves

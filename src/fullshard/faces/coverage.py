@@ -72,6 +72,12 @@ class CoveredParameters:
             for name, parameter in module._parameters.items():
                 if parameter is None or parameter in ignored:
                     continue
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise UnsupportedError(
+                        f"{module.original_name}.{name} is a parameter of a {type(module).__name__}: compiled code "
+                        "holds it, and no other can take its place. Shard the module before it is scripted or "
+                        "traced, use torch.compile, or leave the parameter out (ignored_params, ignored_modules)."
+                    )
                 slot = Slot(module, name)
                 owner = owner_of(parameter)
                 if owner is not None:
@@ -82,8 +88,9 @@ class CoveredParameters:
     def connect_ties(self) -> None:
         """Register the sharded form of parameters that a unit of an earlier call manages."""
         for owner, slot in self.ties:
-            owner.slots.append(slot)
-            slot.register(owner.sharded)
+            if not any(slot.is_same(own) for own in owner.slots):  # a module in several places
+                owner.slots.append(slot)
+                slot.register(owner.sharded)
 
 
 def check_modules(modules: Sequence[nn.Module], api: str) -> None:

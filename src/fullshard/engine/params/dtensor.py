@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fullshard.engine.params.form import ParamForm, with_dtype
 from fullshard.engine.params.managed import (
@@ -21,7 +21,7 @@ from fullshard.plan.gradient_dtypes import GradientDtypes, gradient_dtypes
 from fullshard.plan.mesh import MeshPlan
 from fullshard.plan.sizes import rows_per_rank
 from fullshard.policies import UnitConfig
-from fullshard.torch_private import DTensorSpec, TensorMeta
+from fullshard.torch_private import DTensorSpec, TensorMeta, dtensor_handlers
 
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -63,6 +63,7 @@ class DTensorParameter(ManagedParameter):
         self.own_grad_dtype = said_grad_dtype(original)
         self.follow_grad_dtype()
         mark_owner(original, self)
+        self._shard_shape = self.local.shape
 
     def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "DTensorParameter":
         other = super().copy(sharded, slots)
@@ -176,6 +177,12 @@ class DTensorParameter(ManagedParameter):
 
     def has_moved(self, memory: torch.Tensor) -> bool:
         sharded = self.sharded
+        if memory.shape != self._shard_shape:
+            raise StateError(
+                f"{self.name}: the local tensor of its shard was changed in place to shape {tuple(memory.shape)}, "
+                f"but this rank owns {tuple(self._shard_shape)} of it, and the rest is other parameters' memory. "
+                "Write values into it (copy_), and leave its shape as it is."
+            )
         # Asked of every parameter in every forward, and this is nearly always the answer. So it goes
         # without the properties that the general case reads.
         if sharded._local_tensor is memory:  # type: ignore[attr-defined]
@@ -193,6 +200,7 @@ class DTensorParameter(ManagedParameter):
         with torch.no_grad():
             if not local.is_meta:
                 target.copy_(local)
+            self._shard_shape = target.shape
             # Set, not copied: `is_at` looks for this very tensor. The DTensor around it stays the
             # object that optimizers refer to.
             self.sharded._local_tensor = target  # type: ignore[attr-defined]
@@ -208,6 +216,26 @@ class DTensorParameter(ManagedParameter):
         parameter = nn.Parameter(self.wrap_shard(local), requires_grad=requires_grad)
         mark_owner(parameter, self)
         return parameter
+
+
+def _eye_into_shards(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Write this rank's part of an identity matrix, as ``torch.eye(n, m, out=parameter)`` asks.
+
+    torch 2.13 resizes the local tensor to the whole shape, so that it claims memory of others.
+    """
+    out: DTensor = kwargs["out"]
+    if tuple(args) != tuple(out.shape):
+        raise MisuseError(
+            f"torch.eye{args} does not fit into a sharded tensor of shape {tuple(out.shape)}."
+        )
+    whole = torch.eye(*args, dtype=out.dtype, device=out.device)
+    part = distribute_tensor(whole, out.device_mesh, out.placements, src_data_rank=None)
+    out._local_tensor.copy_(part._local_tensor)
+    return out
+
+
+if dtensor_handlers is not None:
+    dtensor_handlers.setdefault(torch.ops.aten.eye.m_out, _eye_into_shards)
 
 
 def has_extension(local: torch.Tensor, name: str) -> bool:

@@ -26,6 +26,10 @@ class Slot:
     def current(self) -> nn.Parameter | None:
         return self.registry.get(self.name)
 
+    def is_same(self, other: "Slot") -> bool:
+        """Whether both are one place: a module may stand in several."""
+        return self.registry is other.registry and self.name == other.name
+
     def register(self, parameter: nn.Parameter) -> None:
         """Register a parameter in place of the one that is there."""
         # Nearly always an entry of a dictionary is all: `nn.Module.__setattr__` costs several times
