@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,12 @@ from fullshard.models.configured import (
     sharding_units,
 )
 from fullshard.models.documents import check_causal, check_documents_apart
-from fullshard.models.model_config import ModelConfigError, config_differences, read_model_config
+from fullshard.models.model_config import (
+    ModelConfigError,
+    check_trainable,
+    config_differences,
+    read_model_config,
+)
 from fullshard.models.operations import flops_per_token
 from fullshard.models.sizes import LlamaConfig
 from tests.fsdp1.models import quiet
@@ -468,6 +474,19 @@ def test_what_cannot_be_trained_is_refused(case: str) -> None:
     fields, said = REFUSED[case]
     with quiet(), pytest.raises(ModelConfigError, match=said):
         build_from_config(fields, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "mllama", "qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_what_a_refusal_advises_is_taken(kind: str) -> None:
+    """Where the part that is text has no model of its own, it is not advised."""
+    from transformers import CONFIG_MAPPING
+
+    with quiet():
+        fields = json.loads(CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
+        with pytest.raises(ModelConfigError, match="more than text") as refused:
+            check_trainable(fields)
+        if advised := re.search(r"under (\w+) as a config", str(refused.value)):
+            check_trainable(fields[advised[1]])
 
 
 def test_code_that_comes_with_a_model_and_other_ways_to_attend_are_left_out() -> None:

@@ -139,6 +139,14 @@ def causal_language_models() -> Any:
     return _transformers().AutoModelForCausalLM
 
 
+def _is_trainable(fields: Mapping[str, Any]) -> bool:
+    try:
+        check_trainable(fields)
+    except (ModelConfigError, KeyError):
+        return False
+    return True
+
+
 def check_trainable(fields: Mapping[str, Any]) -> Any:
     """Return the configuration of Transformers; raises ModelConfigError for what cannot be trained.
 
@@ -155,12 +163,22 @@ def check_trainable(fields: Mapping[str, Any]) -> Any:
         raise ModelConfigError(
             f"model_type {kind!r}: has an encoder beside its decoder. Give a model that is a decoder alone."
         )
-    if config.get_text_config(decoder=True) is not config:
-        raise ModelConfigError(
-            f"model_type {kind!r}: is a model of more than text. Give what its configuration has under "
-            "text_config as a config.json of its own."
+    known = vars(causal_language_models())["_model_mapping"]
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        names = [name for name, value in vars(config).items() if value is text]
+        what_to_do = (
+            f"Give what its configuration has under {names[0]} as a config.json of its own."
+            if names
+            else ""
         )
-    if type(config) not in vars(causal_language_models())["_model_mapping"]:
+        if not names or not _is_trainable(text.to_dict()):
+            what_to_do = (
+                "Its language model cannot be trained alone here. Give the configuration of a model of text, such as "
+                "llama, qwen3 or gpt2."
+            )
+        raise ModelConfigError(f"model_type {kind!r}: is a model of more than text. {what_to_do}")
+    if type(config) not in known:
         raise ModelConfigError(
             f"model_type {kind!r}: Transformers has no causal language model for it. Give one that "
             "predicts the next token, such as llama, qwen3 or gpt2."

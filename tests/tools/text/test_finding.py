@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.tools.config import TrainConfig
 from fullshard.tools.text.corpus import open_corpus
 from fullshard.tools.text.files import CorpusError
 from fullshard.tools.text.finding import (
@@ -17,6 +18,7 @@ from fullshard.tools.text.finding import (
     find_sources,
     split_of,
 )
+from fullshard.tools.text.opening import open_text
 
 
 def _names(path: Path, use: Use = TRAINING, skipped: Skipped | None = None) -> list[str]:
@@ -224,6 +226,9 @@ def test_a_table_is_read_by_its_column(tmp_path: Path, name: str, content: str) 
     for path in (folder, folder / name):
         corpus = open_corpus([str(path)], seq=4, text_field="body", cache=cache)
         assert corpus.read(0, corpus.nbytes) == b'a, "b"\nc\nd\n'
+        config = TrainConfig(data=(str(path),), seq=4, text_field="body")
+        said = " ".join(open_text(config, None, cache=cache).notes())
+        assert ("--text-field" in said) == ("}\n{" not in content)
     if "}\n{" not in content:  # else it may be any JSON
         for path, field in ((folder, "no"), (folder / name, "no"), (folder / name, "text")):
             with pytest.raises(CorpusError, match=r"--text-field \(text is in: .*body"):

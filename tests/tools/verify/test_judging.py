@@ -290,6 +290,17 @@ def test_what_fails_in_both_runs_is_not_of_sharding() -> None:
     assert found[0].measured.endswith("ValueError: bad sample (train.py:40)")
 
 
+@pytest.mark.parametrize(("ended", "reached"), [(None, False), (1, False), (2, True)])
+def test_a_step_that_the_whole_model_never_reached_is_not_said_to_have_run(
+    ended: int | None, *, reached: bool
+) -> None:
+    other = dataclasses.replace(_failure("AttributeError", "no placements"), step=ended)
+    ranks = {rank: _run(rank, failure=_failure()) for rank in (0, 1)}
+    found = judge(_comparison(ranks=ranks, alone=_run(failure=other)))
+    (advice,) = (each.advice for each in found if each.id == "failed")
+    assert ("ran the same step without an error" in advice) is reached
+
+
 def test_ranks_that_fail_alike_are_one_finding() -> None:
     ranks = {rank: _run(rank, failure=_failure()) for rank in (0, 1)}
     (finding,) = judge(_comparison(ranks=ranks))

@@ -178,7 +178,7 @@ def _as_tensor(data: bytes) -> Tensor:
 class ByteText:
     """A corpus as the text of a run: sequences are windows from anywhere in it, each as likely as any other.
 
-    num_sequences: windows of the text held out that are measured.
+    num_sequences: windows of the text held out that are measured. tables: which files are read by a column, in words.
     """
 
     corpus: Corpus
@@ -188,6 +188,7 @@ class ByteText:
     num_sequences: int
     vocab_size: int = NUM_BYTES
     end_token: None = None
+    tables: str = ""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -213,6 +214,8 @@ class ByteText:
                 f"held out: {decimal(self.corpus.val_nbytes)}, of which {self.num_sequences:,} sequences of "
                 f"{self.seq:,} are measured"
             )
+        if self.tables:
+            said.append(f"tables: {self.tables}")
         if self.corpus.skipped:
             said.append(f"of --data, not trained on: {self.corpus.skipped}")
         return said

@@ -19,6 +19,7 @@ from fullshard.tools.text.finding import (
 from fullshard.tools.text.interface import Text
 from fullshard.tools.text.packed import HeldOut, PackedText, check_length, where_held_out
 from fullshard.tools.text.packing import Packing
+from fullshard.tools.text.rows import CsvFile, JsonArray
 from fullshard.tools.text.tokenizer import Tokenizer
 from fullshard.tools.text.tokens import Tokens, tokenized
 
@@ -39,7 +40,14 @@ def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) 
         val_data=config.val_data,
         cache=cache,
     )
-    return ByteText(corpus, config.seq, config.global_batch, config.seed, config.val_sequences)
+    return ByteText(
+        corpus,
+        config.seq,
+        config.global_batch,
+        config.seed,
+        config.val_sequences,
+        tables=_tables(corpus.files, config),
+    )
 
 
 def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedText:
@@ -76,6 +84,18 @@ def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedTex
         held,
         config.across_documents,
         str(skipped),
+        _tables(sources, config),
+    )
+
+
+def _tables(sources: Sequence[ByteSource], config: TrainConfig) -> str:
+    """Name the tables that might be taken for plain text; "" for none."""
+    names = [str(each.path) for each in sources if isinstance(each, (CsvFile, JsonArray))]
+    more = ", ..." if len(names) > 3 else ""
+    return (
+        f"{', '.join(names[:3])}{more}: column {config.text_field!r} (--text-field)"
+        if names
+        else ""
     )
 
 

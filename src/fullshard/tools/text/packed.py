@@ -55,7 +55,8 @@ class HeldOut(NamedTuple):
 class PackedText:
     """Documents packed into sequences (`text/packing.py`).
 
-    across: whether documents of a sequence see those before them. skipped: what was left out, in words.
+    across: whether documents of a sequence see those before them. skipped: what was left out, tables: what is read by a
+    column, both in words.
     """
 
     tokenizer: Tokenizer
@@ -65,6 +66,7 @@ class PackedText:
     held: "HeldOut | None" = None
     across: bool = False
     skipped: str = ""
+    tables: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -116,6 +118,7 @@ class PackedText:
             f"an epoch is {packing.num_sequences:,} sequences, {epoch:,.1f} steps; documents end with "
             f"{self.tokenizer.end}",
             *([held] if held else []),
+            *([f"tables: {self.tables}"] if self.tables else []),
             *([f"of --data, not trained on: {self.skipped}"] if self.skipped else []),
         ]
 

@@ -74,7 +74,7 @@ def judge_failures(comparison: Comparison) -> Iterator[Finding]:
     elif not causes and not comparison.died:
         causes = failures
     for failure, ranks in grouped({r: f for r, f in causes.items() if r not in alike}):
-        yield _failure_finding(failure, ranks, comparison.reference)
+        yield _failure_finding(failure, ranks, comparison)
     if followers := [rank for rank in failures if rank not in causes]:
         yield Finding("followed", Severity.NOTE, numbered(followers), "ended because of the others")
 
@@ -93,7 +93,7 @@ def _advice_on_program(failure: Failure, script: str) -> str:
     return _ADVICE_ON_SCRIPT if script else _ADVICE_ON_FACTORY
 
 
-def _failure_finding(failure: Failure, ranks: Sequence[int], reference: str) -> Finding:
+def _failure_finding(failure: Failure, ranks: Sequence[int], comparison: Comparison) -> Finding:
     where = numbered(ranks)
     if failure.kind == "TimeoutError":
         advice = "See where it was, below. Do ranks take other paths? If it is only slow, give a longer --timeout."
@@ -111,7 +111,7 @@ def _failure_finding(failure: Failure, ranks: Sequence[int], reference: str) -> 
             "are whole only while its forward, or such a method, runs.",
         )
     return Finding(
-        "failed", Severity.PROBLEM, where, _said(failure), _advice_on(failure, reference)
+        "failed", Severity.PROBLEM, where, _said(failure), _advice_on(failure, comparison)
     )
 
 
@@ -124,7 +124,7 @@ def _outside_forward(calls: Sequence[str]) -> tuple[str, str] | None:
     return None
 
 
-def _advice_on(failure: Failure, reference: str) -> str:
+def _advice_on(failure: Failure, comparison: Comparison) -> str:
     if failure.kind == "NothingToCompareError":
         return _ADVICE_ON_NOTHING
     if failure.phase in (*_WITH_FORWARDS, "backward") and "DTensor" in failure.text:
@@ -132,6 +132,11 @@ def _advice_on(failure: Failure, reference: str) -> str:
             "A sharded weight seems to be used outside the forward of its own module: call the module, "
             "or use fullshard.gathered(weight)."
         )
+    reference, ended = comparison.reference, comparison.alone.failure
+    if ended is not None and (
+        failure.step is None or ended.step is None or ended.step <= failure.step
+    ):
+        return f"The {reference} did not get past that step either: mend what ended it first, and verify again."
     return f"The {reference} ran the same step without an error; so it is of sharding, or of this rank."
 
 
