@@ -14,6 +14,7 @@ needed for what. Nothing then fails in the middle of a step. What has an alterna
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -50,6 +51,9 @@ with _to("tell whether autograd runs a backward, and which one (-1: none)"):
 with _to("tell whether `torch.autograd.grad` returns the gradient of a leaf (raises RuntimeError)"):
     will_engine_execute_node = torch._C._will_engine_execute_node
 
+with _to("tell which of two nodes of a graph was recorded first"):
+    sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+
 with _to("be called when all of a backward is done"):
     queue_callback: Callable[[Callable[[], None]], None]
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -73,6 +77,14 @@ with _to("tell whether a `FakeTensorMode` is active"):
     is_fake_mode_active: Callable[[], object] = functools.partial(
         torch._C._get_dispatch_mode, _FAKE
     )
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a `FakeTensorMode`; its class is imported only if there is a mode."""
+    with _to("tell fake tensors"):
+        from torch._subclasses import FakeTensor  # noqa: PLC0415
+    return isinstance(tensor, FakeTensor)
+
 
 with _to("work on plain tensors inside a `torch.func` transform"):
     WithoutTransforms = torch._C._DisableFuncTorch
@@ -383,6 +395,7 @@ __all__ = [
     "distributed_world",
     "dtensor_handlers",
     "forward_unimplemented",
+    "is_fake",
     "is_fake_mode_active",
     "is_function_mode_enabled",
     "naming_groups",
@@ -390,6 +403,7 @@ __all__ = [
     "pytree",
     "queue_callback",
     "registry_of",
+    "sequence_number",
     "set_frame_strategy",
     "set_grad_enabled",
     "storage_uses",

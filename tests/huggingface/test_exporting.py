@@ -252,7 +252,7 @@ def test_configurations_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for config, said in (
         (tmp_path / "empty", "holds no config.json"),
         (tmp_path / "nowhere", "is not there"),
-        (tmp_path / "bad", "is no JSON object"),
+        (tmp_path / "bad", "not an object"),
         (3, "config is a int"),
     ):
         with pytest.raises(CheckpointError, match=said):

@@ -7,9 +7,7 @@ and a group. Sums are plain sums in the dtype that travels; dividing is done out
 """
 
 import abc
-import functools
 import math
-import operator
 import sys
 from collections.abc import Sequence
 from typing import Literal
@@ -17,12 +15,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_names, backend_of
+from fullshard.comm.backends import backend_of
 from fullshard.comm.calls import all_gather, reduce_scatter
-from fullshard.comm.exchange import exchange_through_store
 from fullshard.comm.interface import Done, Reduction, ShardBuffer, Sum, Work
 from fullshard.comm.liveness import naming_lost_ranks
-from fullshard.comm.making_ledgers import WITHOUT_PROCESSES
 from fullshard.comm.packing import Region, copy_in_gradients
 from fullshard.comm.process_group import (
     Pending,
@@ -225,15 +221,6 @@ class CollectivesComm(ProcessGroupComm):
     def is_stock(self) -> bool:
         """Whether both objects are of classes of this module, not a user's."""
         return {type(self.gather).__module__, type(self.reduce).__module__} == {__name__}
-
-    def agree(self, bits: int, num_bits: int) -> int:
-        # Through the store, for the same reason as above. Without processes there is none to ask.
-        if self._ledger is None or WITHOUT_PROCESSES & backend_names(self.group):
-            return bits
-        label = "agreeing on what was written to"
-        self.enter(label, num_bits)
-        with naming_lost_ranks(self.group, label):
-            return functools.reduce(operator.or_, exchange_through_store(bits, self.group))
 
     def over(self, group: dist.ProcessGroup) -> "CollectivesComm":
         return CollectivesComm(group, self.device, self.gather, self.reduce)

@@ -16,15 +16,18 @@ Tools that watch collectives (debug modes, tests) see every call: see `calls`.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_name, let_go_at_exit, timeout_s
+from fullshard.comm.backends import backend_name, backend_names, let_go_at_exit, timeout_s
 from fullshard.comm.calls import GroupCalls, all_gather, reduce_scatter
+from fullshard.comm.exchange import exchange_through_store
 from fullshard.comm.gloo_sum import ExchangeMemory, exchange_flat, exchange_rows
 from fullshard.comm.interface import (
     Comm,
@@ -38,7 +41,7 @@ from fullshard.comm.interface import (
 from fullshard.comm.ledger import Ledger
 from fullshard.comm.ledgers import known_ledger
 from fullshard.comm.liveness import announce, name_lost_ranks, naming_lost_ranks
-from fullshard.comm.making_ledgers import ledger_of
+from fullshard.comm.making_ledgers import WITHOUT_PROCESSES, ledger_of
 from fullshard.comm.own_group import own_group
 from fullshard.comm.packing import (
     Landing,
@@ -331,17 +334,13 @@ class ProcessGroupComm(Comm):
         )
 
     def agree(self, bits: int, num_bits: int) -> int:
+        # Through the store: programs and tests count the collectives of a step. Without processes there is none to ask.
+        if self._ledger is None or WITHOUT_PROCESSES & backend_names(self.group):
+            return bits
         label = "agreeing on what was written to"
         self.enter(label, num_bits)
-        each = [bits >> number & 1 for number in range(num_bits)]
-        flags = torch.tensor(each, dtype=torch.uint8, device=self.device)
         with naming_lost_ranks(self.group, label):
-            # NCCL runs on the calling stream, as in `all_reduce`.
-            work = dist.all_reduce(
-                flags, dist.ReduceOp.MAX, group=self.moving_group, async_op=not self.is_nccl
-            )
-        self.wait_all([work], label)
-        return sum(flag << number for number, flag in enumerate(flags.tolist()))
+            return functools.reduce(operator.or_, exchange_through_store(bits, self.group))
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         if self.sums_natively:

@@ -71,6 +71,7 @@ from fullshard.policies import TrainingState
 from fullshard.torch_private import (
     are_transforms_active,
     current_graph_task_id,
+    is_fake,
     is_fake_mode_active,
 )
 
@@ -241,10 +242,8 @@ class Hooks(ModuleState):
     @property
     def _is_fake(self) -> bool:
         """Whether the shards are fake themselves, and so is all that the engine does with them."""
-        from torch._subclasses import FakeTensor  # noqa: PLC0415  (slow, and imported if there is a mode)
-
         some: Any = next((p for module in self.modules for p in module.parameters()), None)
-        return isinstance(getattr(some, "_local_tensor", some), FakeTensor)
+        return is_fake(getattr(some, "_local_tensor", some))
 
     def _begin_fake(self, module: nn.Module) -> None:
         """Show fake whole parameters until 3. Nothing is gathered, and the units do not notice."""

@@ -18,6 +18,7 @@ from fullshard.torch_private import (
     SingleLevelFunction,
     are_transforms_active,
     current_graph_task_id,
+    sequence_number,
     will_engine_execute_node,
 )
 
@@ -151,7 +152,7 @@ def follow_input(state: State) -> None:
         return
     # Each change puts a node in front of what the view's base was made by.
     node = None if view._base is None else view._base.grad_fn
-    while node is not None and node._sequence_nr() > marked._sequence_nr():
+    while node is not None and sequence_number(node) > sequence_number(marked):
         node = node.next_functions[0][0]
     if node is None:
         return  # the base is no result: the unit is reduced at the end of backward

@@ -131,7 +131,7 @@ def _check_counts(fields: Mapping[str, Any]) -> None:
     for key, value in fields.items():
         if isinstance(value, Mapping):
             _check_counts(value)
-        elif (found := _COUNT.fullmatch(key)) and isinstance(value, int | float):
+        elif isinstance(value, int | float) and (found := _COUNT.fullmatch(str(key))):
             most[found[1]] = max(most[found[1]], value)
     layers, experts = most.values()
     if not (layers <= _MOST_LAYERS and layers * experts <= _MOST_EXPERTS):
