@@ -30,6 +30,7 @@ OWNERS = [each.owner for each in ATTRIBUTES if each.owner is not torch]
 OURS_TOO = {"_to"}  # `engine.unit` changes its phase by it; storages' own is not used
 OF_PYTHON = {
     "_asdict",
+    "_field_defaults",
     "_replace",
     "_exit",
     "_getframe",

@@ -52,7 +52,7 @@ def test_ranks_that_end_without_saving_say_which_step_is_lost(
 ) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3):
-        folder.add_metrics({"step": step})
+        folder.add_metrics({"step": step, **_NUMBERS})
     job = cast(Job, SimpleNamespace(folder=folder, done=done))
     assert _finish(Ending(Exit.STOPPED), job) == Exit.FAILED
     said = capsys.readouterr().err
