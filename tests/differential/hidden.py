@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.optim import SGD
 
 from tests.differential.autograd import sgd
@@ -350,3 +351,19 @@ def frozen_by_a_list_of_parameters(run: Run) -> None:
         run.see("loss", loss)
         loss.backward()
         run.step(optimizer)
+
+
+@program(
+    faces=ALL_FACES,
+    cases={"first": {"when": 0}, "later": {"when": 1}},
+    differs={"*/torch": "PyTorch gathers in the mode, and goes on with what that leaves"},
+)
+def forward_under_fake_tensor_mode(run: Run, when: int) -> None:
+    """Shapes are computed with a model whose parameters are real; nothing is left of it."""
+    model = run.shard(mlp(4, 6, 3), "0")
+    optimizer = sgd(model)
+    for step in range(3):
+        if step == when:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                run.see("shape", str(tuple(model(torch.ones(2, 4)).shape)))
+        run.train(model, lambda m: square(m(run.batch(3, 4))), steps=1, optimizer=optimizer)
