@@ -16,18 +16,21 @@ Tools that watch collectives (debug modes, tests) see every call: see `calls`.
 
 import contextlib
 import dataclasses
-import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_name, backend_names, let_go_at_exit, timeout_s
+from fullshard.comm.backends import (
+    backend_name,
+    backend_names,
+    backend_of,
+    let_go_at_exit,
+    timeout_s,
+)
 from fullshard.comm.calls import GroupCalls, all_gather, reduce_scatter
-from fullshard.comm.exchange import exchange_through_store
 from fullshard.comm.gloo_sum import ExchangeMemory, exchange_flat, exchange_rows
 from fullshard.comm.interface import (
     Comm,
@@ -334,13 +337,21 @@ class ProcessGroupComm(Comm):
         )
 
     def agree(self, bits: int, num_bits: int) -> int:
-        # Through the store: programs and tests count the collectives of a step. Without processes there is none to ask.
         if self._ledger is None or WITHOUT_PROCESSES & backend_names(self.group):
-            return bits
+            return bits  # without processes there is none to ask
         label = "agreeing on what was written to"
         self.enter(label, num_bits)
+        each = [bits >> number & 1 for number in range(num_bits)]
+        flags = torch.tensor(each, dtype=torch.uint8, device=self.device)
+        # By the backend itself: programs and tests count the collectives of a step. As a work, so that a wait
+        # for ranks that do something else ends.
+        backend = backend_of(self.moving_group, self.device)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
         with naming_lost_ranks(self.group, label):
-            return functools.reduce(operator.or_, exchange_through_store(bits, self.group))
+            work = backend.allreduce([flags], options)
+        self.wait_all([work], label)
+        return sum(flag << number for number, flag in enumerate(flags.tolist()))
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         if self.sums_natively:
