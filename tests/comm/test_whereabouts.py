@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +15,16 @@ from tests.autograd_thread import waiting_for_backward
 
 
 @pytest.fixture
-def in_thread() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
-    """Return what starts a function in a thread; all are waited for."""
+def in_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
+    """Return what starts a function in a thread; all are waited for. Threads of other tests are not seen."""
     threads = []
+    others = set(sys._current_frames())
+    see_all = sys._current_frames
+    monkeypatch.setattr(
+        sys, "_current_frames", lambda: {i: f for i, f in see_all().items() if i not in others}
+    )
 
     def start(function: Callable[[], object]) -> threading.Thread:
         threads.append(threading.Thread(target=function, daemon=True))
@@ -33,9 +41,8 @@ def test_threads_of_libraries_do_not_count_as_the_program(
 ) -> None:
     here = threading.get_ident()
     ended = threading.Event()
-    before = runs_program_beside(here)
     in_thread(ended.wait)  # a thread with frames of the standard library alone, as libraries have
-    assert runs_program_beside(here) is before
+    assert not runs_program_beside(here)
 
     def of_program() -> None:
         ended.wait()
@@ -50,11 +57,10 @@ def test_a_thread_that_waits_for_its_backward_does_not_count_as_the_program(
 ) -> None:
     """On a device, hooks of a backward run in a thread of autograd's."""
     here, ended = threading.get_ident(), threading.Lock()
-    before = runs_program_beside(here)
     ended.acquire()
     in_thread(lambda: waiting_for_backward(ended.acquire))
     time.sleep(0.1)
-    assert runs_program_beside(here) is before
+    assert not runs_program_beside(here)
     ended.release()
 
 
