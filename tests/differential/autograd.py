@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -645,14 +646,28 @@ def outputs_changed_in_place(run: Run) -> None:
     run.train(run.shard(InPlace(), "first", "last"), lambda m: square(m(run.batch(4, 4))))
 
 
+class WritesASlice(nn.Module):
+    """Replaces half of what it gets, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, :2] = self.layer(x.clone())[:, :2]
+        return x
+
+
 @program(
     differs={"fsdp2/torch": "PyTorch refuses a unit that changes its input in place"},
+    cases={
+        "activation": {"make": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))},
+        "slice": {"make": WritesASlice},
+    },
 )
-def inputs_changed_in_place(run: Run) -> None:
-    """A unit that begins with an activation in place."""
-    model = nn.Sequential(
-        nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), nn.Linear(4, 2)
-    )
+def inputs_changed_in_place(run: Run, make: Callable[[], nn.Module]) -> None:
+    """A unit changes its input: first of all, or as its output."""
+    model = nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 2))
     run.train(run.shard(model, "0", "1"), lambda m: square(m(run.batch(4, 4))))
 
 

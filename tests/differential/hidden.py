@@ -258,6 +258,71 @@ def frozen_between_forward_and_backward(run: Run, touch: str, reshard: bool | No
         run.step(optimizer)
 
 
+@program(
+    faces=ALL_FACES,
+    cases={
+        f"{units}-{'freed' if reshard is None else 'stays'}": {
+            "units": units,
+            "reshard": reshard,
+            "differs": UNSEEN if units == "root" else SEEN_INSIDE,
+        }
+        for units in ("root", "all")
+        for reshard in (None, False)
+    },
+)
+def frozen_while_a_loss_that_nobody_sees_waits(run: Run, units: str, reshard: bool | None) -> None:
+    """Nothing comes before the gradients, and users freeze and unfreeze what an optimizer has."""
+    kept = Kept(_as_attribute)
+    model = run.shard(kept, *(["layers.*"] if units == "all" else []), reshard=reshard)
+    optimizer = SGD(parameters := [*model.parameters()], lr=0.1)
+    for _ in range(3):
+        x = run.batch(3, 4)
+        model(x)
+        loss = _inner(model).loss
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        with torch.no_grad():
+            model(x)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        loss.backward()
+        run.step(optimizer)
+
+
+@program(faces=(FSDP2,))
+def frozen_through_the_whole_parameters(run: Run) -> None:
+    """Users keep what they saw after forward, whole, and unfreeze it while modules show shards."""
+    model = run.shard(mlp(4, 6, 3), "0", "2", reshard=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = square(model(run.batch(3, 4)))
+        seen = [*model.parameters()]
+        for parameter in seen:
+            parameter.requires_grad_(False)
+        run.see_state(model)
+        for parameter in seen:
+            parameter.requires_grad_(True)
+        loss.backward()
+        run.step(optimizer)
+
+
+@program(faces=(FSDP2,), differs=UNSEEN)
+def trained_in_turn(run: Run) -> None:
+    """A hook of the user's, called after the unit was gathered, says which layer this step trains."""
+    model = run.shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    step = 0
+
+    def choose(module: nn.Module, args: Any) -> None:
+        for number, layer in enumerate(module):  # type: ignore[arg-type]
+            layer.requires_grad_(number == step % 3)
+
+    model.register_forward_pre_hook(choose)
+    for step in range(4):  # noqa: B007  (the hook reads it)
+        square(model(run.batch(3, 4).requires_grad_())).backward()
+        run.step(optimizer)
+
+
 @program(faces=ALL_FACES, differs={"orig/torch": FROZEN, "flat/torch": FROZEN})
 def frozen_until_after_the_backward(run: Run) -> None:
     """What is frozen when its gradient comes gets none, as a leaf in one process."""

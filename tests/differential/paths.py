@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 from fullshard.errors import DivergenceError
 from tests.api import OURS, TORCH, use_api
 from tests.differential.compare import Record, differences
 from tests.differential.program import NONE, Program
+from tests.differential.reached import gradients_arrive
 from tests.differential.run import perform
 from tests.harness import rank
 
@@ -85,7 +87,7 @@ def _run(program: Program, face: str, path: str) -> Record:
                 part = rank() // (program.ranks // program.parts)
                 record: Any = perform(program, face, path, rank())[part]
             else:
-                with use_api(path):
+                with use_api(path), gradients_arrive() if path in OURS else nullcontext():
                     record = perform(program, face, path, rank())[0]
         except Exception as error:
             raise PathError(f"{path} raised {type(error).__name__}: {error}") from error

@@ -6,8 +6,8 @@
     3  forward hook          reshard, cast outputs; the forward root ends the forward
     4  tensor hook           on each differentiable output, fires when its gradient is ready:
                              unshard for backward, prefetch the next unit
-    5  autograd              computes the module's gradients and accumulates them on the unsharded
-                             parameters; no hook of ours
+    5  pre-hook on the node  that accumulates an unsharded parameter's gradient: begins the backward
+                             pass if no 4 has, and brings `requires_grad` in line with the sharded form
     6  backward of 2         gradients are complete: reshard and reduce
     7  engine callback       once per backward pass: do 6 for units that had none (inputs without
                              gradient, unused in part), then finish everything under way
@@ -417,7 +417,6 @@ class Hooks(ModuleState):
         for unit in units:  # all are started before the first is waited for
             if unit.is_unsharded:
                 unit.params.check_unchanged()
-                unit.params.follow_trained()  # gathered, they do when they are shown
             iteration.start_backward_unshard(unit)
         for unit in self.joined:
             iteration.start_backward_unshard(unit)

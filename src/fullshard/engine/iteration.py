@@ -324,8 +324,6 @@ class Iteration:
         if not self._expects_backward:
             for unit in self.units:
                 unit.keep_privately()  # reads peers' shards, so before the fence
-                if unit.awaits_backward and unit.params.is_flat:  # users see the flat parameter
-                    unit.params.shown.leave_to_autograd()
             self._stayed.note()  # counts what is in private memory, so after that
         for unit in self._of_originals:  # optimizers and `zero_grad` must find what is trained
             if self._expects_backward:

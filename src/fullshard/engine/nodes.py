@@ -231,6 +231,9 @@ def watch_output(state: State, tensor: torch.Tensor) -> None:
         tensor.register_hook(state.before_backward)
         return
     view = _View(state)
+    # Read first: after a change in place it is made anew, and `register_hook`, which makes room for its
+    # hooks before it reads it, crashes there (torch 2.13).
+    assert tensor.grad_fn is not None
     tensor.register_hook(view.of_view)
     # Without a node of the base no second hook is needed: autograd refuses a change in place there,
     # and also where one function made several views.

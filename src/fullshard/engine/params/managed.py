@@ -12,6 +12,7 @@ is the memory under them (see `buffers`).
 
 import abc
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -78,8 +79,9 @@ class ManagedParameter(abc.ABC):
         # `requires_grad` of both forms when they last agreed: the form that differs from it now is
         # the one that the user has changed since.
         self._required_grad = original.requires_grad
-        self._has_been_trained = False  # so a graph may refer to the unsharded form
-        self._is_left_open = False  # see `leave_to_autograd`
+        # The node that accumulates gradients on the unsharded form, kept for its hook; None if it can
+        # have no gradient.
+        self._accumulator: Any = None
         self.gradient_hooks: Any = original._backward_hooks
         self._unsharded_grad_dtype = GradDtype()
         local = original._local_tensor if isinstance(original, DTensor) else original
@@ -94,6 +96,7 @@ class ManagedParameter(abc.ABC):
         other.__dict__.update(self.__dict__)
         other.slots, other.names, other.sharded = slots, list(self.names), sharded
         other.unsharded = other.accumulated_grad = other.gradient_hooks = other._whole = None
+        other._accumulator = None
         mark_owner(sharded, other)
         return other
 
@@ -264,6 +267,9 @@ class ManagedParameter(abc.ABC):
             # A parameter cannot change its dtype under the references that autograd and users have,
             # so another dtype makes another one. Else the object stays: see [Note: Two forms].
             if self.unsharded is None or self.unsharded.dtype != tensor.dtype:
+                if self.unsharded is not None and self._accumulator is not None:
+                    # A graph may be older than this: what it brings later goes to the new form.
+                    self.unsharded.requires_grad_().register_post_accumulate_grad_hook(_hand_over)
                 whole = tensor
                 if self.form.unsharded is not None:
                     spec = with_dtype(self.form.unsharded, tensor.dtype)
@@ -271,11 +277,10 @@ class ManagedParameter(abc.ABC):
                 can_be_trained = whole.is_floating_point() or whole.is_complex()
                 self.unsharded = nn.Parameter(whole, requires_grad=can_be_trained)
                 setattr(self.unsharded, STANDS_FOR, Reference(self))
-                if can_be_trained:
-                    self.unsharded.register_post_accumulate_grad_hook(_gradient_arrives)
-                    self.unsharded.requires_grad_(self.requires_grad)
-                self._is_left_open = False
                 self._say_grad_dtype(self.unsharded)
+                if can_be_trained:
+                    self._watch_gradients(self.unsharded)
+                    self.unsharded.requires_grad_(self.requires_grad)
                 if self.form.annotate is not None:
                     self.form.annotate(self.unsharded)
                 if self.gradient_hooks is not None:
@@ -284,7 +289,22 @@ class ManagedParameter(abc.ABC):
             elif self.form.unsharded is not None:
                 self.unsharded._local_tensor = tensor  # type: ignore[attr-defined]
             else:
+                is_elsewhere = self.unsharded.device != tensor.device
                 self.unsharded.data = tensor
+                if is_elsewhere and self._accumulator is not None:
+                    self._watch_gradients(self.unsharded)
+
+    def _watch_gradients(self, unsharded: nn.Parameter) -> None:
+        """Have the unit told of every gradient of the unsharded form, just before it is accumulated.
+
+        Whatever led there: outputs may have shown nothing. Autograd drops a gradient if the leaf is
+        frozen by then; what users have frozen or unfrozen since may be the sharded form alone.
+        """
+        required_grad = unsharded.requires_grad
+        unsharded.requires_grad_()
+        self._accumulator = torch.autograd.graph.get_gradient_edge(unsharded).node
+        unsharded.requires_grad_(required_grad)
+        self._accumulator.register_prehook(functools.partial(_gradient_arrives, Reference(self)))
 
     def show_sharded(self) -> None:
         """Register the sharded form in all slots."""
@@ -305,9 +325,6 @@ class ManagedParameter(abc.ABC):
         """
         unsharded = self.unsharded
         assert unsharded is not None
-        if self._is_left_open:
-            unsharded.requires_grad_(self._required_grad)
-            self._is_left_open = False
         if unsharded.requires_grad != self.requires_grad:
             # Parameters inside a flat one are all trained or all frozen: the flat one decides.
             if self.requires_grad is self._required_grad and self.holder is self:
@@ -315,23 +332,7 @@ class ManagedParameter(abc.ABC):
             else:
                 unsharded.requires_grad_(self.requires_grad)
         self._required_grad = self.requires_grad
-        self._has_been_trained |= self._required_grad
         return unsharded
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether it is frozen now, and has been trained: a graph may be waiting for its backward."""
-        return self._has_been_trained and not self._required_grad
-
-    def leave_to_autograd(self) -> None:
-        """Let the hidden unsharded form take gradients of all graphs that were recorded with it.
-
-        Autograd drops the gradient of a leaf that requires none when it arrives. Users unfreeze what
-        they see, the sharded form; the reduction leaves out what is still frozen then.
-        """
-        if self.is_paused and self.unsharded is not None:
-            self.unsharded.requires_grad_()
-            self._is_left_open = True
 
     # The whole parameter, shown for a while outside of forward and backward: see `engine.whole`
 
@@ -505,19 +506,20 @@ def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
     return _deref(getattr(parameter, _OWNER, None))
 
 
-def _gradient_arrives(unsharded: torch.Tensor) -> None:
-    """Tell the unit that autograd has accumulated a gradient, whatever led there.
-
-    A hook of every unsharded form. A graph may be older than a change of the compute dtype, which
-    made another form: then the gradient goes there.
-    """
-    manager = getattr(unsharded, STANDS_FOR)()
+def _gradient_arrives(reference: Reference, _: Any) -> None:
+    """Tell the unit that autograd is about to accumulate a gradient on the unsharded form."""
+    manager = reference()
     unit = None if manager is None else manager.unit()
-    if unit is None:
-        return
-    unit.gradient_arrives(manager)
-    if manager.unsharded is not unsharded and unsharded.grad is not None:
-        grad, unsharded.grad = unsharded.grad, None
+    if manager is not None and unit is not None:
+        unit.gradient_arrives(manager)
+        manager.current_unsharded()
+
+
+def _hand_over(replaced: torch.Tensor) -> None:
+    """Give a gradient of an unsharded form that another has replaced to that one."""
+    manager = getattr(replaced, STANDS_FOR)()
+    if manager is not None and replaced.grad is not None:
+        grad, replaced.grad = replaced.grad, None
         with torch.no_grad():
             manager.take_over(grad)
 

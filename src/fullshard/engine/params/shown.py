@@ -103,13 +103,6 @@ class ShownForm:
                     param.current_unsharded()
         for each in (self._switch,) if self._switch is not None else self._registrars():
             each.show_sharded()
-        self.leave_to_autograd()
-
-    def leave_to_autograd(self) -> None:
-        """Let parameters that users do not see take gradients: see `ManagedParameter.leave_to_autograd`."""
-        if self._switch is None or self._switch.has_paused:
-            for param in self._params:
-                param.leave_to_autograd()
 
     def show_unsharded(self) -> None:
         """Register the unsharded parameters, which have their memory again."""
@@ -137,7 +130,6 @@ class ShownForm:
             unsharded = param.current_unsharded()
             for slot in param.slots:
                 slot.shadow(unsharded)
-        self.leave_to_autograd()
 
     def show_gradients(self) -> None:
         """Let registered unsharded parameters show the gradients of the sharded ones."""
@@ -246,18 +238,12 @@ class Switch:
             for slot in param.slots
         ]
         self._params = params
-        self.has_paused = any(param.is_paused for param in params)
         self._slots = [param.slots for param in params]  # the lists themselves, which may grow
         self.is_plain = all(param.form.leaves_plain_gradients for param in params)
 
     @property
     def is_current(self) -> bool:
-        """Whether no parameter was frozen, made trainable or registered in another place since.
-
-        Never true with paused ones, whose hidden form says something else than the sharded one.
-        """
-        if self.has_paused:
-            return False
+        """Whether no parameter was frozen, made trainable or registered in another place since."""
         for _, _, sharded, unsharded in self._entries:
             if sharded.requires_grad is not unsharded.requires_grad:
                 return False
