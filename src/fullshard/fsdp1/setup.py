@@ -23,7 +23,7 @@ from fullshard.engine.params.managed import owner_of, said_grad_dtype
 from fullshard.engine.params.ties import keeping_ties
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
-from fullshard.faces.meshes import unit_device
+from fullshard.faces.meshes import check_groups, unit_device
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.plan.mesh import MeshPlan
 from fullshard.plan.units import clean_name
@@ -137,7 +137,7 @@ def choose_ranks(
 
     wraps_children: whether a policy passes the groups on; without one, a hybrid strategy needs
     groups that nested instances can share. Collective where groups are made. Raises ShardingError
-    for groups that do not fit the strategy.
+    for groups that do not fit the strategy, and MeshError as `check_groups`.
     """
     strategy = strategy or ShardingStrategy.FULL_SHARD
     if process_group is not None and mesh is not None:
@@ -185,6 +185,10 @@ def _over_one_group(
     if strategy is ShardingStrategy.NO_SHARD:
         plan = MeshPlan(1, 0, group.size(), group.rank())
         return ShardingRanks(UnitMesh(mesh, plan, None, group), strategy, group, None)
+    if mesh is not None:
+        check_groups(mesh, sharded=0, replicated=None)
+        if mesh.ndim > 1:  # over which sharded state dicts divide values, as PyTorch does
+            check_groups(mesh, sharded=mesh.ndim - 1, replicated=None, what="Values")
     plan = MeshPlan(group.size(), group.rank())
     return ShardingRanks(UnitMesh(mesh, plan, group, None), strategy, group, None)
 
@@ -199,6 +203,7 @@ def _hybrid_groups(
                 f"Expected device_mesh to have ndim=2 but got {mesh.ndim}: a hybrid strategy takes "
                 "(replicate, shard)."
             )
+        check_groups(mesh, sharded=1, replicated=0)
         return mesh.get_group(mesh_dim=1), mesh.get_group(mesh_dim=0)
     if process_group is None:
         return _groups_by_host(_default_group())
