@@ -679,3 +679,14 @@ def test_ranks_of_tensor_parallel_are_not_sharded_over(api: Api, use_orig_params
         with pytest.raises(api.errors.MeshError, match=r"0\.weight") as refused:
             wrap(api, model, use_orig_params=use_orig_params, **where)
         assert str(own) in str(refused.value)
+
+
+@on_default_comm
+@pytest.mark.ours("ranks 2 and 3 keep rank 2's values")
+@on_ranks(4)
+def test_first_rank_of_the_mesh_gives_all_their_values_whatever_order_replicas_have(
+    api: Api,
+) -> None:
+    mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("replicate", "shard"))
+    model = wrap(api, net(rank()), "HYBRID_SHARD", device_mesh=mesh, sync_module_states=True)
+    assert_equal(whole(api, model), dict(net(0).named_parameters()))

@@ -456,18 +456,26 @@ def move(
 
 
 @torch.no_grad()
-def broadcast_states(
-    covered: Iterable[nn.Module], ignored: Ignored, groups: Iterable[dist.ProcessGroup]
-) -> None:
-    """Give every rank the parameters and buffers of the group's first rank, group by group.
+def broadcast_states(covered: Iterable[nn.Module], ignored: Ignored, place: UnitMesh) -> None:
+    """Give every rank the parameters and buffers of the first one.
 
-    The shard group comes first and then the replicas', so all ranks end with the first one's
-    values.
+    First over the shard group, and then over the replicas', whose first is that of the mesh: each
+    such group may have another order.
     """
-    for group in groups:
+    for group in (place.shard_group, place.replicate_group):
+        if group is None:
+            continue
+        source = 0
+        if (
+            group is place.replicate_group
+            and place.mesh is not None
+            and place.shard_group is not None
+        ):
+            column = place.mesh.mesh[:, place.plan.shard_rank].tolist()
+            source = dist.get_group_rank(group, column[0])
         for tensor in _states(covered, ignored):
             run_collective(
-                dist.broadcast, tensor, group=group, group_src=0, label="sync_module_states"
+                dist.broadcast, tensor, group=group, group_src=source, label="sync_module_states"
             )
 
 
