@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 from tests.differential.autograd import sgd
 from tests.differential.modules import ZEROS, mlp, square
-from tests.differential.program import ALL_FACES, FSDP2, program
+from tests.differential.program import ALL_FACES, FLAT, FSDP2, ORIG, program
 from tests.differential.run import Run
 
 # What PyTorch does then: its wrapper raises, its `fully_shard` trains nothing, in silence. Not so where another
@@ -432,3 +432,80 @@ def forward_under_fake_tensor_mode(run: Run, when: int) -> None:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 run.see("shape", str(tuple(model(torch.ones(2, 4)).shape)))
         run.train(model, lambda m: square(m(run.batch(3, 4))), steps=1, optimizer=optimizer)
+
+
+@program(faces=ALL_FACES)
+def penalty_over_the_modules_own_parameters(run: Run) -> None:
+    """A forward goes through ``self.parameters()``, which are whole then, whatever is registered."""
+
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x) * sum(p.square().sum() for p in self.parameters())
+
+    run.train(run.shard(Penalised()), lambda m: square(m(run.batch(3, 4))))
+
+
+@program(
+    faces=(ORIG, FLAT),
+    differs={"*/torch": "PyTorch does not reduce it, or fails, unless another backward follows"},
+    zeros={"*": ZEROS},
+)
+def weight_differentiated_alone(run: Run) -> None:
+    """Without division a weight is whole all the time, and any gradient of it is reduced."""
+    model = run.shard(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+        "0",
+        fsdp1={"sharding_strategy": run.api.ShardingStrategy.NO_SHARD},
+    )
+    optimizer = sgd(model)
+    for step in range(4):
+        loss = square(model(run.batch(3, 4)))
+        weight = _inner(_inner(model)[0]).weight
+        (square(weight) * (run.part + 1)).backward()
+        if step % 2:
+            loss.backward()
+        run.step(optimizer)
+
+
+@program(faces=(ORIG, FLAT))
+def weight_as_a_units_output(run: Run) -> None:
+    """A soft prompt, without division: nothing is freed under it."""
+
+    class Prompt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self) -> Tensor:
+            return self.rows
+
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prompt, self.layer = Prompt(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + self.prompt())
+
+    no_shard = {"sharding_strategy": run.api.ShardingStrategy.NO_SHARD}
+    model = run.shard(Prompted(), "prompt", fsdp1=no_shard)
+    run.train(model, lambda m: square(m(run.batch(3, 4))))
+
+
+@program(faces=(ORIG, FLAT), differs={"*/torch": "PyTorch refuses it, or loses it"})
+def weight_written_to_without_division(run: Run) -> None:
+    """A module clamps its own weight in its forward: all of it is here, and nobody else reads it."""
+
+    class Clamped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    no_shard = {"sharding_strategy": run.api.ShardingStrategy.NO_SHARD}
+    model = run.shard(nn.Sequential(Clamped(4, 4), nn.Linear(4, 2)), "0", fsdp1=no_shard)
+    run.train(model, lambda m: square(m(run.batch(3, 4))), steps=4)

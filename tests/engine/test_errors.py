@@ -326,3 +326,46 @@ def test_shard_whose_shape_was_changed_in_place_is_an_error(api: Api) -> None:
     model.weight._local_tensor.t_()
     with pytest.raises(api.errors.StateError, match="weight"):
         model(torch.ones(2, 4))
+
+
+class _Keeps(nn.Module):
+    """Computes with a parameter that it has put into a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.kept = [self.layer.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.kept[0], self.layer.bias)
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "flat"])
+@on_ranks(2)
+def test_gradient_of_a_parameter_kept_since_before_sharding_is_refused(api: Api, face: str) -> None:
+    """Nothing would train it."""
+    if api.is_torch:
+        return
+    if face == "flat":
+        model: Any = api.FullyShardedDataParallel(_Keeps(), use_orig_params=False)
+    else:
+        model = api.fully_shard(_Keeps())
+    loss = loss_of(model(torch.ones(2, 4)))
+    with pytest.raises(api.errors.MisuseError, match=r"layer\.weight"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_what_is_unfrozen_too_late_for_a_forward_is_named(api: Api) -> None:
+    """Through sharded parameters, after the unit was gathered."""
+    if api.is_torch:
+        return
+    model = api.fully_shard(mlp())
+    bias, *_ = [*model.parameters()][::-1]
+    bias.requires_grad_(False)
+    model.register_forward_pre_hook(lambda module, args: setattr(bias, "requires_grad", True))
+    with pytest.warns(UserWarning, match=r"bias: unfrozen"):
+        loss_of(model(my_part(make_batch(16)))).backward()
+    assert bias.grad is None
+    loss_of(model(my_part(make_batch(16)))).backward()
+    assert bias.grad is not None

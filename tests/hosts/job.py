@@ -89,9 +89,10 @@ def _step(recipe: Recipe, problem: Problem, model: nn.Module, step: int, part: s
     """Compute gradients of a step's samples, of which this rank has a part; return its mean loss."""
     total, num = 0.0, recipe.num_microbatches
     inputs, targets = (each.roll(5 * step, 0)[part] for each in (problem.inputs, problem.targets))
-    for index, (x, y) in enumerate(zip(inputs.chunk(num), targets.chunk(num), strict=True)):
+    pairs = zip(inputs.tensor_split(num), targets.tensor_split(num), strict=True)
+    for index, (x, y) in enumerate(pairs):
         with _without_sync(model, is_last=index == num - 1):
-            loss = problem.loss(model(x), y) / num
+            loss = problem.loss(model(x), y) * (len(x) / len(inputs))
             loss.backward()
         total += float(loss.detach())
     return total

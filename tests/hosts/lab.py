@@ -225,7 +225,7 @@ class Lab:
             self.ranks.append(Rank(number, process, output))
         return self.ranks
 
-    def wait_until(self, condition: Callable[[Rank], bool], limit_s: float = 60.0) -> None:
+    def wait_until(self, condition: Callable[[Rank], bool], limit_s: float = 200.0) -> None:
         """Return once this is true of all ranks; fails with what they have said."""
         deadline = time.monotonic() + limit_s
         while not all(condition(rank) for rank in self.ranks):

@@ -82,7 +82,7 @@ class Iteration:
     def connect(self) -> None:
         """Take note of the units' communication, and make room for their reductions. Collective."""
         comms = comms_of(self.units)
-        self._of_originals = [unit for unit in self.units if unit.keeps_originals]
+        self._flat = [unit for unit in self.units if unit.params.is_flat]
         # Peers' memory is read over the shard axis alone. Ranks that hold whole parameters, such as
         # replicas, do not meet in fences, so each may run a forward on its own.
         sharing = dict.fromkeys(unit.comm for unit in self.units)
@@ -325,7 +325,7 @@ class Iteration:
             for unit in self.units:
                 unit.keep_privately()  # reads peers' shards, so before the fence
             self._stayed.note()  # counts what is in private memory, so after that
-        for unit in self._of_originals:  # optimizers and `zero_grad` must find what is trained
+        for unit in self._flat:  # optimizers and `zero_grad` must find what is trained
             if self._expects_backward:
                 unit.hide_between()
             elif not unit.is_held:

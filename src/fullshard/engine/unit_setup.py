@@ -263,11 +263,6 @@ class UnitSetup(abc.ABC):
         option = self.config.reshard_after_forward
         return self.is_root if option is None else option is False
 
-    @property
-    def keeps_originals(self) -> bool:
-        """Whether users train the parameters that they built the modules with."""
-        return self.params.is_flat and self.params.flat is None
-
     def set_name(self, name: str) -> None:
         """Set the name: the path of the unit's module in the model, empty for the root."""
         self.name = name

@@ -309,9 +309,19 @@ def _is_in_host_memory(module: nn.Module) -> bool:
     return all(p.device.type in ("cpu", "meta") for p in module.parameters())
 
 
+def _stays_whole(instance: FullyShardedDataParallel) -> bool:
+    """Return whether parameters are whole from forward to backward, for whoever uses them there.
+
+    Without a strategy that divides them they always are, unless they are cast, which takes memory.
+    """
+    strategy, dtype = instance.sharding_strategy, instance.mixed_precision.param_dtype
+    is_undivided = strategy is ShardingStrategy.NO_SHARD and dtype is None
+    return is_undivided or strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+
+
 def _unit_config(instance: FullyShardedDataParallel) -> UnitConfig:
     """Return the constructor's options as the engine's."""
-    precision, strategy = instance.mixed_precision, instance.sharding_strategy
+    precision = instance.mixed_precision
     offload = instance.cpu_offload.offload_params
     return UnitConfig(
         mp_policy=MixedPrecisionPolicy(
@@ -323,7 +333,7 @@ def _unit_config(instance: FullyShardedDataParallel) -> UnitConfig:
         buffer_dtype=precision.buffer_dtype,
         keep_low_precision_grads=bool(precision.keep_low_precision_grads),
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-        reshard_after_forward=False if strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES else None,
+        reshard_after_forward=False if _stays_whole(instance) else None,
         comm=default_comm(),
         style=ParamStyle.PIECES if instance._use_orig_params else ParamStyle.FLAT,
         forward_prefetch=instance.forward_prefetch,

@@ -188,6 +188,11 @@ def _is_in_use(unit: Unit) -> bool:
     return not unit.is_sharded or buffers.is_in_use
 
 
+def _has_readers(unit: Unit) -> bool:
+    """Whether peers have a part of it. Who has all of it reads nothing of others, nor gathers early."""
+    return unit.mesh.plan.shard_size > 1
+
+
 class WriteWatch:
     """Watches some passes of one model, and takes samples in the others.
 
@@ -195,8 +200,7 @@ class WriteWatch:
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        # A rank that has all of a parameter reads nothing of others, and gathers nothing early.
-        self._units = [unit for unit in units if unit.mesh.plan.shard_size > 1]
+        self._units = [unit for unit in units if _has_readers(unit)]
         # How many passes there were, by kind: (is training, with gradients).
         self._passes: collections.Counter[tuple[bool, bool]] = collections.Counter()
         self._watched: dict[Unit, _Watched] = {}  # also after the pass, until all agree
@@ -228,7 +232,7 @@ class WriteWatch:
 
     def check_unwritten(self, unit: Unit) -> None:
         """Raise StateError if somebody wrote to a unit that peers read in place."""
-        if unit.writes.changed_since_begin:
+        if _has_readers(unit) and unit.writes.changed_since_begin:
             self.start_again()
             refuse_write(unit)
 
@@ -238,7 +242,11 @@ class WriteWatch:
         In a watched pass nobody reads them: a write is noted.
         """
         for unit in units:
-            if unit.is_in_place and (unit.writes.reached_peers or self.has_changed(unit)):
+            if (
+                _has_readers(unit)
+                and unit.is_in_place
+                and (unit.writes.reached_peers or self.has_changed(unit))
+            ):
                 self.start_again()
                 refuse_write(unit)
             elif self.is_watching and unit in self._watched:

@@ -246,11 +246,14 @@ class HiddenParameter(PieceParameter):
     def show_sharded(self) -> None:
         for slot in self.slots:
             slot.put_aside(self._placeholder)
+        self._holder.slot.register(self._holder.current)
 
     def show_unsharded(self) -> None:
+        # In place of the flat one, so that a forward that goes through `parameters()` finds all.
+        self._holder.slot.remove()
         unsharded = self.current_unsharded()
         for slot in self.slots:
-            slot.put_aside(unsharded)
+            slot.take_back(unsharded)
 
     def show_piece(self) -> None:
         """Register this rank's piece, for the time of a state dict."""

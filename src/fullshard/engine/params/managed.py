@@ -61,6 +61,7 @@ class ManagedParameter(abc.ABC):
         autograd (see `gradients.accumulation`).
     shard_group: the process group over which it is sharded; None for one rank.
     unit: returns the `Unit` that it belongs to, or None if that is gone.
+    original: returns the parameter that it was made of, or None if nobody refers to that any more.
     gradient_hooks: the dictionary of `register_hook` hooks from before sharding. They are meant for
         whole gradients, so the unsharded form calls them.
     """
@@ -84,6 +85,7 @@ class ManagedParameter(abc.ABC):
         self._accumulator: Any = None
         self.gradient_hooks: Any = original._backward_hooks
         self._unsharded_grad_dtype = GradDtype()
+        self.original: Callable[[], nn.Parameter | None] = weakref.ref(original)
         local = original._local_tensor if isinstance(original, DTensor) else original
         self.shape = tuple(local.shape)
 
@@ -97,6 +99,7 @@ class ManagedParameter(abc.ABC):
         other.slots, other.names, other.sharded = slots, list(self.names), sharded
         other.unsharded = other.accumulated_grad = other.gradient_hooks = other._whole = None
         other._accumulator = None
+        other.original = _nobody
         mark_owner(sharded, other)
         return other
 
@@ -301,8 +304,7 @@ class ManagedParameter(abc.ABC):
         frozen by then; what users have frozen or unfrozen since may be the sharded form alone.
         """
         required_grad = unsharded.requires_grad
-        unsharded.requires_grad_()
-        self._accumulator = torch.autograd.graph.get_gradient_edge(unsharded).node
+        self._accumulator = accumulator_of(unsharded.requires_grad_())
         unsharded.requires_grad_(required_grad)
         self._accumulator.register_prehook(functools.partial(_gradient_arrives, Reference(self)))
 
@@ -333,6 +335,17 @@ class ManagedParameter(abc.ABC):
                 unsharded.requires_grad_(self.requires_grad)
         self._required_grad = self.requires_grad
         return unsharded
+
+    @property
+    def is_trained_too_late(self) -> bool:
+        """Whether the sharded form was unfrozen since the whole one was shown, which is frozen."""
+        unsharded = self.unsharded
+        return (
+            not self._required_grad
+            and self.requires_grad
+            and unsharded is not None
+            and not unsharded.requires_grad
+        )
 
     # The whole parameter, shown for a while outside of forward and backward: see `engine.whole`
 
@@ -504,6 +517,25 @@ def manager_of(parameter: nn.Parameter) -> ManagedParameter | None:
 def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
     """Return the manager of a parameter, given the original or the sharded form; None if none."""
     return _deref(getattr(parameter, _OWNER, None))
+
+
+class _Edge(torch.autograd.Function):
+    """Leads to a leaf, of whatever class, without an operation on it."""
+
+    @staticmethod
+    def forward(_: torch.Tensor) -> torch.Tensor:
+        return torch.empty((), device="cpu")
+
+    @staticmethod
+    def setup_context(*_: Any) -> None:
+        pass
+
+
+def accumulator_of(leaf: torch.Tensor) -> Any:
+    """Return the node that accumulates a leaf's gradient: the same as long as somebody refers to it."""
+    with torch.inference_mode(False), torch.enable_grad():
+        edge: Any = _Edge.apply(leaf)  # type: ignore[no-untyped-call]
+    return edge.grad_fn.next_functions[0][0]
 
 
 def _gradient_arrives(reference: Reference, _: Any) -> None:

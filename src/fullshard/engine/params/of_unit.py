@@ -6,6 +6,7 @@ back into the unit's memory; `unit` decides when.
 """
 
 import operator
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import overload
 
@@ -164,6 +165,17 @@ class UnitParams(Sequence[ManagedParameter]):
         """Bring ``requires_grad`` of both forms in line, for units that stay unsharded."""
         for param in self.all:
             param.current_unsharded()
+
+    def warn_of_late_training(self) -> None:
+        """Warn of parameters that were unfrozen after they were gathered for a forward."""
+        if late := [param.name for param in self.all if param.is_trained_too_late]:
+            warnings.warn(
+                f"{', '.join(late)}: unfrozen after they were gathered for this forward, which does not "
+                "train them; forwards that begin from now on do. Unfreeze parameters before the forward, "
+                "or those that the module has while it runs (module.requires_grad_()).",
+                UserWarning,
+                stacklevel=2,
+            )
 
     @property
     def are_trained(self) -> bool:
