@@ -493,3 +493,58 @@ def test_values_of_one_name_are_refused(tmp_path: Path, more: Any, said: str) ->
     torch.save({"model": model.state_dict(), **more}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=said):
         fullshard.load_checkpoint(tmp_path / "a.pt", model)
+
+
+def _left_by_trainer(folder: Path, step: int) -> Path:
+    """Write what Transformers' Trainer leaves of a step with Accelerate's FSDP, and side files of theirs."""
+    own = folder / f"checkpoint-{step}"
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(param.sum() for param in model.parameters()).backward()
+    optimizer.step()
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    with quiet():
+        dcp.save({"model": of_model}, checkpoint_id=own / "pytorch_model_fsdp_0")
+        dcp.save({"optimizer": of_optimizer}, checkpoint_id=own / "optimizer_0")
+    for name in ("trainer_state.json", "scheduler.bin", "random_states_0.pkl", "training_args.bin"):
+        (own / name).touch()
+    return own
+
+
+def test_a_folder_of_other_libraries_names_what_is_below_it(tmp_path: Path) -> None:
+    for step in (500, 1000):
+        own = _left_by_trainer(tmp_path / "run [a]", step)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for call in (
+        lambda: fullshard.load_checkpoint(tmp_path / "run [a]", model),
+        lambda: fullshard.inspect_checkpoint(tmp_path / "run [a]"),
+        lambda: fullshard.export_hf(tmp_path / "run [a]", tmp_path / "out"),
+        lambda: fullshard.load_hf(model, tmp_path / "run [a]"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        said = [line for line in str(caught.value).splitlines() if "checkpoint-" in line]
+        # The newest first, each with the call that loads it; the side files with none.
+        assert [line.split("'")[1] for line in said] == [
+            f"checkpoint-{step}/{name}"
+            for step in (1000, 500)
+            for name in ("pytorch_model_fsdp_0", "optimizer_0")
+        ]
+        assert "load_checkpoint(PATH, model)" in said[0]
+        assert "load_checkpoint(PATH, model, optimizer, allow='missing')" in said[1]
+    # And so it is.
+    fullshard.load_checkpoint(own / "pytorch_model_fsdp_0", model)
+    fullshard.load_checkpoint(own / "optimizer_0", model, optimizer, allow="missing")
+    assert len(optimizer.state) == len([*model.parameters()])
+
+
+def test_what_lies_in_a_folder_itself_is_named(tmp_path: Path) -> None:
+    torch.save(mlp().state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "random_states_0.pkl").touch()
+    fullshard.save_checkpoint(tmp_path / "step-00000001", mlp())
+    with pytest.raises(CheckpointError) as caught:
+        fullshard.load_checkpoint(tmp_path, mlp())
+    found = [line.split("'")[1] for line in str(caught.value).splitlines()[1:]]
+    assert sorted(found) == ["pytorch_model.bin", "step-00000001"]
+    fullshard.load_checkpoint(tmp_path / "pytorch_model.bin", mlp())
