@@ -13,7 +13,9 @@ import termios
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from fullshard.tools import cli
 from tests.fresh import fullshard_on_ranks
 from tests.tools.processes import (
     FOREVER,
@@ -220,6 +222,27 @@ def test_the_sample_comes_from_all_ranks_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # above, a run goes on under torchrun
+def test_folders_may_have_any_name(tmp_path: Path) -> None:
+    data, run, hub = (
+        tmp_path / f'{name} [1]* it\'s "so" $HOME\n!' for name in ("data", "run", "hub")
+    )
+    data.mkdir()
+    (data / "text [a].txt").write_text("All happy families are alike. " * 200)
+    begun = train(
+        *TINY, "--steps", "2", "--data", str(data), "--out", str(run), "--save-every", "1"
+    )
+    assert begun.code == 0, begun.err
+    resumed = train("--resume", str(run), "--steps", "3")
+    assert resumed.code == 0, resumed.err
+    assert len(losses(run)) == 3
+    assert (run / "checkpoints" / "step-00000003").is_dir()
+    for words in (("export", run, "--hf", hub), ("report", run), ("ckpt", "verify", run)):
+        result = CliRunner().invoke(cli.app, [*map(str, words)])
+        assert result.exit_code == 0, result.output
+    assert (hub / "model.safetensors").is_file()
+    assert (run / "report.html").is_file()
+
+
 def test_it_runs_unchanged_under_torchrun(straight: Straight, tmp_path: Path) -> None:
     result = train(*SIXTY, "--out", str(tmp_path / "run"), torchrun=2)
     assert result.code == 0, result.err
