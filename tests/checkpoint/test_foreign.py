@@ -7,8 +7,10 @@ import importlib
 import os
 import pickle
 import resource
+import time
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
+from fullshard.checkpoint.collector import collector_waits
+from fullshard.checkpoint.dcp_files import DcpFiles
+from fullshard.checkpoint.locations import folder_at
 from fullshard.errors import CheckpointError
 from tests.api import TORCH, Api, use_api
 from tests.checkpoint.test_any_to_any import _sharded, _state, _train
@@ -400,7 +412,11 @@ def test_directories_that_cannot_be_are_refused(
 
 _PUTS = {
     "index of the memo": b"\x80\x04Nr\x00\x00\x00\x04.",
+    "index in text": b"\x80\x02Np1000000000\n.",
     "bytearray": b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00.",
+    "bytes": b"\x80\x03B\xff\xff\xff\x7f.",
+    "long bytes": b"\x80\x04\x8e\x00\x00\x00\x00\x01\x00\x00\x00.",
+    "number": b"\x80\x02\x8b\xff\xff\xff\x7f.",
 }
 
 
@@ -411,6 +427,31 @@ def test_pickles_do_not_say_how_much_memory_they_take(tmp_path: Path, pickled: b
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         fullshard.load_checkpoint(tmp_path, nn.Linear(2, 2))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
+
+
+def test_reading_without_trust_is_not_out_of_proportion(tmp_path: Path) -> None:
+    """A large model on many ranks has 100,000 chunks and more."""
+    state, places = {}, {}
+    for number in range(200):
+        name = f"model.layers.{number}.weight"
+        offsets = [torch.Size([4 * chunk, 0]) for chunk in range(100)]
+        chunks = [ChunkStorageMetadata(offset, torch.Size([4, 8])) for offset in offsets]
+        size, properties = torch.Size([400, 8]), TensorProperties(torch.float32)
+        state[name] = TensorStorageMetadata(properties, size, chunks)
+        for chunk, offset in enumerate(offsets):
+            places[MetadataIndex(name, offset, chunk)] = _StorageInfo(f"__{chunk}_0.distcp", 0, 200)
+    content = pickle.dumps(Metadata(state, storage_data=places))
+    (tmp_path / ".metadata").write_bytes(content)
+
+    def seconds(read: Callable[[], object]) -> float:
+        began = time.process_time()
+        read()
+        return time.process_time() - began
+
+    with collector_waits():
+        plain = min(seconds(lambda: pickle.loads(content)) for _ in range(3))
+        ours = min(seconds(lambda: DcpFiles(folder_at(tmp_path))) for _ in range(3))
+    assert ours < 6 * plain  # with the look at each chunk that follows; it was 10
 
 
 def test_pickles_change_no_class(tmp_path: Path) -> None:
