@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fullshard.tools import cli
-from tests.fresh import fullshard_on_ranks
+from tests.fresh import fullshard_on_ranks, in_warm_forks
 from tests.tools.processes import (
     FOREVER,
     TINY,
@@ -222,6 +222,21 @@ def test_the_sample_comes_from_all_ranks_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # above, a run goes on under torchrun
+def test_what_a_rank_forks_ends_on_a_signal() -> None:
+    """As do DataLoader's workers: they would ask a flag that nobody reads there to stop."""
+    code = (
+        "import os, signal, time\nfrom fullshard.tools.train import StopRequest\n"
+        "stop = StopRequest()\nread, write = os.pipe()\n"
+        "if (child := os.fork()) == 0:\n"
+        "    os.write(write, b'x')\n    time.sleep(20)\n    os._exit(0)\n"
+        "os.read(read, 1)\nos.kill(child, signal.SIGTERM)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stop.asked)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint(stop.asked)"
+    )
+    (done,) = in_warm_forks(code)
+    assert done.out.split() == [str(-signal.SIGTERM), "False", "True"], done.err
+
+
 def test_folders_may_have_any_name(tmp_path: Path) -> None:
     data, run, hub = (
         tmp_path / f'{name} [1]* it\'s "so" $HOME\n!' for name in ("data", "run", "hub")
