@@ -324,11 +324,12 @@ class Hooks(ModuleState):
         """Free the units of a forward that is over; return its output, marked for backward."""
         if self.mark is not None:
             follow_input(self)
-        for unit in self.units:
-            unit.params.warn_of_late_training()
         outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
         # None: neither do outputs tell that a backward follows, nor that it does not.
         may_follow = torch.is_grad_enabled() and not are_transforms_active()
+        if may_follow:
+            for unit in self.units:
+                unit.params.warn_of_late_training()
         self.iteration_or_initialise().end_units(
             self.units,
             joined=self.joined,
