@@ -84,6 +84,7 @@ class ManagedParameter(abc.ABC):
         self._accumulator: Any = None
         self.gradient_hooks: Any = original._backward_hooks
         self._unsharded_grad_dtype = GradDtype()
+        self.steps: list[Count] = []
         local = original._local_tensor if isinstance(original, DTensor) else original
         self.shape = tuple(local.shape)
 
@@ -97,6 +98,7 @@ class ManagedParameter(abc.ABC):
         other.slots, other.names, other.sharded = slots, list(self.names), sharded
         other.unsharded = other.accumulated_grad = other.gradient_hooks = other._whole = None
         other._accumulator = None
+        other.steps = []
         mark_owner(sharded, other)
         return other
 
@@ -450,8 +452,12 @@ class ShardHolder(Protocol):
     """The owner of one parameter that an optimizer updates: it is given the reduced gradient.
 
     Each managed parameter is its own, except for those inside a flat parameter, which share one
-    (`flat.FlatHolder`). For the members see `ManagedParameter`.
+    (`flat.FlatHolder`). For the other members see `ManagedParameter`.
+
+    steps: counts those of each optimizer that has had it, also of one that is gone (`checks.strays`).
     """
+
+    steps: list[Count]
 
     @property
     def sharded(self) -> nn.Parameter: ...
