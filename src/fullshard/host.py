@@ -1,8 +1,11 @@
-"""Memory and addresses of this host, and limits that a container puts on a process: control groups of version 2 and 1."""
+"""Memory and addresses of this host, and limits of a process: its open files, and what a container puts on it (control
+groups of version 2 and 1)."""
 
 import contextlib
+import errno
 import importlib
 import mmap
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ _OF_MEMORY = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 _NO_LIMIT = 1 << 60
+_LISTENS = "0A"  # a state, in the kernel's tables of sockets
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, from linux/sockios.h
 
 
@@ -117,6 +121,31 @@ def resident_nbytes() -> int | None:
     with contextlib.suppress(AttributeError, IndexError, ValueError):
         return int((_read(Path("/proc/self/statm")) or "").split()[1]) * mmap.PAGESIZE
     return None
+
+
+def files_left() -> int | None:
+    """Return how many more files this process may open; None where the system does not tell."""
+    try:
+        resource: Any = importlib.import_module("resource")  # Unix has it
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        num_open = len(os.listdir("/proc/self/fd")) - 1  # noqa: PTH208  (one is of the listing)
+    except (OSError, ImportError) as error:
+        return 0 if isinstance(error, OSError) and error.errno == errno.EMFILE else None
+    return None if limit == resource.RLIM_INFINITY else max(limit - num_open, 0)
+
+
+def is_listening(port: int, proc: Path = Path("/proc/self")) -> bool:
+    """Whether this process itself waits for connections at a TCP port. Raises OSError where it may open no file."""
+    own = set()
+    for each in (proc / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            own.add(str(each.readlink()))
+    tables = (proc / "net" / name for name in ("tcp", "tcp6"))
+    rows = (line.split() for table in tables if table.exists() for line in table.open())
+    at = f":{port:04X}"
+    return any(
+        row[1].endswith(at) and row[3] == _LISTENS and f"socket:[{row[9]}]" in own for row in rows
+    )
 
 
 def _folders(proc: Path, root: Path) -> Iterator[Path]:

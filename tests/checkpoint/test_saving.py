@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
@@ -1146,6 +1148,106 @@ def test_no_checkpoint_is_of_two_moments(api: Api, tmp_path: Path, kind: Any, ap
             pending.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
     fullshard.save_checkpoint(tmp_path / "a", model, optimizer)
+
+
+def _save_now(*arguments: Any) -> None:
+    fullshard.save_checkpoint(*arguments)
+
+
+def _manage(folder: Path, model: nn.Module) -> None:
+    with fullshard.CheckpointManager(folder, model) as manager:
+        manager.save(1)
+
+
+_WAYS_TO_SHARD: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fully_shard": fullshard.fully_shard,
+    "flat": fullshard.FullyShardedDataParallel,
+    "pieces": lambda model: fullshard.FullyShardedDataParallel(model, use_orig_params=True),
+    "replicas": fullshard.replicate,
+}
+
+
+@alone
+@pytest.mark.parametrize("save", [_save_now, _save_later, _manage])
+@pytest.mark.parametrize("way", _WAYS_TO_SHARD)
+@pytest.mark.parametrize("num_before", [0, 1])
+@on_ranks(2)
+def test_no_checkpoint_of_a_model_alone_is_of_two_moments(
+    api: Api, tmp_path: Path, save: Callable[..., None], way: str, num_before: int
+) -> None:
+    """One rank saves before the optimizer's step, the other one after it; nothing else differs."""
+    torch.manual_seed(0)
+    model = _WAYS_TO_SHARD[way](mlp())
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(num_before):  # by an optimizer that is gone by then
+        model(torch.ones(4, 16)).square().mean().backward()
+        step(torch.optim.AdamW(model.parameters(), lr=0.1))
+    model(torch.ones(4, 16)).square().mean().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if rank() == 1:
+        step(optimizer)
+    with pytest.raises(CheckpointError, match=r"different moments.*rank 0: \d+ .*rank 1: \d+ "):
+        save(tmp_path / "a", model)
+    if rank() == 0:
+        step(optimizer)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    save(tmp_path / "b", model)
+
+
+@alone
+@pytest.mark.parametrize("case", ["empty", "by hand", "in backward", "another", "load"])
+@on_ranks(2)
+def test_ranks_that_differ_for_a_reason_save_together(api: Api, tmp_path: Path, case: str) -> None:
+    """Rows may be one rank's alone, and so may optimizers of what only it has, and writes to its own rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))  # of the last one, rank 1 has nothing
+    fullshard.fully_shard(model)
+    own = [p for p in model.parameters() if p.to_local().numel() or case != "empty"]
+    optimizers = [torch.optim.SGD(own, lr=0.1)]
+    if case == "another":
+        optimizers += [torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)] * (rank() + 1)
+    if case == "in backward":
+        optimizers = []
+        for each in model.parameters():
+            single = torch.optim.SGD([each], lr=0.1)
+            each.register_post_accumulate_grad_hook(lambda _, single=single: single.step())
+    if case == "empty" and rank() == 0:  # of what rank 1 has no row of, more often
+        optimizers.append(torch.optim.SGD(model[1].parameters(), lr=0.1))
+    for number in range(2):
+        model(torch.ones(4, 4)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if case == "by hand" and rank() == 0:
+            with torch.no_grad():
+                model[0].weight.to_local().mul_(0.5)
+        for save in (_save_now, _save_later):
+            save(tmp_path / f"{number}{save.__name__}", model)
+        if case == "load":
+            fullshard.load_checkpoint(tmp_path / f"{number}_save_now", model)
+
+
+@alone
+@on_ranks(4)
+def test_stages_that_step_more_or_less_often_save_together(api: Api, tmp_path: Path) -> None:
+    """Two stages of a pipeline, each over two ranks; within one, ranks that differ are found."""
+    stage = rank() // 2
+    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
+    model = nn.Sequential(OrderedDict({f"stage{stage}": nn.Linear(4, 4)}))
+    fullshard.fully_shard(model, mesh=meshes[stage])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    for _ in range(1 + stage):
+        optimizer.step()
+    for save in (_save_now, _save_later):
+        save(tmp_path / save.__name__, model)
+    if rank() == 3:
+        optimizer.step()
+    with pytest.raises(CheckpointError, match=r"different moments.*rank 2: 2 .*rank 3: 3 "):
+        _save_later(tmp_path / "apart", model)
 
 
 @alone

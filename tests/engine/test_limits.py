@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import resource
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard.comm import select, shared_memory
-from fullshard.errors import CommError
-from tests.harness import on_ranks, rank
+from fullshard.errors import AllocationError, CommError
+from fullshard.host import files_left
+from tests.harness import Fate, on_ranks, rank, run_fresh
 from tests.models import mlp
 from tests.training import make_batch, mean_square, my_part
 from tests.twins import assert_train_alike
@@ -250,6 +252,71 @@ def test_replicas_are_not_left_with_another_layout() -> None:
     else:
         fullshard.fully_shard(model[1], mesh=mesh)
     _forget()
+
+
+def _shard_with_room(face: str, limited: int, room: int, size: int) -> tuple[str, float]:
+    """Shard and train where a rank may open so few files; return the error and for how long that took."""
+    number, address = rank(), "127.0.0.1"
+    # In the first rank's process, as torch makes it without a launcher's.
+    own = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False) if number == 0 else None
+    told = [own.port if own is not None else 0]
+    dist.broadcast_object_list(told, 0)
+    dist.destroy_process_group()
+    store = own or dist.TCPStore(address, told[0])
+    dist.init_process_group("gloo", store=store, rank=number, world_size=size)
+    shape = (2,) if size == 2 else (2, 2)
+    mesh = DeviceMesh(
+        "cpu", torch.arange(size).view(shape), mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
+    torch.manual_seed(0)
+    model: nn.Module = mlp()
+    began, error = time.monotonic(), ""
+    left = files_left()
+    assert left is not None
+    before, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = before - left + room if number == limited else before
+    with _limited(resource.RLIMIT_NOFILE, most):
+        try:
+            model = _shard(model, face, mesh)
+        except AllocationError as refusal:
+            error = str(refusal)
+    waited = time.monotonic() - began
+    if error:
+        model = _shard(model, face, mesh)  # as it was before
+    mean_square(model(my_part(make_batch(16)))).backward()
+    return error, waited
+
+
+def _shard(model: nn.Module, face: str, mesh: DeviceMesh) -> nn.Module:
+    if face == "fully_shard":
+        return fullshard.fully_shard(model, mesh=mesh)
+    return fullshard.FullyShardedDataParallel(
+        model, device_mesh=mesh, sharding_strategy=_STRATEGIES[mesh.ndim]
+    )
+
+
+_STRATEGIES = {1: fullshard.ShardingStrategy.FULL_SHARD, 2: fullshard.ShardingStrategy.HYBRID_SHARD}
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize(
+    ("size", "limited", "room", "needs"),
+    [(2, 0, 1, 6), (2, 0, 5, 6), (2, 0, 6, 0), (2, 1, 3, 4), (2, 1, 4, 0), (4, 1, 3, 4)],
+)
+def test_ranks_that_may_open_too_few_files_to_connect_all_say_so_at_once(
+    face: str, size: int, limited: int, room: int, needs: int
+) -> None:
+    """The first one also needs those of the store, which would not let others in, nor say so."""
+    outcomes = run_fresh(size, _shard_with_room, face=face, limited=limited, room=room, size=size)
+    for outcome in outcomes:
+        assert outcome.fate is Fate.RETURNED, outcome.text
+        error, waited = outcome.value
+        assert waited < 20
+        if needs:
+            for fact in (f"Rank {limited} ", f"{room} more", f"needs {needs} ", "ulimit -n"):
+                assert fact in error
+        else:
+            assert error == ""
 
 
 @on_ranks(2)

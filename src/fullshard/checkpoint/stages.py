@@ -11,11 +11,12 @@ on all ranks together, so an error on one is an error on all, and nothing is lef
 """
 
 import dataclasses
+import itertools
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,7 +41,7 @@ from fullshard.checkpoint.module_states import module_states
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
-from fullshard.engine.checks.strays import num_steps
+from fullshard.engine.checks.strays import num_updates, steps_of
 from fullshard.engine.unit_setup import comms_of
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.boxes import tiling_fault
@@ -81,12 +82,25 @@ class SaveRequest:
     then: Callable[[], object] | None = None
 
 
+class Moments(NamedTuple):
+    """At which places of the program a rank is, by what counts them.
+
+    Numbers are the same on all ranks that count one thing. Of models that nothing keeps equal, nobody knows.
+
+    places: what each group has done together, and how often each optimizer that is saved has stepped, in words too.
+    updates: for each group, `num_updates` of all that its units train, in their order; runs of equal ones, with
+        their lengths.
+    """
+
+    places: dict[str, tuple[int, str]]
+    updates: dict[str, list[tuple[int | None, int]]]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Captured:
     """What one rank alone brings to a save.
 
     values: of the manifest. memory: of the content's views of models and optimizers.
-    moments: see `_moments`.
     """
 
     request: SaveRequest
@@ -94,7 +108,7 @@ class Captured:
     content: LocalContent
     values: Mapping[str, Any]
     memory: Sequence[torch.Tensor]
-    moments: Mapping[str, tuple[int, str]]
+    moments: Moments
 
     def staged(self, stage: Stage) -> Callable[[], "Captured"]:
         """Copy what it refers to; return what puts the same together over the copies, later."""
@@ -166,38 +180,51 @@ def capture(request: SaveRequest, plan: KeptPlan | None = None) -> Captured:
 
 def _moments(
     structures: Mapping[str, Structure], optimizers: Mapping[str, torch.optim.Optimizer]
-) -> dict[str, tuple[int, str]]:
-    """Return at which places of the program this rank is, by what counts them.
-
-    Each is a number, and words for it. Numbers are the same on all ranks that count one thing: the group of a
-    unit counts what its ranks do together, and an optimizer of theirs its steps. Of models that nothing keeps
-    equal, nobody knows.
-    """
-    units = [unit for structure in structures.values() for unit, _ in structure.units]
-    ledgers = {c.ledger.key: c.ledger for c in comms_of(units) if c.ledger is not None}
-    moments = {
-        key: (ledger.place, f"{ledger.moment} ({ledger.place} operations of the group)")
-        for key, ledger in ledgers.items()
-    }
-    if ledgers:
-        groups = ", ".join(sorted(ledgers))
+) -> Moments:
+    """Return at which places of the program this rank is."""
+    places: dict[str, tuple[int, str]] = {}
+    updates: dict[str, list[int | None]] = {}
+    for unit, _ in (each for structure in structures.values() for each in structure.units):
+        for ledger in (comm.ledger for comm in comms_of([unit])):
+            if ledger is not None:
+                text = f"{ledger.moment} ({ledger.place} operations of the group)"
+                places[ledger.key] = ledger.place, text
+                updates.setdefault(ledger.key, []).extend(map(num_updates, unit.params.holders))
+    if places:
+        groups = ", ".join(sorted(places))
         for section, optimizer in optimizers.items():
-            number = num_steps.get(optimizer, 0)
-            moments[f"{section} of {groups}"] = number, f"{number} steps of {section}"
-    return moments
+            number = steps_of(optimizer).value
+            places[f"{section} of {groups}"] = number, f"{number} steps of {section}"
+    runs = {key: itertools.groupby(numbers) for key, numbers in updates.items()}
+    return Moments(
+        places, {key: [(each, len([*run])) for each, run in own] for key, own in runs.items()}
+    )
 
 
-def _check_moments(everyones: Sequence[Mapping[str, tuple[int, str]]]) -> None:
+def _check_moments(everyones: Sequence[Moments]) -> None:
     """Raise CheckpointError where ranks were at different places when they called this."""
-    for key in dict.fromkeys(key for own in everyones for key in own):
-        seen = {rank: own[key] for rank, own in enumerate(everyones) if key in own}
-        if len({number for number, _ in seen.values()}) > 1:
-            texts = by_text({rank: text for rank, (_, text) in seen.items()})
-            copies = "; ".join(f"{ranks}: {text}" for ranks, text in texts)
-            raise CheckpointError(
-                f"Ranks save states of different moments. {copies}. Nothing was saved. Save on all ranks after "
-                "the same step: let one rank look at its clock and tell the others, as CheckpointManager does."
-            )
+    for key in dict.fromkeys(key for own in everyones for key in own.places):
+        _check_same({r: own.places[key] for r, own in enumerate(everyones) if key in own.places})
+    for key in dict.fromkeys(key for own in everyones for key in own.updates):
+        rows = {
+            rank: [number for number, length in own.updates[key] for _ in range(length)]
+            for rank, own in enumerate(everyones)
+            if key in own.updates
+        }
+        for numbers in set(zip(*rows.values(), strict=False)):
+            known = zip(rows, numbers, strict=True)
+            _check_same({r: (n, f"{n} steps of optimizers") for r, n in known if n is not None})
+
+
+def _check_same(seen: Mapping[int, tuple[int, str]]) -> None:
+    """Raise CheckpointError where ranks have different numbers. seen: by rank, with words for each."""
+    if len({number for number, _ in seen.values()}) > 1:
+        texts = by_text({rank: text for rank, (_, text) in seen.items()})
+        copies = "; ".join(f"{ranks}: {text}" for ranks, text in texts)
+        raise CheckpointError(
+            f"Ranks save states of different moments. {copies}. Nothing was saved. Save on all ranks after "
+            "the same step: let one rank look at its clock and tell the others, as CheckpointManager does."
+        )
 
 
 def alike_in(request: SaveRequest) -> dict[str, Any]:
@@ -222,7 +249,7 @@ def decide(alike: Mapping[str, Any], captured: Callable[[], Captured], peers: Pe
     Raises CheckpointError, on all ranks, for arguments that differ between them or cannot be saved.
     """
 
-    def known() -> tuple[Captured, tuple[Told, Mapping[str, tuple[int, str]]]]:
+    def known() -> tuple[Captured, tuple[Told, Moments]]:
         own = captured()
         return own, (own.content.told(), own.moments)
 

@@ -14,6 +14,7 @@ from fullshard.comm.ledger import Ledger
 from fullshard.comm.ledgers import keep_ledger, known_ledger
 from fullshard.comm.sentry import sentry
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
+from fullshard.errors import AllocationError
 
 logger = logging.getLogger("fullshard")
 
@@ -40,6 +41,8 @@ def _make_ledger(group: dist.ProcessGroup, backend: str) -> Ledger:
         if backend == "nccl":
             # Its collectives want a device, which may be another one later.
             shared = SharedMemory.connect(group, exchange_through_store)
+    except AllocationError:
+        raise
     # RuntimeError of a store that cannot exchange anything, as that of fake process groups.
     except (UnavailableError, RuntimeError) as reason:
         logger.info("ranks share no ledger: %s", reason)

@@ -8,8 +8,6 @@ collectives can only meet each other, and the ledger sees to it that they are th
 
 import collections
 import datetime
-import importlib
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from fullshard.comm.backends import backend_names, timeout_s
 from fullshard.comm.exchange import exchange_through_group
 from fullshard.comm.store import store_in_time
+from fullshard.host import files_left
 from fullshard.torch_private import default_group, naming_groups
 
 _SPARE_FILES = 16
@@ -110,11 +109,10 @@ def _can_connect(size: int) -> bool:
         store_in_time(_ANSWER_S).set(
             f"fullshard/connects/{dist.get_rank()}", ""
         )  # ranks meet in it
-        resource: Any = importlib.import_module("resource")  # Unix has it
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return bool(len(os.listdir("/proc/self/fd")) + 2 * size + _SPARE_FILES <= limit)  # noqa: PTH208
-    except (OSError, RuntimeError, ImportError):
+    except RuntimeError:
         return False
+    left = files_left()
+    return left is not None and left >= 2 * size + _SPARE_FILES
 
 
 _numbers = [0]  # of the last group that was made

@@ -21,7 +21,7 @@ from fullshard.comm.local import LocalComm
 from fullshard.comm.peer_memory import PeerMemoryComm
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.errors import CommError, ShardingError
+from fullshard.errors import AllocationError, CommError, ShardingError
 from fullshard.policies import CommChoice
 
 logger = logging.getLogger("fullshard")
@@ -161,19 +161,28 @@ def _peer_memory(
     if again and isinstance(known.get(device), str):
         del known[device]
         is_new = True  # all replicas failed together, so all of them come here again
+    lack: AllocationError | None = None
     if device not in known:
         try:
             known[device] = _connect(group, device)
         except UnavailableError as reason:
             known[device] = str(reason)
             logger.info("peer memory is not used: %s", reason)
-    if replicas is not None and is_new and device.type == "cpu":
+        except AllocationError as error:
+            lack = error
+    is_agreed_on = replicas is not None and is_new and device.type == "cpu"
+    # With other backends CPU ranks do not share memory, and a fake one has nobody to ask.
+    if replicas is not None and is_agreed_on and "gloo" in backend_names(group):
+        found = known.get(device)
+        told = exchange_through_group((found if isinstance(found, str) else None, lack), replicas)
+        lack = next((theirs for _, theirs in told if theirs is not None), None)
+        if found is not None:
+            known[device] = next((why_not for why_not, _ in told if why_not is not None), found)
+    if lack is not None:
+        known.pop(device, None)  # so that all connect when they are called again
+        raise lack
+    if replicas is not None and is_agreed_on:
         _agreed[group].add(replicas)
-        # With other backends CPU ranks do not share memory, and a fake one has nobody to ask.
-        if "gloo" in backend_names(group):
-            found = known[device]
-            theirs = exchange_through_group(found if isinstance(found, str) else None, replicas)
-            known[device] = next((why_not for why_not in theirs if why_not is not None), found)
     return known[device]
 
 

@@ -465,6 +465,12 @@ class Sentry(Teller):
 _sentries: dict[int, Sentry] = {}
 
 
+def has_sentry() -> bool:
+    """Whether this process has a sentry for the default group that there is."""
+    known = _sentries.get(os.getpid())
+    return known is not None and known.serves(default_group())
+
+
 def sentry() -> Sentry:
     """Return this process's sentry, and start it. There has to be a default process group."""
     pid = os.getpid()

@@ -36,8 +36,10 @@ from fullshard.comm.exchange import exchange_through_group
 from fullshard.comm.ledger import Ledger
 from fullshard.comm.notices import Slots
 from fullshard.comm.patience import Patience, loss
-from fullshard.comm.sentry import sentry
-from fullshard.errors import PeerLostError
+from fullshard.comm.sentry import has_sentry, sentry
+from fullshard.comm.store import files_for_store
+from fullshard.errors import AllocationError, PeerLostError
+from fullshard.host import files_left
 
 _WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's
 _WORD_BITS = 62  # of a signed 8-byte word, for flags
@@ -48,6 +50,7 @@ _CONTROL_NBYTES = _COUNTERS_NBYTES + ledger.NBYTES + notices.NBYTES
 _SPIN_S = 50e-6
 _YIELD_S = 2e-3
 _LATE_S = 0.05  # of waiting, after which a peer counts as far behind, and is looked after
+_FILES = 2  # of a rank that shares memory: to offer it, and to map it
 _LIVENESS_S = 0.1  # between two checks whether peers still live, which are system calls
 
 
@@ -61,6 +64,8 @@ class _Introduction:
 
     control_fd: descriptor of the control memory, from rank 0 alone.
     problem: why this rank cannot share memory; None if it can.
+    files: how many it may open, and how many it needs for the store that ranks met in; None if it needs none,
+        as it has connected before, or that is not known.
     """
 
     rank: int
@@ -69,6 +74,7 @@ class _Introduction:
     host: str
     control_fd: int | None
     problem: str | None
+    files: tuple[int, int] | None
 
 
 class SharedMemory:
@@ -156,7 +162,8 @@ class SharedMemory:
     ) -> "SharedMemory":
         """Connect the group's ranks. Every rank must call it.
 
-        Raises UnavailableError on every rank if one of them cannot share memory.
+        Raises UnavailableError on every rank if one of them cannot share memory, AllocationError if one may
+        open too few files to be connected at all.
 
         exchange: returns every rank's value, in rank order; None for `exchange_through_group`.
         """
@@ -165,6 +172,7 @@ class SharedMemory:
         nbytes = size * _CONTROL_NBYTES
         control: memoryview | None = None
         fd, host, problem = None, "", _platform_problem()
+        files = None if has_sentry() else _files()
         # A limit may be that of one rank alone. So a failure becomes a value that all ranks get,
         # and all go the same way; an exception here would leave the others in the exchange.
         try:
@@ -173,8 +181,14 @@ class SharedMemory:
                 fd = _create_file(nbytes) if rank == 0 else None
         except OSError as error:
             problem = f"cannot share memory: {error}"
-        mine = _Introduction(rank, dist.get_rank(), os.getpid(), host, fd, problem)
+        mine = _Introduction(rank, dist.get_rank(), os.getpid(), host, fd, problem, files)
         introductions: list[Any] = exchange(mine, group)
+        try:
+            _check_files(introductions)
+        except AllocationError:
+            if fd is not None:
+                os.close(fd)
+            raise
         problem = _common_problem(introductions)
         pidfds: dict[int, int] = {}
         if problem is None:
@@ -355,6 +369,34 @@ def _platform_problem() -> str | None:
         return f"it needs Linux, this is {sys.platform}"
     missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
     return f"this Python lacks os.{missing[0]}" if missing else None
+
+
+def _files() -> tuple[int, int] | None:
+    """Return `_Introduction.files`."""
+    left = files_left()
+    try:
+        needed = files_for_store()
+    except OSError:  # there is no room to look
+        left, needed = 0, 1
+    return (left, needed) if left is not None and needed else None
+
+
+def _check_files(introductions: list[_Introduction]) -> None:
+    """Raise AllocationError, on all ranks alike, if one of them may open too few files to be connected.
+
+    Before any connection: the store would not let in others where its process may open no more, nor say so.
+    """
+    is_one_host = len({peer.host for peer in introductions}) == 1
+    for peer in introductions:
+        if peer.files is not None:
+            left, for_store = peer.files
+            needed = for_store + (len(introductions) - 1 + _FILES if is_one_host else 0)
+            if left < needed:
+                raise AllocationError(
+                    f"Rank {peer.global_rank} may open {left} more files, and needs {needed} to be connected with "
+                    f"the others, {for_store} of them for the store that the ranks met in. Raise its limit on open "
+                    "files (ulimit -n), and start again."
+                )
 
 
 @functools.cache

@@ -10,9 +10,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from fullshard.errors import CommError
+from fullshard.host import files_left, is_listening
 from fullshard.torch_private import default_store
 
+_CONNECT_S = 10.0  # for a store that is there to let this process in
 _LOOK_EVERY_S = 0.5  # at what the caller does meanwhile
 
 
@@ -64,14 +68,31 @@ class StoreInTime:
         return answers[0]
 
 
+def files_for_store() -> int:
+    """Return how many files this process needs to open for a connection of each rank to the store that they met in.
+
+    One of its own, and the other ends of all where the store is in this process. Raises OSError where none can be opened.
+    """
+    store: Any = default_store()
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    if not isinstance(store, dist.TCPStore):
+        return 0
+    return 1 + (dist.get_world_size() if is_listening(store.port) else 0)
+
+
 def store_in_time(limit_s: float) -> StoreInTime:
     """Return the program's own connection to the store that ranks met in."""
     return StoreInTime(default_store(), limit_s)
 
 
 def connected_store(limit_s: float) -> StoreInTime:
-    """Return a new connection to the store that ranks met in: the program's may be waiting in a call."""
-    store: Any = default_store()
-    connection = store.clone()
+    """Return a new connection to the store that ranks met in: the program's may be waiting in a call.
+
+    Raises CommError where none can be had: torch would try again for as long as ranks may take to meet.
+    """
+    if files_left() == 0:
+        raise CommError("This process may open no more files. Raise the limit (ulimit -n).")
+    connection = store_in_time(min(limit_s, _CONNECT_S)).clone()
     connection.set_timeout(datetime.timedelta(seconds=limit_s))
     return StoreInTime(connection, limit_s)

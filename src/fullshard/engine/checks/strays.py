@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 
 from fullshard.engine.checks.elementwise import check_elementwise
 from fullshard.engine.checks.low_bit import check_state_precision
-from fullshard.engine.params.managed import Count, manager_of, marks, owner_of
+from fullshard.engine.params.managed import Count, ShardHolder, manager_of, marks, owner_of
 from fullshard.engine.runtime import eager
 from fullshard.errors import StateError
 
@@ -39,9 +39,9 @@ on_first: list[Callable[[], None]] = []
 # Registrations since `watch`, except of managed parameters: units may register those at any time.
 registrations = Count()
 _installed: list[object] = []  # handles of the hooks
-# For each optimizer that was looked through: `marks` and its number of parameter groups then.
 # How often each has stepped since a model was first sharded: the same on ranks at one place of a program.
-num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[Optimizer, Count] = weakref.WeakKeyDictionary()
+# For each optimizer that was looked through: `marks` and its number of parameter groups then.
 _seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
@@ -94,7 +94,12 @@ def _count_module(_: nn.Module, __: str, ___: nn.Module | None) -> None:
 
 @eager
 def _count_step(optimizer: Optimizer, _: Any, __: Any) -> None:
-    num_steps[optimizer] = num_steps.get(optimizer, 0) + 1
+    steps_of(optimizer).value += 1
+
+
+def steps_of(optimizer: Optimizer) -> Count:
+    """Return what counts an optimizer's steps since a model was first sharded."""
+    return _steps.setdefault(optimizer, Count())
 
 
 def _check_optimizer(optimizer: Optimizer, _: Any, __: Any) -> None:
@@ -108,6 +113,16 @@ def _check_optimizer(optimizer: Optimizer, _: Any, __: Any) -> None:
         _seen[optimizer] = now  # after it, so that an optimizer that was refused is looked at again
 
 
+def num_updates(holder: ShardHolder) -> int | None:
+    """Return how often optimizers have updated a parameter; None if this rank has nothing of it to update.
+
+    Ranks that own something of it count alike, also where an optimizer was given only what has elements.
+    """
+    if not holder.sharded.requires_grad or holder.local.numel() == 0:
+        return None
+    return sum(steps.value for steps in holder.steps)
+
+
 def stepped_optimizers() -> list[Optimizer]:
     """Return the optimizers that have begun a step since a model was first sharded."""
     return list(_seen)
@@ -115,7 +130,8 @@ def stepped_optimizers() -> list[Optimizer]:
 
 @eager
 def _look_through(optimizer: Optimizer) -> None:
-    """Raise StateError if an optimizer has parameters that modules no longer use."""
+    """Tell an optimizer's parameters what counts its steps. Raises StateError if modules no longer use one."""
+    steps = steps_of(optimizer)
     built_before: list[str] = []
     stand_ins: list[str] = []  # unsharded parameters, freed at the next reshard
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
@@ -124,6 +140,8 @@ def _look_through(optimizer: Optimizer) -> None:
             # Original and sharded parameters have an owner; unsharded ones only a manager.
             is_former = owner_of(parameter) is not None
             (built_before if is_former else stand_ins).append(manager.name)
+        elif manager is not None and not any(each is steps for each in manager.holder.steps):
+            manager.holder.steps.append(steps)
     name = type(optimizer).__name__
     if built_before:
         raise StateError(

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.form import ParamForm
 from fullshard.engine.params.managed import (
+    Count,
     ManagedParameter,
     Reference,
     ShardHolder,
@@ -304,6 +305,7 @@ class FlatHolder:
         self, module: nn.Module, like: torch.Tensor, *, requires_grad: bool, is_part: bool
     ) -> None:
         self.contents: list[tuple[Piece | None, DTensorSpec | None]] = []
+        self.steps: list[Count] = []
         self.slot = Slot(module, FLAT_PARAM)
         # Without memory until the unit has some: see `move`.
         self.sharded = FlatParameter(like.new_empty(0), requires_grad=requires_grad)

@@ -86,6 +86,7 @@ class ManagedParameter(abc.ABC):
         self.gradient_hooks: Any = original._backward_hooks
         self._unsharded_grad_dtype = GradDtype()
         self.original: Callable[[], nn.Parameter | None] = weakref.ref(original)
+        self.steps: list[Count] = []
         local = original._local_tensor if isinstance(original, DTensor) else original
         self.shape = tuple(local.shape)
 
@@ -100,6 +101,7 @@ class ManagedParameter(abc.ABC):
         other.unsharded = other.accumulated_grad = other.gradient_hooks = other._whole = None
         other._accumulator = None
         other.original = _nobody
+        other.steps = []
         mark_owner(sharded, other)
         return other
 
@@ -463,8 +465,12 @@ class ShardHolder(Protocol):
     """The owner of one parameter that an optimizer updates: it is given the reduced gradient.
 
     Each managed parameter is its own, except for those inside a flat parameter, which share one
-    (`flat.FlatHolder`). For the members see `ManagedParameter`.
+    (`flat.FlatHolder`). For the other members see `ManagedParameter`.
+
+    steps: counts those of each optimizer that has had it, also of one that is gone (`checks.strays`).
     """
+
+    steps: list[Count]
 
     @property
     def sharded(self) -> nn.Parameter: ...
