@@ -7,8 +7,10 @@ import importlib
 import os
 import pickle
 import resource
+import time
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
+from fullshard.checkpoint.collector import collector_waits
+from fullshard.checkpoint.dcp_files import DcpFiles
+from fullshard.checkpoint.locations import folder_at
 from fullshard.errors import CheckpointError
 from tests.api import TORCH, Api, use_api
 from tests.checkpoint.test_any_to_any import _sharded, _state, _train
@@ -400,7 +412,11 @@ def test_directories_that_cannot_be_are_refused(
 
 _PUTS = {
     "index of the memo": b"\x80\x04Nr\x00\x00\x00\x04.",
+    "index in text": b"\x80\x02Np1000000000\n.",
     "bytearray": b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00.",
+    "bytes": b"\x80\x03B\xff\xff\xff\x7f.",
+    "long bytes": b"\x80\x04\x8e\x00\x00\x00\x00\x01\x00\x00\x00.",
+    "number": b"\x80\x02\x8b\xff\xff\xff\x7f.",
 }
 
 
@@ -411,6 +427,31 @@ def test_pickles_do_not_say_how_much_memory_they_take(tmp_path: Path, pickled: b
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         fullshard.load_checkpoint(tmp_path, nn.Linear(2, 2))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
+
+
+def test_reading_without_trust_is_not_out_of_proportion(tmp_path: Path) -> None:
+    """A large model on many ranks has 100,000 chunks and more."""
+    state, places = {}, {}
+    for number in range(200):
+        name = f"model.layers.{number}.weight"
+        offsets = [torch.Size([4 * chunk, 0]) for chunk in range(100)]
+        chunks = [ChunkStorageMetadata(offset, torch.Size([4, 8])) for offset in offsets]
+        size, properties = torch.Size([400, 8]), TensorProperties(torch.float32)
+        state[name] = TensorStorageMetadata(properties, size, chunks)
+        for chunk, offset in enumerate(offsets):
+            places[MetadataIndex(name, offset, chunk)] = _StorageInfo(f"__{chunk}_0.distcp", 0, 200)
+    content = pickle.dumps(Metadata(state, storage_data=places))
+    (tmp_path / ".metadata").write_bytes(content)
+
+    def seconds(read: Callable[[], object]) -> float:
+        began = time.process_time()
+        read()
+        return time.process_time() - began
+
+    with collector_waits():
+        plain = min(seconds(lambda: pickle.loads(content)) for _ in range(3))
+        ours = min(seconds(lambda: DcpFiles(folder_at(tmp_path))) for _ in range(3))
+    assert ours < 6 * plain  # with the look at each chunk that follows; it was 10
 
 
 def test_pickles_change_no_class(tmp_path: Path) -> None:
@@ -493,3 +534,58 @@ def test_values_of_one_name_are_refused(tmp_path: Path, more: Any, said: str) ->
     torch.save({"model": model.state_dict(), **more}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=said):
         fullshard.load_checkpoint(tmp_path / "a.pt", model)
+
+
+def _left_by_trainer(folder: Path, step: int) -> Path:
+    """Write what Transformers' Trainer leaves of a step with Accelerate's FSDP, and side files of theirs."""
+    own = folder / f"checkpoint-{step}"
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(param.sum() for param in model.parameters()).backward()
+    optimizer.step()
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    with quiet():
+        dcp.save({"model": of_model}, checkpoint_id=own / "pytorch_model_fsdp_0")
+        dcp.save({"optimizer": of_optimizer}, checkpoint_id=own / "optimizer_0")
+    for name in ("trainer_state.json", "scheduler.bin", "random_states_0.pkl", "training_args.bin"):
+        (own / name).touch()
+    return own
+
+
+def test_a_folder_of_other_libraries_names_what_is_below_it(tmp_path: Path) -> None:
+    for step in (500, 1000):
+        own = _left_by_trainer(tmp_path / "run [a]", step)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for call in (
+        lambda: fullshard.load_checkpoint(tmp_path / "run [a]", model),
+        lambda: fullshard.inspect_checkpoint(tmp_path / "run [a]"),
+        lambda: fullshard.export_hf(tmp_path / "run [a]", tmp_path / "out"),
+        lambda: fullshard.load_hf(model, tmp_path / "run [a]"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        said = [line for line in str(caught.value).splitlines() if "checkpoint-" in line]
+        # The newest first, each with the call that loads it; the side files with none.
+        assert [line.split("'")[1] for line in said] == [
+            f"checkpoint-{step}/{name}"
+            for step in (1000, 500)
+            for name in ("pytorch_model_fsdp_0", "optimizer_0")
+        ]
+        assert "load_checkpoint(PATH, model)" in said[0]
+        assert "load_checkpoint(PATH, model, optimizer, allow='missing')" in said[1]
+    # And so it is.
+    fullshard.load_checkpoint(own / "pytorch_model_fsdp_0", model)
+    fullshard.load_checkpoint(own / "optimizer_0", model, optimizer, allow="missing")
+    assert len(optimizer.state) == len([*model.parameters()])
+
+
+def test_what_lies_in_a_folder_itself_is_named(tmp_path: Path) -> None:
+    torch.save(mlp().state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "random_states_0.pkl").touch()
+    fullshard.save_checkpoint(tmp_path / "step-00000001", mlp())
+    with pytest.raises(CheckpointError) as caught:
+        fullshard.load_checkpoint(tmp_path, mlp())
+    found = [line.split("'")[1] for line in str(caught.value).splitlines()[1:]]
+    assert sorted(found) == ["pytorch_model.bin", "step-00000001"]
+    fullshard.load_checkpoint(tmp_path / "pytorch_model.bin", mlp())

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.debugging import recording
+from fullshard.debugging.record import Record
 from fullshard.engine.watchers import watchers
 from fullshard.errors import CheckpointError, MisuseError, StateError
 from tests.api import Api
@@ -388,6 +389,26 @@ def test_a_step_ends_where_parameters_change(api: Api, tmp_path: Path) -> None:
         assert found.is_equal, (name, found)
         assert found.counts["output"] == 2 * (3 if name == "lbfgs" else 12), name
         assert not any(type(each).__name__ == "Recording" for each in watchers), name
+
+
+def test_a_new_recording_removes_its_own_files_alone(tmp_path: Path) -> None:
+    record, folder = Record(tmp_path / "a"), tmp_path / "a"
+    record.clear()
+    record.write_facts(ranks=1, model="m", device="cpu", precision=())
+    ours = [folder / "rank-0" / name for name in ("inputs-0.pt", "event-12.pt", "event-13.part")]
+    others = [folder / "rank-0" / "notes.pt", folder / "rank-list" / "event-0.pt", folder / "b.txt"]
+    for path in (*ours, *others):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    record.clear()
+    assert not any(path.exists() for path in ours)
+    assert all(path.exists() for path in others)
+    # A file of the same name that is no record's.
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "replay.json").write_text('{"moves": []}')
+    with pytest.raises(CheckpointError, match="no recorded step"):
+        Record(tmp_path / "b").clear()
+    assert (tmp_path / "b" / "replay.json").exists()
 
 
 @on_ranks(2)

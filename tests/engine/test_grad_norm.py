@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.optim import SGD
 
+from fullshard.errors import StateError
 from tests.api import Api
 from tests.fsdp1.models import CPU, quiet
 from tests.harness import mesh_of, on_ranks, world_size
@@ -75,6 +76,38 @@ def test_norm_and_clipping_equal_the_unwrapped_models(
     assert norm.shape == ()
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
     assert_gradients_are_parts_of(model, full_gradients(alone))
+
+
+@pytest.mark.ours("not part of the API")
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, float("-inf"), float("nan")])
+@on_ranks(2)
+def test_other_orders_are_refused_where_gradients_are_divided(api: Api, norm_type: float) -> None:
+    model, _ = _sharded_after_backward(api)
+    before = [param.grad.to_local().clone() for param in model.parameters()]
+    with pytest.raises(StateError, match="norm_type is"):
+        api.clip_grad_norm_(model.parameters(), 1e-3, norm_type)
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert param.grad.to_local().equal(grad)
+
+
+@pytest.mark.ours("its wrapper divides by zero where it shards")
+@pytest.mark.parametrize("norm_type", [0.0, float("-inf")])
+@on_ranks(2)
+def test_other_orders_are_those_of_torch_where_no_gradient_is_divided(
+    api: Api, norm_type: float
+) -> None:
+    alone = UnevenMLP()
+    with quiet():
+        model = api.FullyShardedDataParallel(
+            copy.deepcopy(alone),
+            device_id=CPU,
+            sharding_strategy=api.ShardingStrategy.NO_SHARD,
+            use_orig_params=True,
+        )
+    for each in (alone, model):
+        mean_square(each(make_batch(7))).backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 1e-3, norm_type)
+    torch.testing.assert_close(model.clip_grad_norm_(1e-3, norm_type), expected)
 
 
 @pytest.mark.ours("not part of the API")

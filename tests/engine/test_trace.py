@@ -223,6 +223,21 @@ def test_retries_of_the_allocator_are_those_of_the_recording(api: Api, tmp_path:
 
 
 @on_ranks(2)
+def test_only_an_earlier_trace_is_removed(api: Api, tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        (tmp_path / "ranking.json").write_text("[]")
+        (tmp_path / "rank00007.json").write_text("{}")
+    training = Training(api, "fully_shard")
+    dist.barrier()
+    with api.trace(training.model, tmp_path):
+        training.step()
+    dist.barrier()
+    assert [trace.num_ranks for trace in read_traces(tmp_path)] == [2, 2]
+    assert (tmp_path / "ranking.json").read_text() == "[]"
+    assert not (tmp_path / "rank00007.json").exists()
+
+
+@on_ranks(2)
 def test_without_optimizer_and_marks_the_block_is_one_step(api: Api, tmp_path: Path) -> None:
     training = Training(api, "fully_shard")
     with api.trace(training.model, tmp_path):

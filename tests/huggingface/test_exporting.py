@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from fullshard.huggingface import exporting, sources
 from tests.api import Api
 from tests.checkpoint.test_any_to_any import ANY, HYBRID, _sharded, _tensor_parallel
 from tests.fsdp1.models import net, quiet
-from tests.harness import Pools, Task, mesh_of, on_ranks, rank
+from tests.harness import Fate, Pools, Task, mesh_of, on_ranks, rank, run_fresh
 from tests.models import mlp
 from tests.resident import peak_mib
 from tests.selection import each_value
@@ -412,3 +414,33 @@ def test_the_architecture_is_the_one_inside_of_ddp(api: Api, tmp_path: Path) -> 
     fullshard.export_hf(model, tmp_path / "a")
     fields = json.loads((tmp_path / "a" / "config.json").read_text())
     assert fields["architectures"] == ["_Configured"]
+
+
+def _export_and_die(folder: Path, victim: int, of: str) -> None:
+    """Export a model, or a checkpoint, while a rank is killed in the middle of it."""
+    model = mlp()
+    fullshard.fully_shard(model, mesh=mesh_of(2))
+    fullshard.save_checkpoint(folder / "checkpoint", model)
+    source: Any = model if of == "model" else folder / "checkpoint"
+    if rank() == victim:
+        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        # Rank 0 dies while it writes; another one while it sends, or waits for rank 0.
+        at = exporting._Export
+        setattr(at, "_write_weights" if rank() == 0 else "_write", kill)
+    fullshard.export_hf(source, folder / "out")
+
+
+@pytest.mark.parametrize("of", ["model", "checkpoint"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_while_others_export_is_named(
+    tmp_path: Path, victim: int, of: str
+) -> None:
+    outcomes = run_fresh(2, _export_and_die, limit_s=40, folder=tmp_path, victim=victim, of=of)
+    assert outcomes[victim].fate is Fate.DIED
+    (other,) = (each for number, each in enumerate(outcomes) if number != victim)
+    assert other.fate is Fate.RAISED
+    assert other.error is not None
+    assert other.error[0] in ("PeerLostError", "CheckpointError"), other.text
+    assert f"rank {victim}" in other.text
+    assert other.seconds < 10
+    assert not (tmp_path / "out").exists()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import html
 import html.parser
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -212,6 +215,23 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
     dataclasses.replace(trace, units=(trace.units[0], evil)).write(tmp_path)
     page = Page(write_report(tmp_path).page.read_text())
     assert "</script><b>&" in page.data["trace"]["names"]
+
+
+def test_commands_that_a_page_advises_take_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "it's [1] $HOME"
+    text = html.unescape(write_report(make_run(path)).page.read_text())
+    advised = re.search(r"Then run <code>(fullshard report .*?)</code> again", text)
+    assert advised is not None
+    assert shlex.split(advised[1]) == ["fullshard", "report", path.name]
+    given = re.search(r"fullshard.trace\(model, (.*), optimizer", text)
+    assert given is not None
+    assert ast.literal_eval(given[1]) == f"{path.name}/trace"
+
+
+def test_the_command_prints_the_files_that_it_wrote(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    done = CliRunner().invoke(cli.app, ["report", str(run)])
+    assert done.output.split() == [str(run / "report.html")]  # no trace, so no trace.json
 
 
 def test_the_command_writes_prints_and_refuses(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -57,6 +58,20 @@ def test_ranks_that_end_without_saving_say_which_step_is_lost(
     assert _finish(Ending(Exit.STOPPED), job) == Exit.FAILED
     said = capsys.readouterr().err
     assert ("nothing to save" not in said) == ("step 3" in said) == lost
+
+
+def test_what_continues_a_run_can_be_typed_whatever_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / 'it\'s a [run]* "1" $HOME')
+    folder.start(TrainConfig(), fingerprint="x", done=0)
+    folder.add_metrics({"step": 1, **_NUMBERS})
+    _finish(Ending(Exit.STOPPED), cast(Job, SimpleNamespace(folder=folder, done=0)))
+    (folder.checkpoints / "step-00000001").mkdir(parents=True)
+    (folder.checkpoints / "step-00000001" / MANIFEST).write_bytes(dumps(Manifest((), {}, {})))
+    for said in (capsys.readouterr().err, _what_is_saved(folder)):
+        typed = said[said.index("fullshard train --resume") :]
+        assert shlex.split(typed) == ["fullshard", "train", "--resume", str(folder.path)]
 
 
 def test_folders_that_are_named_otherwise_are_no_checkpoints(tmp_path: Path) -> None:

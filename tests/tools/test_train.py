@@ -13,8 +13,10 @@ import termios
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.fresh import fullshard_on_ranks
+from fullshard.tools import cli
+from tests.fresh import fullshard_on_ranks, in_warm_forks
 from tests.tools.processes import (
     FOREVER,
     TINY,
@@ -220,6 +222,42 @@ def test_the_sample_comes_from_all_ranks_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # above, a run goes on under torchrun
+def test_what_a_rank_forks_ends_on_a_signal() -> None:
+    """As do DataLoader's workers: they would ask a flag that nobody reads there to stop."""
+    code = (
+        "import os, signal, time\nfrom fullshard.tools.train import StopRequest\n"
+        "stop = StopRequest()\nread, write = os.pipe()\n"
+        "if (child := os.fork()) == 0:\n"
+        "    os.write(write, b'x')\n    time.sleep(20)\n    os._exit(0)\n"
+        "os.read(read, 1)\nos.kill(child, signal.SIGTERM)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stop.asked)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint(stop.asked)"
+    )
+    (done,) = in_warm_forks(code)
+    assert done.out.split() == [str(-signal.SIGTERM), "False", "True"], done.err
+
+
+def test_folders_may_have_any_name(tmp_path: Path) -> None:
+    data, run, hub = (
+        tmp_path / f'{name} [1]* it\'s "so" $HOME\n!' for name in ("data", "run", "hub")
+    )
+    data.mkdir()
+    (data / "text [a].txt").write_text("All happy families are alike. " * 200)
+    begun = train(
+        *TINY, "--steps", "2", "--data", str(data), "--out", str(run), "--save-every", "1"
+    )
+    assert begun.code == 0, begun.err
+    resumed = train("--resume", str(run), "--steps", "3")
+    assert resumed.code == 0, resumed.err
+    assert len(losses(run)) == 3
+    assert (run / "checkpoints" / "step-00000003").is_dir()
+    for words in (("export", run, "--hf", hub), ("report", run), ("ckpt", "verify", run)):
+        result = CliRunner().invoke(cli.app, [*map(str, words)])
+        assert result.exit_code == 0, result.output
+    assert (hub / "model.safetensors").is_file()
+    assert (run / "report.html").is_file()
+
+
 def test_it_runs_unchanged_under_torchrun(straight: Straight, tmp_path: Path) -> None:
     result = train(*SIXTY, "--out", str(tmp_path / "run"), torchrun=2)
     assert result.code == 0, result.err

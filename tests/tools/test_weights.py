@@ -145,6 +145,36 @@ def test_weights_of_another_model_are_refused_before_any_rank_starts(
     assert "tie_word" not in refused(other, "--model", "10m")
 
 
+def test_folders_of_other_libraries_are_told_from_runs(tmp_path: Path) -> None:
+    left = tmp_path / "checkpoint-500"
+    left.mkdir()
+    torch.save(_model(seed=1).state_dict(), left / "pytorch_model.bin")
+    (left / "trainer_state.json").write_text("{}")
+    for words in (
+        ("train", "--resume", tmp_path),
+        ("export", tmp_path, "--hf", tmp_path / "out"),
+        ("ckpt", "inspect", tmp_path),
+    ):
+        result = _call(*words)
+        assert result.exit_code not in (None, Exit.OK), result.output
+        assert "checkpoint-500/pytorch_model.bin" in result.output, words
+        assert "trainer_state" not in result.output
+    hub = tmp_path / "hub"
+    fullshard.export_hf(_model(seed=1), hub)
+    (hub / "config.json").write_text('{"model_type": "llama"}')
+    result = _call("train", "--resume", hub)
+    assert result.exit_code == Exit.USAGE
+    assert "--init-from" in result.output
+
+
+def test_weights_without_a_configuration_are_begun_with(tmp_path: Path) -> None:
+    source, model = _model(seed=1), _model(seed=2)
+    fullshard.export_hf(source, tmp_path / "a")  # as Accelerate leaves them
+    load_initial_weights(model, tmp_path / "a")
+    for name, value in source.state_dict().items():
+        assert value.equal(model.state_dict()[name])
+
+
 def test_configurations_are_compared_as_transformers_reads_them() -> None:
     sizes = SIZES["1b"]
     fields = config_fields(sizes, num_positions=2048)

@@ -9,13 +9,15 @@ The metadata are unpickled with a short list of classes, of which none does anyt
 
 import io
 import pickle
+import pickletools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fullshard.checkpoint.checksums import checksum
+from fullshard.checkpoint.collector import collector_waits
 from fullshard.checkpoint.folder import Folder
 from fullshard.checkpoint.foreign import (
     ForeignFiles,
@@ -50,7 +52,34 @@ _CLASSES = {
     "pathlib._local": {"PosixPath"},
 }
 _BUILT_IN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
-_BYTEARRAY = pickle.BYTEARRAY8[0]
+# Steps of a pickle: how many bytes follow each, or how their number is given (negative, see `pickletools`).
+_SIZES = {
+    each.code.encode("latin-1"): each.arg.n if each.arg else 0 for each in pickletools.opcodes
+}
+_WIDTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+_REFUSED = (
+    pickle.BYTEARRAY8,
+    pickle.EXT1,
+    pickle.EXT2,
+    pickle.EXT4,
+    pickle.PERSID,
+    pickle.BINPERSID,
+)
+_MOST_SMALL_NUMBER = 255  # of BINPUT, whose steps are not counted
+_PLAIN_STEPS = re.compile(
+    b"(?:%s){1,1000}"  # what a match may go back over takes memory
+    % b"|".join(
+        b"%s.{%d}" % (re.escape(code), size)
+        for code, size in _SIZES.items()
+        if size >= 0 and code not in (*_REFUSED, pickle.LONG_BINPUT, pickle.STOP)
+    ),
+    re.DOTALL,
+)
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}(/[A-Za-z0-9_.-]{1,200})?")
 
 
@@ -63,16 +92,47 @@ class _StandIn:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
-class _Unpickler(pickle._Unpickler):
-    """Reads a pickle into stand-ins, made for this pickle alone, as it may change a class that it names.
+def _check_claims(content: bytes) -> None:
+    """Refuse a pickle of which a step claims more than there is: a length, or a number in the memo.
 
-    Python's own unpickler, not that in C: there an index of the memo, or the length of a bytearray, decides
-    how much memory is taken, whatever follows.
+    Python's unpickler in C takes memory for what is claimed, whatever follows. In Python it would not, and takes
+    eight times as long.
     """
+    position, num_kept, end = 0, 0, len(content)
+    while position < end:
+        if run := _PLAIN_STEPS.match(content, position):
+            position = run.end()
+            num_kept += content.count(pickle.MEMOIZE, run.start(), position)  # or arguments like it
+            continue
+        code = content[position : position + 1]
+        size = _SIZES.get(code)
+        if size is None or code in _REFUSED:
+            raise pickle.UnpicklingError(f"has a step {code!r}, which no checkpoint needs")
+        position += 1
+        if size == pickletools.UP_TO_NEWLINE:
+            size = content.find(b"\n", position) + 1 - position
+            if size <= 0:
+                raise pickle.UnpicklingError("ends within a step")
+        elif size < 0:
+            width = _WIDTHS[size]
+            size = width + int.from_bytes(content[position : position + width], "little")
+        if position + size > end:
+            raise pickle.UnpicklingError("ends within a step")
+        if code in (pickle.PUT, pickle.LONG_BINPUT):
+            argument = content[position : position + size]
+            number = int(argument) if code == pickle.PUT else int.from_bytes(argument, "little")
+            num_kept += 1
+            if number > num_kept + _MOST_SMALL_NUMBER:
+                raise pickle.UnpicklingError(
+                    f"keeps a value as number {number}, after {num_kept} others"
+                )
+        position += size
+        if code == pickle.STOP:
+            return
 
-    dispatch: ClassVar = {
-        key: do for key, do in pickle._Unpickler.dispatch.items() if key != _BYTEARRAY
-    }
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickle into stand-ins, made for this pickle alone, as it may change a class that it names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -123,7 +183,9 @@ class DcpFiles(ForeignFiles):
         self._chunks: dict[str, list[_Chunk]] = {}
         self._objects: dict[str, _Place] = {}
         try:
-            self._take(_Unpickler(io.BytesIO(content)).load())
+            with collector_waits():
+                _check_claims(content)
+                self._take(_Unpickler(io.BytesIO(content)).load())
         except CheckpointError as error:
             raise self._refused(f"{METADATA} {error}") from error
         except Exception as error:  # whatever damaged bytes make of a pickle

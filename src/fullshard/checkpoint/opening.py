@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from fullshard.checkpoint.below import said_below
 from fullshard.checkpoint.dcp_files import METADATA, DcpFiles
 from fullshard.checkpoint.folder import SHARD_SUFFIX
 from fullshard.checkpoint.foreign import ForeignState
@@ -36,6 +37,7 @@ def opened(path: Location) -> SavedState:
     why = "has no manifest, so no save was completed there" if folder.exists() else "is no folder"
     raise CheckpointError(
         f"{folder}: {why}. Name a complete checkpoint, on a filesystem that all hosts share."
+        f"{said_below(folder)}"
     )
 
 

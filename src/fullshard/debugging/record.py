@@ -12,7 +12,7 @@ pickled as they are, so replay a record only if you trust whoever wrote it.
 import contextlib
 import json
 import os
-import shutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ from fullshard.json_files import as_typed, read_json
 from fullshard.versions import VERSION
 
 _FORMAT = 1
+_FACTS = "replay.json"
+_OF_RANK = re.compile(r"rank-\d+/(inputs|event)-\d+\.(pt|part)")
 
 
 class Facts(NamedTuple):
@@ -66,27 +68,28 @@ class Record:
     def clear(self) -> None:
         """Make room for a new record. Raises CheckpointError where something else is."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        facts = self.folder / "replay.json"
-        if any(self.folder.iterdir()) and not facts.exists():
+        facts = self.folder / _FACTS
+        if any(self.folder.iterdir()) and not _is_ours(facts):
             raise CheckpointError(
                 f"{self.folder}: has other files, and no recorded step. Name an empty folder."
             )
         facts.unlink(missing_ok=True)
-        for old in self.folder.glob("rank-*"):
-            shutil.rmtree(old)
+        for path in self.folder.glob("rank-*/*"):
+            if _OF_RANK.fullmatch(f"{path.parent.name}/{path.name}"):
+                path.unlink()
 
     def write_facts(self, **facts: Any) -> None:
         """Write what the record is of: all fields of `Facts` that follow from the model."""
         values = {"format": _FORMAT, "fullshard": VERSION, "torch": str(torch.__version__), **facts}
         _written(
-            self.folder / "replay.json",
+            self.folder / _FACTS,
             lambda path: path.write_text(json.dumps(values, indent=1)),
         )
 
     def facts(self) -> Facts:
         """Return what was recorded. Raises CheckpointError if nothing was, or by another version."""
         try:
-            values = read_json(self.folder / "replay.json", dict[str, Any], CheckpointError)
+            values = read_json(self.folder / _FACTS, dict[str, Any], CheckpointError)
         except CheckpointError:  # not there, or not complete
             raise CheckpointError(
                 f"{self.folder}: no recorded step. Record one with fullshard.debug(replay={str(self.folder)!r})."
@@ -134,6 +137,14 @@ class Record:
 
     def _file(self, rank: int, name: str) -> Path:
         return self.folder / f"rank-{rank}" / f"{name}.pt"
+
+
+def _is_ours(facts: Path) -> bool:
+    """Whether a file says what is recorded, by any version."""
+    try:
+        return {"format", "fullshard"} <= read_json(facts, dict[str, Any], CheckpointError).keys()
+    except CheckpointError:
+        return False
 
 
 def _written(path: Path, write: Callable[[Path], object]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.background import finish_background
+from fullshard.checkpoint.below import said_below
 from fullshard.checkpoint.folder import Folder, NewFile, new_tag
 from fullshard.checkpoint.locations import Location, disk_path, folder_at
 from fullshard.checkpoint.manager import latest_checkpoint
@@ -245,6 +246,6 @@ def _checkpoint(folder: Folder) -> Folder:
     if found is None:
         raise CheckpointError(
             f"{folder}: is no complete checkpoint, and holds none. Of files of other forms, make one first: "
-            "fullshard ckpt import."
+            f"fullshard ckpt import.{said_below(folder)}"
         )
     return folder_at(found.path)

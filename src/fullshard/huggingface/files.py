@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fullshard.checkpoint.below import said_below
+from fullshard.checkpoint.local_folder import LocalFolder
 from fullshard.checkpoint.manifest import DTYPES
 from fullshard.checkpoint.spans import Limits, Wanted, read_at_once, read_shared
 from fullshard.checkpoint.writing import PART_OF
@@ -96,12 +98,13 @@ def _of_folder(folder: Path) -> Weights:
     if not paths:
         pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
         other = (
-            f" {pickled[0].name} is pickled, which is never read: load it in Transformers and "
+            f" {pickled[0].name} is pickled, which load_hf never reads: load it in Transformers and "
             "save_pretrained() it."
             if pickled
             else ""
         )
-        raise CheckpointError(f"{folder}: holds no *.safetensors.{other}")
+        below = said_below(LocalFolder(folder))
+        raise CheckpointError(f"{folder}: holds no *.safetensors.{other}{below}")
     return _joined(folder, paths)
 
 

@@ -2,11 +2,12 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -46,7 +47,8 @@ def clip_grad_norm_(
     parameters: sharded on any meshes, plain, or both. For a parameter that is unsharded at the
         moment, the gradient of its sharded form counts. Plain gradients count once, so they have to
         be the same on every rank.
-    norm_type: 1, 2, any positive p, or infinity.
+    norm_type: 1, 2, any positive p, or infinity. Others, such as 0, mean what they mean in
+        ``torch.nn.utils`` where no gradient is divided over ranks, and are a StateError elsewhere.
 
     Returns a 0-dim plain tensor, the norm over all ranks, the same on each. Every rank has to call
     it; there is one all-reduce per distinct set of mesh axes and axis in it. With
@@ -60,19 +62,16 @@ def clip_grad_norm_(
         by_groups.setdefault(part.groups, []).append(part)
     if not by_groups:
         return torch.tensor(0.0, device="cpu")
-    device = parameters[-1].device
-    powers = []
-    for groups, parts in by_groups.items():
-        power = _local_power(parts, norm_type, device)
-        for group in groups:
-            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-            power = _for_group(power, group)
-            run_collective(
-                dist.all_reduce, power, op=op, group=group, label="the norm of all gradients"
-            )
-        powers.append(power)
-    stacked = torch.stack([power.to(powers[0].device) for power in powers])
-    norm = stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+    if norm_type > 0:
+        norm = _norm_over_ranks(by_groups, norm_type, parameters[-1].device)
+    elif any(by_groups):
+        raise StateError(
+            f"norm_type is {norm_type}: norms of order 0 or less are not taken of gradients that are divided over "
+            "ranks. Give 1, 2, another positive number, or math.inf."
+        )
+    else:
+        counted = [part.counted for part in by_groups[()] if part.counted is not None]
+        norm = nn.utils.get_total_norm(counted, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise StateError(
             f"The gradients' norm of order {norm_type} is {norm.item()}. Look for the first loss "
@@ -84,6 +83,23 @@ def clip_grad_norm_(
         if grads:
             torch._foreach_mul_(grads, scale.to(grads[0].device))
     return norm
+
+
+def _norm_over_ranks(
+    by_groups: Mapping[Groups, list[_Part]], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    powers = []
+    for groups, parts in by_groups.items():
+        power = _local_power(parts, norm_type, device)
+        for group in groups:
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            power = _for_group(power, group)
+            run_collective(
+                dist.all_reduce, power, op=op, group=group, label="the norm of all gradients"
+            )
+        powers.append(power)
+    stacked = torch.stack([power.to(powers[0].device) for power in powers])
+    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
 
 def _trained(parameter: torch.Tensor) -> torch.Tensor:

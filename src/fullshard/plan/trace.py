@@ -14,6 +14,7 @@ step add up to its duration. Times are in nanoseconds since `Clock.origin_ns`.
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -221,6 +222,9 @@ class _File(_MaybeInFile):
     samples: tuple[Sample, ...]
 
 
+_FILE_NAME = re.compile(r"rank\d{5,}\.json")
+
+
 def read_trace(path: Path) -> RankTrace:
     """Read a file that `RankTrace.write` wrote. Raises TraceError, which names the file."""
 
@@ -245,12 +249,17 @@ def read_trace(path: Path) -> RankTrace:
         raise refuse(str(error)) from error
 
 
+def trace_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that are named as `RankTrace.write` names them."""
+    return sorted(path for path in folder.glob("rank*.json") if _FILE_NAME.fullmatch(path.name))
+
+
 def read_traces(folder: Path) -> list[RankTrace]:
     """Return the traces of the newest recording in a folder, by rank; none if there are no files.
 
     Raises TraceError if one of the files cannot be read.
     """
-    paths = sorted(folder.glob("rank*.json"))
+    paths = trace_files(folder)
     if not paths:
         return []
     newest = max(paths, key=lambda path: path.stat().st_mtime_ns)

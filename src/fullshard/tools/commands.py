@@ -128,8 +128,9 @@ def report(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Exit:
         written = write_report(runs[0], out)
     except (OptionError, TraceError) as error:
         return _refuse(error, quiet=False, command="report")
-    for path in written:
-        print(path)
+    print(written.page)
+    if written.trace is not None:
+        print(written.trace)
     return Exit.OK
 
 
@@ -305,7 +306,7 @@ def _what_is_lost(job: Job) -> str:
         return "stopped before the first step; nothing to save."
     return (
         f"the ranks were ended after step {metrics[-1]['step']}, before they had saved it. If there is a "
-        f"checkpoint, the run goes on from it with: fullshard train --resume {job.folder.path}"
+        f"checkpoint, the run goes on from it with: {job.folder.to_resume}"
     )
 
 

@@ -25,6 +25,7 @@ from fullshard.tools.run_folder import RunFolder
 from fullshard.tools.text.interface import Text
 from fullshard.tools.text.opening import open_text
 from fullshard.tools.text.tokenizer import Tokenizer, open_tokenizer
+from fullshard.tools.weights import is_run, what_it_is
 
 _DEFAULT_CPU_RANKS = 2
 
@@ -94,10 +95,12 @@ def resumed_job(path: Path, changes: dict[str, Any], *, cache: Path = DEFAULT_CA
     another run, for other text and for a run that has nothing left to do.
     """
     folder = RunFolder(path)
-    if not folder.config_file.is_file():
+    if not is_run(path):
+        if folder.config_file.is_file() and folder.checkpoints.is_dir():
+            folder.read_config()  # says what is wrong with it
         raise OptionError(
-            f"--resume {path}: holds no run (no config.json). Name the folder that "
-            "`fullshard train` printed as its output."
+            f"--resume {path}: holds no run of `fullshard train`. Name the folder that it printed as its output."
+            f"{what_it_is(path)}"
         )
     checkpoint = fullshard.latest_checkpoint(folder.checkpoints)
     if checkpoint is None:

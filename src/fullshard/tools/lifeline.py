@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 _CONNECT_TIMEOUT_S = 60.0
-_HELLO_S = 5.0  # for whoever connects to show the token; ranks do at once
+_HELLO_S = 1.0  # for whoever connects to show the token; ranks do at once
 _NOTICE = struct.Struct("<iB")  # rank, Fate
 _HELLO = struct.Struct("<16si")  # token, rank
 

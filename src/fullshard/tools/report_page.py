@@ -1,5 +1,6 @@
 """The report's data as one HTML file: the template, style and scripts of `page/` put together."""
 
+import shlex
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -26,7 +27,7 @@ def render(page: str, data: dict[str, Any], **more: str) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(ns=nanoseconds, nbytes=nbytes)
+    environment.filters.update(ns=nanoseconds, nbytes=nbytes, quoted=shlex.quote)
     scripts = "\n".join(_read(name) for name in _SCRIPTS[page])
     # `</script>` in a unit's name must not end the element that holds the data.
     embedded = json_text(data, separators=(",", ":")).replace("<", "\\u003c")

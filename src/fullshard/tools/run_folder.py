@@ -16,6 +16,7 @@ Only rank 0 writes, except that every rank writes its part of a checkpoint.
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
@@ -111,11 +112,16 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def to_resume(self) -> str:
+        """What to type to continue the run."""
+        return f"fullshard train --resume {shlex.quote(str(self.path))}"
+
     def check_new(self, *, may_have_begun: bool = False) -> None:
         """Raise OptionError if a run is already here (unless it may) or the folder cannot be."""
         if not may_have_begun and (self.config_file.exists() or self.checkpoints.exists()):
             raise OptionError(
-                f"--out {self.path}: already holds a run. Continue it with --resume {self.path} "
+                f"--out {self.path}: already holds a run. Continue it with {self.to_resume} "
                 "(or --auto-resume, which begins it where there is none), or name another folder."
             )
         if self.path.exists() and not self.path.is_dir():

@@ -6,6 +6,7 @@ anybody was asked to stop.
 """
 
 import math
+import os
 import resource
 import signal
 import sys
@@ -49,18 +50,33 @@ class StopRequest:
     """Turns the signals that a launcher passes on into a flag that the end of a step reads.
 
     Asking again changes nothing: a supervisor and the launcher may both pass on one request. What the
-    process was started to ignore (SIGHUP under `nohup`) stays ignored.
+    process was started to ignore (SIGHUP under `nohup`) stays ignored. Processes that this one forks, such
+    as workers that load data, have back what was there before: a signal is to end them.
     """
 
     def __init__(self) -> None:
         self.asked = False
         for name in STOP_SIGNALS:
             number = signal.Signals[name]
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            before = signal.getsignal(number)
+            if before is not signal.SIG_IGN:
+                _before.setdefault(number, before or signal.SIG_DFL)
                 signal.signal(number, self._ask)
 
     def _ask(self, *_: object) -> None:
         self.asked = True
+
+
+_before: dict[int, Any] = {}  # what was called on a signal before
+
+
+def _give_back() -> None:
+    for number, handler in _before.items():
+        signal.signal(number, handler)
+    _before.clear()
+
+
+os.register_at_fork(after_in_child=_give_back)
 
 
 class Trainer:

@@ -41,19 +41,19 @@ def export_run(
         raise OptionError(f"--dtype {dtype}: choose from {', '.join(DTYPES)}.")
     if not overwrite and out.is_dir() and any(out.iterdir()):
         raise OptionError(f"--hf {out}: is there already. Name another folder, or add --overwrite.")
-    if _is_run(run):
+    if is_run(run):
         folder, checkpoint = RunFolder(run), _newest(RunFolder(run).checkpoints)
         if checkpoint is None:
             raise OptionError(
                 f"{run}: holds no complete checkpoint; its run ended before the first."
             )
-    elif _is_run(run.parent.parent):  # RUN/checkpoints/step-00000350
+    elif is_run(run.parent.parent):  # RUN/checkpoints/step-00000350
         folder, checkpoint = RunFolder(run.parent.parent), run
     else:
         raise OptionError(
             f"{run}: is no run of `fullshard train`, nor a checkpoint in one. For another model's "
             "checkpoint, call fullshard.export_hf(checkpoint, folder, config=...): "
-            "only you know its configuration."
+            f"only you know its configuration.{what_it_is(run)}"
         )
     with tempfile.TemporaryDirectory() as beside:
         _write_beside(folder, Path(beside))
@@ -96,7 +96,7 @@ def check_initial_weights(config: TrainConfig, blueprint: Blueprint) -> None:
     where = f"--init-from {path}"
     if not path.is_dir():
         raise OptionError(f"{where}: is no folder.")
-    if _is_run(path):
+    if is_run(path):
         other, fields = RunFolder(path).read_config(), RunFolder(path).read_model_fields()
         if not blueprint.is_same(blueprint_of(other, fields)):
             tied = " --tie-embeddings" if other.tie_embeddings else ""
@@ -120,18 +120,29 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
 
     Raises CheckpointError, on all ranks, for what does not fit.
     """
-    if _is_run(path):
+    if is_run(path):
         newest = _newest(RunFolder(path).checkpoints)
         if newest is None:
             raise CheckpointError(f"{path}: holds no complete checkpoint.")
         fullshard.load_checkpoint(newest, model, rng=False)
-    elif (path / "config.json").is_file():
+    elif any((path / name).is_file() for name in ("config.json", "model.safetensors")):
         fullshard.load_hf(model, path)
     else:
         fullshard.load_checkpoint(_newest(path) or path, model, rng=False)
 
 
-def _is_run(path: Path) -> bool:
+def what_it_is(path: Path) -> str:
+    """Say what a folder is that is no run; "" if it is no folder. Begins with a space."""
+    if not path.is_dir():
+        return ""
+    try:
+        form = fullshard.inspect_checkpoint(path).form
+    except CheckpointError as error:
+        return f" {error}"
+    return f" It holds weights ({form}), which --init-from takes."
+
+
+def is_run(path: Path) -> bool:
     """Whether a folder is of `fullshard train`; those of Transformers have a config.json as well."""
     try:
         fields = read_json(path / "config.json", dict[str, Any], OptionError)

@@ -115,7 +115,7 @@ def _what_is_saved(folder: RunFolder) -> str:
         return "There was no complete checkpoint yet; start the run again with another --out."
     return (
         f"The last complete checkpoint is of step {checkpoint.step} ({checkpoint.path}); continue "
-        f"with: fullshard train --resume {folder.path}"
+        f"with: {folder.to_resume}"
     )
 
 
@@ -137,7 +137,7 @@ def _show(summary: dict[str, Any], report: Reporter, *, as_json: bool) -> None:
     if summary["status"] == "stopped":
         report.note(
             f"stopped after step {summary['step']} of {summary['steps']}, checkpoint saved. "
-            f"Continue with: fullshard train --resume {out}{report_at}"
+            f"Continue with: {RunFolder(Path(out)).to_resume}{report_at}"
         )
         return
     if summary["sample"]:

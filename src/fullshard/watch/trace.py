@@ -45,6 +45,7 @@ from fullshard.plan.trace import (
     TracedStep,
     TracedUnit,
     Transfer,
+    trace_files,
 )
 from fullshard.watch.trace_memory import CATEGORIES, MemoryMeter
 
@@ -334,7 +335,7 @@ def trace(
     recordings = [uuid.uuid4().hex]
     dist.broadcast_object_list(recordings, src=0)
     if dist.get_rank() == 0:
-        for old in path.glob("rank*.json"):
+        for old in trace_files(path):
             old.unlink()
     units = [unit for unit in iteration.units if unit.params]
     meter = MemoryMeter(model, units, optimizer)

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.tools.doctor.facts import Knock
-from fullshard.tools.doctor.links import knock_at_hosts
+from fullshard.tools.doctor.links import _door, knock_at_hosts
 from fullshard.tools.doctor.meeting import Meeting, MeetingError, Watchdog, join
 from fullshard.tools.launch import Place
 from tests.tools.doctor.examinations import exam
@@ -95,6 +95,13 @@ def test_hosts_that_are_not_reached_are_named() -> None:
     assert [(k.target, bool(k.error)) for k in second] == [(0, False), (2, True)]
     assert [(k.target, bool(k.error)) for k in third] == [(0, False), (1, False)]
     assert [k.address.partition(":")[0] for k in first] == ["127.0.0.1", "node2.invalid"]
+
+
+def test_a_door_is_open_at_its_address_alone() -> None:
+    with _door("127.0.0.1") as port:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), 5)
 
 
 def test_what_hangs_is_named_and_what_ends_is_not() -> None:

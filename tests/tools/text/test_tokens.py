@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,6 +156,16 @@ def test_other_bytes_than_were_written_are_not_trained_on(
     with pytest.raises(CorpusError, match=file.name.removesuffix(".crc32")):
         read()
     assert read() == before
+
+
+def test_a_cache_that_is_removed_during_a_run_is_named(words: Words, tmp_path: Path) -> None:
+    path = _write("parquet", tmp_path / "d", ["a b c d " * 5000])
+    begun, other = (_tokenized(words, path, field="body") for _ in range(2))
+    assert len(begun.read([3], 2)[0]) == 2
+    shutil.rmtree(words.folder / "cache")
+    for read in (lambda: begun.read([3], 2), lambda: other.read([3], 2), lambda: other.ends):
+        with pytest.raises(CorpusError, match=str(begun.folder)):
+            read()
 
 
 def test_a_change_is_seen_though_size_and_time_are_set_back(words: Words, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def knock_at_hosts(
     """
     is_leader = facts.rank in leaders
     knocks: list[Knock] = []
-    with _door() if is_leader else contextlib.nullcontext(0) as port:
+    with _door(_address(facts)) if is_leader else contextlib.nullcontext(0) as port:
         if is_leader:
             meeting.post("door", (_address(facts), port))
         is_open = meeting.arrive("doors")
@@ -41,9 +41,16 @@ def knock_at_hosts(
 
 
 @contextlib.contextmanager
-def _door() -> Iterator[int]:
-    """Listen on a free port of all interfaces; the kernel accepts."""
-    with socket.create_server(("", 0), backlog=1024) as server:
+def _door(address: str) -> Iterator[int]:
+    """Listen on a free port where others look for this host, or everywhere if that is no address of its own.
+
+    The kernel accepts: nothing is read, and all who came are sent away at the end.
+    """
+    try:
+        server = socket.create_server((address, 0), backlog=1024)
+    except OSError:
+        server = socket.create_server(("", 0), backlog=1024)
+    with server:
         yield server.getsockname()[1]
 
 

@@ -57,33 +57,39 @@ class KeptFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.nbytes = path.stat().st_size
-        self._sums = array("I", path.with_name(path.name + _CHECKSUMS).read_bytes())
+        with self._naming():
+            self.nbytes = path.stat().st_size
+            self._sums = array("I", path.with_name(path.name + _CHECKSUMS).read_bytes())
 
     def read(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of each span: (offset, number)."""
+        with self._naming(), self.path.open("rb") as file:
+            found = []
+            for offset, nbytes in spans:
+                first = offset // _BLOCK_NBYTES
+                file.seek(first * _BLOCK_NBYTES)
+                last = -(-(offset + nbytes) // _BLOCK_NBYTES)
+                data = b"".join(
+                    self._checked(file.read(_BLOCK_NBYTES), number) for number in range(first, last)
+                )
+                found.append(data[offset - first * _BLOCK_NBYTES :][:nbytes])
+            return found
+
+    def check(self) -> None:
+        """Read all of it."""
+        with self._naming():
+            for number, block in enumerate(_blocks(self.path)):
+                self._checked(block, number)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Say of a file that is gone, as where somebody has removed the cache, which it was."""
         try:
-            with self.path.open("rb") as file:
-                found = []
-                for offset, nbytes in spans:
-                    first = offset // _BLOCK_NBYTES
-                    file.seek(first * _BLOCK_NBYTES)
-                    last = -(-(offset + nbytes) // _BLOCK_NBYTES)
-                    data = b"".join(
-                        self._checked(file.read(_BLOCK_NBYTES), number)
-                        for number in range(first, last)
-                    )
-                    found.append(data[offset - first * _BLOCK_NBYTES :][:nbytes])
-                return found
+            yield
         except OSError as error:
             raise CorpusError(
                 f"{self.path} cannot be read: {error.strerror}. It is made anew when the run is started again."
             ) from error
-
-    def check(self) -> None:
-        """Read all of it."""
-        for number, block in enumerate(_blocks(self.path)):
-            self._checked(block, number)
 
     def _checked(self, block: bytes, number: int) -> bytes:
         if zlib.crc32(block) != self._sums[number]:
