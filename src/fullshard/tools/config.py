@@ -63,7 +63,7 @@ class TrainConfig:
     tie_embeddings: bool = False
     init_from: str = ""
     data: tuple[str, ...] = ()
-    text_field: str = "text"
+    text_field: str = ""
     tokenizer: str = ""
     end_token: str = ""
     vocab_size: int = 256
