@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,21 @@ def test_where_one_rank_may_open_no_more_files_all_share_the_programs_group() ->
             stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
             resource.setrlimit(resource.RLIMIT_NOFILE, (40, limits[1]))
         assert own_group(group) is group
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="torch has groups of sorted ranks alone before 2.13",
+)
+@on_ranks(2)
+def test_ranks_keep_their_places_in_a_group_that_is_not_sorted() -> None:
+    group = dist.new_group([1, 0], sort_ranks=False)
+    own = own_group(group)
+    assert own is not group
+    assert dist.get_process_group_ranks(own) == [1, 0]
+    assert own.rank() == group.rank() == 1 - rank()
+    dist.destroy_process_group(own)
     dist.destroy_process_group(group)
 
 

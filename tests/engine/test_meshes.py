@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -822,3 +823,91 @@ def test_rank_outside_the_mesh_is_told_so(api: Api) -> None:
             api.fully_shard(model, mesh=mesh)
         assert type(model) is nn.Linear
     dist.barrier()
+
+
+# Places in the mesh and in process groups
+
+
+def _permuted(rows: list[Any], *, names: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
+    return DeviceMesh("cpu", rows, mesh_dim_names=names[-torch.tensor(rows).dim() :])
+
+
+@functools.cache
+def descending_group() -> dist.ProcessGroup:
+    """All ranks, the last one first. One for all tests: a mesh of it equals any other one of these ranks."""
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        pytest.skip("torch has groups of sorted ranks alone before 2.13")
+    ranks = list(reversed(range(dist.get_world_size())))
+    group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False)
+    return group
+
+
+# The last: rank 0's row is in order, so that it has to look at the others' to refuse with them.
+@pytest.mark.ours("full_tensor() is right, but a checkpoint has the rows in other places")
+@pytest.mark.parametrize("rows", [[3, 1, 2, 0], [[3, 1], [2, 0]], [[0, 1], [3, 2]]])
+@on_ranks(4)
+def test_mesh_in_another_order_than_its_groups_is_refused_on_every_rank(
+    api: Api, rows: list[Any]
+) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(api.errors.MeshError, match=r"'shard'.* order") as refused:
+        api.fully_shard(model, mesh=_permuted(rows))
+    wrong = next(
+        row for row in (rows if isinstance(rows[0], list) else [rows]) if row != sorted(row)
+    )
+    assert str(wrong) in str(refused.value)
+    assert str(sorted(wrong)) in str(refused.value)
+    assert type(model) is nn.Linear
+
+
+@on_ranks(4)
+def test_replicas_may_be_in_another_order_than_their_group(api: Api) -> None:
+    model, alone = _make_model(), _make_model()
+    alone.load_state_dict(model.state_dict())
+    _shard(api, model, mesh=_permuted([[2, 3], [0, 1]]))
+    _assert_trains_like(model, alone, make_batch(8, DIM), my_part)
+
+
+@on_ranks(2)
+def test_group_in_another_order_than_its_ranks_trains_like_one_process(api: Api) -> None:
+    mesh = DeviceMesh.from_group(descending_group(), "cpu")
+    assert mesh.get_coordinate() == (1 - rank(),)
+    model, alone = _make_model(), _make_model()
+    alone.load_state_dict(model.state_dict())
+    _shard(api, model, mesh=mesh)
+    _assert_trains_like(model, alone, make_batch(8, DIM), my_part)
+
+
+@pytest.mark.ours("rows of another order in the smaller group")
+@on_ranks(4)
+def test_smaller_group_after_forward_in_another_order_is_refused(api: Api) -> None:
+    """``DeviceMesh`` makes the smaller groups, of sorted ranks."""
+    model = nn.Linear(4, 4)
+    mesh = DeviceMesh.from_group(descending_group(), "cpu")
+    for _ in range(2):  # what is known of a mesh does not pass either
+        with pytest.raises(api.errors.MeshError, match="order"):
+            api.fully_shard(model, mesh=mesh, reshard_after_forward=2)
+    assert type(model) is nn.Linear
+
+
+@pytest.mark.ours("full_tensor() is right, but a checkpoint has the rows in other places")
+@on_ranks(4)
+def test_tensor_parallel_in_another_order_than_its_groups_is_refused(api: Api) -> None:
+    mesh = _permuted([[1, 0], [3, 2]], names=("dp", "tp"))
+    model = _parallelize(_make_model(), mesh["tp"])
+    with pytest.raises(api.errors.MeshError, match=r"weight.*'tp'.* order"):
+        _shard(api, model, mesh=mesh["dp"])
+
+
+@pytest.mark.ours("adds up parts of different ranks")
+@on_ranks(4)
+def test_mesh_that_shares_ranks_with_a_tensor_parallel_one_is_refused(api: Api) -> None:
+    mesh = _named_mesh(*TENSOR_PARALLEL)
+    own = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}[rank()]
+    for over in (mesh["tp"], init_device_mesh("cpu", (4,))):
+        layer = _Layer()
+        parallelize_module(layer, mesh["tp"], COLUMNS_THEN_ROWS)
+        with pytest.raises(api.errors.MeshError, match=r"up\.weight") as refused:
+            api.fully_shard(layer, mesh=over)
+        assert str(own) in str(refused.value)
+        assert type(layer) is _Layer

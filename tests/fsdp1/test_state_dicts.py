@@ -20,10 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fullshard
 from tests.api import Api, use_api
+from tests.engine.test_meshes import descending_group
 from tests.fresh import in_fresh_ranks
 from tests.fsdp1.models import (
     CPU,
@@ -598,3 +601,92 @@ def test_checkpoint_functions_know_installed_wrappers(full: bool, use_orig_param
         losses = [train(m, o) for m, o in zip(models, optimizers, strict=True)]
         assert losses[0] == losses[1]
         _assert_same_model(api, models[1], models[0])
+
+
+# Places in the mesh and in process groups
+
+
+@on_default_comm
+@pytest.mark.ours("sharded values gather in another order")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@orig_params
+@on_ranks(4)
+def test_mesh_in_another_order_than_its_groups_is_refused(
+    api: Api, strategy: str, use_orig_params: bool
+) -> None:
+    rows: Any = [[3, 1], [2, 0]] if strategy == "HYBRID_SHARD" else [3, 1, 2, 0]
+    mesh = DeviceMesh(
+        "cpu", rows, mesh_dim_names=("replicate", "shard")[-torch.tensor(rows).dim() :]
+    )
+    with pytest.raises(api.errors.MeshError, match=r"'shard'.* order") as refused:
+        wrap(api, net(), strategy, device_mesh=mesh, use_orig_params=use_orig_params)
+    wrong = rows[0] if strategy == "HYBRID_SHARD" else rows
+    assert str(wrong) in str(refused.value)
+    assert str(sorted(wrong)) in str(refused.value)
+
+
+@on_default_comm
+@pytest.mark.ours("sharded values gather in another order")
+@on_ranks(4)
+def test_other_axis_over_which_values_are_divided_has_its_order_too(api: Api) -> None:
+    mesh = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))
+    with pytest.raises(api.errors.MeshError, match=r"Values.*'tp'.* order"):
+        wrap(api, net(), device_mesh=mesh)
+
+
+@on_default_comm
+@orig_params
+@pytest.mark.parametrize("given", ["process_group", "device_mesh"])
+@on_ranks(2)
+def test_values_of_a_group_in_another_order_than_its_ranks_are_whole(
+    api: Api, given: str, use_orig_params: bool
+) -> None:
+    group = descending_group()
+    where: dict[str, Any] = {
+        given: group if given == "process_group" else DeviceMesh.from_group(group, "cpu")
+    }
+    model = wrap(api, net(), use_orig_params=use_orig_params, **where)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, optimizer, steps=2)
+    expected = whole(api, model)
+    sharded = save(api, model, "SHARDED")
+    assert_equal({key: full_value(sharded[key]) for key in expected}, expected)
+    if api.is_torch and not use_orig_params:
+        return  # PyTorch: AssertionError in the optimizer's
+    ordered = wrap(api, net(), use_orig_params=use_orig_params)
+    other = torch.optim.Adam(ordered.parameters(), lr=0.1)
+    train(ordered, other, steps=2)
+    options = StateDictOptions(full_state_dict=True)
+    states, expected_states = (
+        get_state_dict(*each, options=options)[1]["state"]
+        for each in ((model, optimizer), (ordered, other))
+    )
+    assert states.keys() == expected_states.keys()
+    for key, state in expected_states.items():
+        assert_equal(states[key], state, rtol=1e-5, atol=1e-7)
+
+
+@on_default_comm
+@pytest.mark.ours("adds up parts of different ranks")
+@orig_params
+@on_ranks(4)
+def test_ranks_of_tensor_parallel_are_not_sharded_over(api: Api, use_orig_params: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    own = [0, 1] if rank() < 2 else [2, 3]
+    for where in ({"device_mesh": mesh["tp"]}, {"process_group": mesh.get_group("tp")}, {}):
+        model = nn.Sequential(nn.Linear(4, 4))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        with pytest.raises(api.errors.MeshError, match=r"0\.weight") as refused:
+            wrap(api, model, use_orig_params=use_orig_params, **where)
+        assert str(own) in str(refused.value)
+
+
+@on_default_comm
+@pytest.mark.ours("ranks 2 and 3 keep rank 2's values")
+@on_ranks(4)
+def test_first_rank_of_the_mesh_gives_all_their_values_whatever_order_replicas_have(
+    api: Api,
+) -> None:
+    mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("replicate", "shard"))
+    model = wrap(api, net(rank()), "HYBRID_SHARD", device_mesh=mesh, sync_module_states=True)
+    assert_equal(whole(api, model), dict(net(0).named_parameters()))

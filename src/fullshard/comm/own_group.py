@@ -60,11 +60,22 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
             backend="gloo",
             use_local_synchronization=True,  # ranks outside the group do not come here
             group_desc="fullshard",
+            **keeping_order(group),
         )
     assert made is not None
     mark_own(made)
     _own[group] = made
     return made
+
+
+def keeping_order(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the options with which ``new_group`` gives ranks the places that they have in a group.
+
+    Groups are of sorted ranks, but for those that were asked for as they are; older torches know no
+    others (``sort_ranks``, since 2.13), and no option.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    return {} if ranks == sorted(ranks) else {"sort_ranks": False}
 
 
 def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:

@@ -196,17 +196,59 @@ def replicate_mesh_info(
 
 
 def unit_mesh(info: DataParallelMeshInfo) -> UnitMesh:
-    """Return the mesh in the engine's form: sizes, this rank's places, and process groups."""
+    """Return the mesh in the engine's form: sizes, this rank's places, and process groups.
+
+    Raises MeshError as `check_groups`.
+    """
+    check_groups(info.mesh, sharded=info.shard_mesh_dim, replicated=info.replicate_mesh_dim)
     shard_size, shard_rank, shard_group = info._axis(info.shard_mesh_dim)
     replicate_size, replicate_rank, replicate_group = info._axis(info.replicate_mesh_dim)
     plan = MeshPlan(shard_size, shard_rank, replicate_size, replicate_rank)
     return UnitMesh(info.mesh, plan, shard_group, replicate_group)
 
 
+def check_groups(
+    mesh: DeviceMesh, *, sharded: int | None, replicated: int | None, what: str = "Parameters"
+) -> None:
+    """Raise MeshError if ranks have other places in the groups of a mesh's axes than in the mesh.
+
+    sharded: an axis along which places say who has which part: a DTensor looks them up in the mesh, and
+    what collectives gather is in the group's order. replicated: an axis whose ranks have the same, in
+    whatever order. what: is divided over the mesh, for messages.
+
+    ``DeviceMesh`` makes groups of sorted ranks: over "shard" of [[3, 1], [2, 0]] rank 3 is the first
+    in the mesh, and the second in the group (1, 3).
+    """
+    for axis, order in ((sharded, list), (replicated, sorted)):
+        if axis is None:
+            continue
+        group = _ranks_of(mesh.get_group(axis))
+        for row in mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist():
+            # All rows, so that all ranks refuse: what another row's group is, its ranks alone know.
+            own = dist.get_rank() in row
+            theirs = group if own else sorted(row) if group == sorted(group) else row
+            if order(row) != order(theirs):
+                name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
+                raise MeshError(
+                    f"{what} are to be divided over axis {name!r} of {mesh}, where ranks {row} are in this "
+                    f"order, but in their process group {theirs}: parts would be gathered or saved in "
+                    "another's place. Build the mesh of ranks that ascend along this axis, or of such groups "
+                    "with DeviceMesh.from_group (new_group sorts ranks, unless it gets sort_ranks=False)."
+                )
+
+
+def check_groups_of(own: DTensorSpec, name: str) -> None:
+    """Raise MeshError as `check_groups` for the mesh of a DTensor that is a parameter."""
+    for axis, placement in enumerate(own.placements):
+        if not placement.is_replicate():
+            check_groups(own.mesh, sharded=axis, replicated=None, what=f"Parts of {name}")
+
+
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """Return the (replicate, shard) mesh whose shard groups have ``size`` ranks.
 
-    mesh: 1-D or (replicate, shard). Collective, since it makes groups: once per mesh and size.
+    mesh: 1-D or (replicate, shard). Collective, since it makes groups: once per mesh and size. Raises
+    MeshError as `check_groups`.
     """
     # By identity: a mesh equals another one of the same ranks, whose groups may have been
     # destroyed.
@@ -216,6 +258,7 @@ def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
         _smaller[key] = (weakref.ref(mesh, lambda _: _smaller.pop(key, None)), known)
     if size not in known:
         known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+    check_groups(known[size], sharded=1, replicated=0)
     return known[size]
 
 
@@ -350,6 +393,7 @@ def _tensor_parallel_form(
             f"{name} is a DTensor on {len(own.placements)} mesh dims; tensor and expert parallel "
             "make at most two. Pass the whole mesh with dp_mesh_dims= instead."
         )
+    check_groups_of(own, name)
     refuse_overlap(own, info.mesh.get_all_groups(), name)
     mesh = DeviceMesh._concatenate([info.mesh, own.mesh])
     spec = tensor_parallel_spec(mesh, _data_parallel(info, Shard(dim)), own)
@@ -431,6 +475,7 @@ def spmd_form(own: DTensorSpec, dim: int, info: DataParallelMeshInfo, name: str)
             f"{name}: expected a DTensor on the mesh passed to fully_shard, {info.spmd_mesh}, but "
             f"it is on {own.mesh}."
         )
+    check_groups_of(own, name)
     known = own.mesh.mesh_dim_names or ()
     shard_axes = [known.index(n) for n in dims.shard_names]
     replicate_axes = [known.index(n) for n in dims.replicate_names]

@@ -16,7 +16,7 @@ from fullshard.engine.unit_setup import UnitComms
 from fullshard.errors import ShardingError
 from fullshard.faces.annotated import leave_unchecked
 from fullshard.faces.coverage import CoveredParameters, name_below, qualified_names
-from fullshard.faces.meshes import refuse_overlap
+from fullshard.faces.meshes import check_groups_of, refuse_overlap
 from fullshard.plan.builders import flat_layout
 from fullshard.plan.layout import ParamSpec, UnitLayout
 from fullshard.plan.units import clean_name
@@ -115,6 +115,7 @@ def _check(
 ) -> None:
     for parameter, name in names.items():
         if isinstance(parameter, DTensor):
+            check_groups_of(parameter._spec, name)
             refuse_overlap(parameter._spec, (mesh.shard_group, mesh.replicate_group), name)
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ShardingError(

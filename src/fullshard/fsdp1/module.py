@@ -213,8 +213,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
             materialise(covered, ignored, self.compute_device, values.param_init_fn)
             move(covered, ignored, self.compute_device, offload=self.cpu_offload.offload_params)
             if values.sync_module_states:
-                groups_in_turn = (mesh.shard_group, mesh.replicate_group)
-                broadcast_states(covered, ignored, [g for g in groups_in_turn if g is not None])
+                broadcast_states(covered, ignored, mesh)
             unit = flat_unit(
                 self.module, covered, mesh, self.compute_device, config, ignored.params, comms
             )

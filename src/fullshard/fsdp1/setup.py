@@ -23,7 +23,7 @@ from fullshard.engine.params.managed import owner_of, said_grad_dtype
 from fullshard.engine.params.ties import keeping_ties
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
-from fullshard.faces.meshes import unit_device
+from fullshard.faces.meshes import check_groups, unit_device
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
 from fullshard.plan.mesh import MeshPlan
 from fullshard.plan.units import clean_name
@@ -137,7 +137,7 @@ def choose_ranks(
 
     wraps_children: whether a policy passes the groups on; without one, a hybrid strategy needs
     groups that nested instances can share. Collective where groups are made. Raises ShardingError
-    for groups that do not fit the strategy.
+    for groups that do not fit the strategy, and MeshError as `check_groups`.
     """
     strategy = strategy or ShardingStrategy.FULL_SHARD
     if process_group is not None and mesh is not None:
@@ -185,6 +185,10 @@ def _over_one_group(
     if strategy is ShardingStrategy.NO_SHARD:
         plan = MeshPlan(1, 0, group.size(), group.rank())
         return ShardingRanks(UnitMesh(mesh, plan, None, group), strategy, group, None)
+    if mesh is not None:
+        check_groups(mesh, sharded=0, replicated=None)
+        if mesh.ndim > 1:  # over which sharded state dicts divide values, as PyTorch does
+            check_groups(mesh, sharded=mesh.ndim - 1, replicated=None, what="Values")
     plan = MeshPlan(group.size(), group.rank())
     return ShardingRanks(UnitMesh(mesh, plan, group, None), strategy, group, None)
 
@@ -199,6 +203,7 @@ def _hybrid_groups(
                 f"Expected device_mesh to have ndim=2 but got {mesh.ndim}: a hybrid strategy takes "
                 "(replicate, shard)."
             )
+        check_groups(mesh, sharded=1, replicated=0)
         return mesh.get_group(mesh_dim=1), mesh.get_group(mesh_dim=0)
     if process_group is None:
         return _groups_by_host(_default_group())
@@ -451,18 +456,26 @@ def move(
 
 
 @torch.no_grad()
-def broadcast_states(
-    covered: Iterable[nn.Module], ignored: Ignored, groups: Iterable[dist.ProcessGroup]
-) -> None:
-    """Give every rank the parameters and buffers of the group's first rank, group by group.
+def broadcast_states(covered: Iterable[nn.Module], ignored: Ignored, place: UnitMesh) -> None:
+    """Give every rank the parameters and buffers of the first one.
 
-    The shard group comes first and then the replicas', so all ranks end with the first one's
-    values.
+    First over the shard group, and then over the replicas', whose first is that of the mesh: each
+    such group may have another order.
     """
-    for group in groups:
+    for group in (place.shard_group, place.replicate_group):
+        if group is None:
+            continue
+        source = 0
+        if (
+            group is place.replicate_group
+            and place.mesh is not None
+            and place.shard_group is not None
+        ):
+            column = place.mesh.mesh[:, place.plan.shard_rank].tolist()
+            source = dist.get_group_rank(group, column[0])
         for tensor in _states(covered, ignored):
             run_collective(
-                dist.broadcast, tensor, group=group, group_src=0, label="sync_module_states"
+                dist.broadcast, tensor, group=group, group_src=source, label="sync_module_states"
             )
 
 

@@ -19,6 +19,7 @@ from fullshard.comm.collectives import (
     SymmMemAllGather,
     SymmMemReduceScatter,
 )
+from fullshard.comm.own_group import keeping_order
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
@@ -54,7 +55,10 @@ def use_separate_reduce_groups(units: Iterable[Unit], *, enable: bool) -> None:
             ranks = tuple(dist.get_process_group_ranks(group))
             own = unit.reduce_group or groups.get(ranks)
             groups[ranks] = own or dist.new_group(
-                list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+                list(ranks),
+                use_local_synchronization=True,
+                group_desc="fsdp_reduce_scatter",
+                **keeping_order(group),
             )
             unit.reduce_over(groups[ranks])
 
