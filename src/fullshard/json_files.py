@@ -20,7 +20,8 @@ from typing import Any
 # Nothing that is written here is nested as deep, and Python's stack allows a few times as much.
 _MOST_LEVELS = 250
 _MOST_NBYTES = 1 << 30
-_LARGEST = 2**63  # an integer beyond it is no count, size or time
+LARGEST = 2**63
+"""An integer beyond it is no count, size, time or seed."""
 
 Refuse = Callable[[str], Exception]
 _Check = Callable[[Any], Any]
@@ -147,7 +148,7 @@ def _plain(kind: Any, value: Any) -> Any:
     found = type(value)
     if found is not kind and not (kind is float and found is int):
         raise _FormError(f"is {value!r:.60}, not {_PLAIN[kind]}")
-    if found is int and not -_LARGEST <= value < _LARGEST:
+    if found is int and not -LARGEST <= value < LARGEST:
         raise _FormError("is a number that is far too large")
     return kind(value) if kind is float else value
 

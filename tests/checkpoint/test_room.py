@@ -118,12 +118,37 @@ def test_a_model_that_gets_its_memory_is_checked_before_it(api: Api) -> None:
     with pytest.MonkeyPatch.context() as patch:
         pools = {"here": Pool("this host", 2 * LAYER, 0)}
         patch.setattr(checks, "memory_pools", lambda: pools)
-        with pytest.raises(AllocationError, match=r"parameters need 12 MiB .* 8 MiB can be had"):
+        with pytest.raises(
+            AllocationError, match=r"parameters and buffers need 12 MiB .* 8 MiB can be had"
+        ):
             model.to_empty(device="cpu")
         assert all(parameter.is_meta for parameter in model.parameters())
         pools["here"] = Pool("this host", 2 * LAYER, LAYER)
         model.to_empty(device="cpu")
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_a_construction_that_gets_its_memory_is_checked_before_it(api: Api) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1024, 1024, bias=False)
+            self.register_buffer("table", torch.zeros(1024, 1024))
+
+    for is_sharded in (True, False):
+        model = api.deferred_init(Net)
+        if is_sharded:
+            api.fully_shard(model, mesh=mesh_of(2))
+        with pytest.MonkeyPatch.context() as patch:
+            pools = {"here": Pool("this host", LAYER + LAYER // 4, 0)}
+            patch.setattr(checks, "memory_pools", lambda pools=pools: pools)
+            with pytest.raises(AllocationError, match=r"materialize .* 5 MiB can be had"):
+                api.materialize(model)
+            assert all(each.is_meta for each in (*model.parameters(), *model.buffers()))
+            pools["here"] = Pool("this host", 2 * LAYER, 0)
+            api.materialize(model)
+        assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
 
 
 @on_ranks(2)

@@ -76,6 +76,18 @@ def test_unusable_options_are_named_with_what_would_work(
     assert said in refused(*options)
 
 
+@pytest.mark.parametrize(
+    "name", [f.name for f in dataclasses.fields(TrainConfig) if f.type in (int, "int")]
+)
+def test_a_whole_number_of_more_than_64_bits_is_refused_by_name(refused, name: str) -> None:
+    option = f"--{name.replace('_', '-')}"
+    for value in (2**63, 10**4000):
+        said = refused(f"{option}={value}")
+        assert option in said
+        assert "far too large" in said
+    assert len(said) < 2000
+
+
 def test_every_problem_is_said_at_once(refused) -> None:
     said = refused("--batch", "0", "--steps", "0", "--model", "x")
     assert said.count("--batch 0") == said.count("--steps 0") == said.count("--model x") == 1
@@ -83,7 +95,9 @@ def test_every_problem_is_said_at_once(refused) -> None:
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(refused, text: Path, tmp_path: Path) -> None:
     RunFolder(tmp_path / "old").start(TrainConfig(), fingerprint="", done=0)
-    assert "already holds a run. Continue it with --resume" in refused("--out", "old")
+    assert "already holds a run. Continue it with fullshard train --resume old" in refused(
+        "--out", "old"
+    )
 
 
 def test_a_rank_under_torchrun_refuses_another_number_of_ranks(

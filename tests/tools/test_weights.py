@@ -154,6 +154,7 @@ def test_folders_of_other_libraries_are_told_from_runs(tmp_path: Path) -> None:
         ("train", "--resume", tmp_path),
         ("export", tmp_path, "--hf", tmp_path / "out"),
         ("ckpt", "inspect", tmp_path),
+        ("ckpt", "verify", tmp_path),
     ):
         result = _call(*words)
         assert result.exit_code not in (None, Exit.OK), result.output

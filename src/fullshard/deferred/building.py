@@ -17,6 +17,7 @@ from torch import nn
 from fullshard.deferred.record import Record, View
 from fullshard.deferred.recording import AsIfWithMemory, Recorder
 from fullshard.deferred.replaying import replay, tensor_of
+from fullshard.engine.checks.room import refuse_lack_of_memory
 from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
 from fullshard.engine.params.ties import keeping_ties
 from fullshard.errors import StateError
@@ -76,7 +77,8 @@ def materialize(model: ModelT, *, device: torch.device | str | None = None) -> M
     largest tensors that the construction has at a time; for initialisers that fill tensors in place, one.
 
     The CPU's random generator is left as an ordinary construction would leave it, if it was not used since.
-    Raises StateError for a model that was not built by `deferred_init`, or was materialized.
+    Raises StateError for a model that was not built by `deferred_init`, or was materialized, and AllocationError,
+    before anything is changed, if the host has too little memory.
     """
     known = [_built[module][0] for module in model.modules() if module in _built]
     if not known:
@@ -103,6 +105,9 @@ def _allocate(model: nn.Module, device: torch.device | str | None) -> None:
     places = places_on_meta(model, recurse=True)
     if not places:
         return
+    if target.type == "cpu":
+        others = model.buffers() if units else (*model.parameters(), *model.buffers())
+        refuse_lack_of_memory("materialize", units, others)
     with keeping_ties(model.modules()):
         # Not `to_empty`, which takes the values of all others.
         model._apply(lambda t: torch.empty_like(t, device=target) if t.is_meta else t)

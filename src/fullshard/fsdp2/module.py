@@ -344,7 +344,8 @@ class FSDPModule:
         Raises AllocationError, before anything is changed, if the host has too little memory.
         """
         if device is not None and torch.device(device).type == "cpu":
-            refuse_lack_of_memory(self._units(recurse=recurse))
+            buffers = cast(nn.Module, self).buffers(recurse)
+            refuse_lack_of_memory("to_empty", self._units(recurse=recurse), buffers)
         places = places_on_meta(cast(nn.Module, self), recurse=recurse)
         modules = cast(nn.Module, self).modules() if recurse else ()
         with keeping_ties(modules):

@@ -57,7 +57,7 @@ def build_from_config(fields: Mapping[str, Any], *, seed: int) -> nn.Module:
         raise
     except Exception as error:  # sizes that do not fit, each family in its own way
         raise ModelConfigError(
-            f"model_type {config.model_type!r}: Transformers cannot build this model: {error!r}. Look at "
+            f"model_type {config.model_type!r}: Transformers cannot build this model: {error!r:.300}. Look at "
             "what its configuration says, or leaves out."
         ) from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError
+from fullshard.json_files import LARGEST
 from fullshard.models.sizes import SIZES
 
 DTYPES = ("auto", "fp32", "bf16")
@@ -63,7 +64,7 @@ class TrainConfig:
     tie_embeddings: bool = False
     init_from: str = ""
     data: tuple[str, ...] = ()
-    text_field: str = "text"
+    text_field: str = ""
     tokenizer: str = ""
     end_token: str = ""
     vocab_size: int = 256
@@ -101,7 +102,13 @@ class TrainConfig:
 
     def _problems(self) -> list[str]:
         """Say every problem at once, each with the option's name and what would work."""
-        found = []
+        found = [
+            f"{_flag(name)}: is a number that is far too large."
+            for name, value in vars(self).items()
+            if isinstance(value, int) and not -LARGEST <= value < LARGEST
+        ]
+        if found:  # of which nothing else can be said
+            return found
         if self.model not in SIZES and not is_path(self.model):
             found.append(
                 f"--model {self.model}: no such size; choose from {', '.join(SIZES)}, or name the config.json "

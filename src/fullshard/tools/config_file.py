@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fullshard.json_files import Refuse, as_typed, parse_json, read_text
+from fullshard.json_files import LARGEST, Refuse, as_typed, parse_json, read_text
 from fullshard.tools.config import OptionError
 
 _MOST_NBYTES = 16 << 20
@@ -52,21 +52,33 @@ def read_options(
             hint = f" Did you mean {close[0]}?" if close else f" Known: {', '.join(sorted(known))}."
             raise OptionError(f"--config {path}: there is no option {key}.{hint}")
         parts = value if isinstance(value, list) else [value]
+        if any(isinstance(part, int) and not -LARGEST <= part < LARGEST for part in parts):
+            raise OptionError(f"--config {path}: {key} is a number that is far too large.")
         if not all(isinstance(part, str | int | float | bool) for part in parts):
             raise OptionError(
-                f"--config {path}: {key} is {value!r}; give text, a number, true, false, or a list."
+                f"--config {path}: {key} is {_shown(value)}; give text, a number, true, false, or a list."
             )
         if key in flags and not isinstance(value, bool):
-            raise OptionError(f"--config {path}: {key} is {value!r}; give true or false.")
+            raise OptionError(f"--config {path}: {key} is {_shown(value)}; give true or false.")
         if key not in flags and any(isinstance(part, bool) for part in parts):
-            raise OptionError(f"--config {path}: {key} is {value!r}; give text or a number.")
+            raise OptionError(f"--config {path}: {key} is {_shown(value)}; give text or a number.")
         if key in lists:
             found[key] = parts
         elif isinstance(value, list):
-            raise OptionError(f"--config {path}: {key} is {value!r}; give one value, not a list.")
+            raise OptionError(
+                f"--config {path}: {key} is {_shown(value)}; give one value, not a list."
+            )
     if path.name == "config.json":
         found |= _copies(path.parent, found)
     return found
+
+
+def _shown(value: Any) -> str:
+    """Write a value for a message, cut; Python does not write out numbers of many thousand digits."""
+    try:
+        return f"{value!r:.200}"
+    except ValueError:
+        return "a number that is far too large"
 
 
 def _copies(run: Path, found: Mapping[str, Any]) -> dict[str, str]:

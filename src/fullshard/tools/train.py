@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fullshard
-from fullshard.errors import FullshardError
+from fullshard.errors import AllocationError, FullshardError
 from fullshard.models.evaluating import evaluating
 from fullshard.models.generation import generate
 from fullshard.models.model_config import ModelConfigError
@@ -97,7 +97,10 @@ class Trainer:
         self._speed = Speed()
         self.val_loss: float | None = None  # the last one, on rank 0
         self.loggers = make_loggers(config.log if self.rank == 0 else (), report.note)
-        self.language_model = build_model(job.model.blueprint, config, self.device)
+        try:
+            self.language_model = build_model(job.model.blueprint, config, self.device)
+        except (AllocationError, ModelConfigError) as error:
+            raise OptionError(f"--model {config.model}: {error}") from error
         self.model = self.language_model.module
         self.num_params = num_params = sum(param.numel() for param in self.model.parameters())
         report.note(

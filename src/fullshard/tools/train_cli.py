@@ -117,7 +117,11 @@ def train(
         ),
     ] = None,
     text_field: Annotated[
-        str, option("Where a line of JSON, or a row of a table, holds its text.", panel="Text")
+        str,
+        option(
+            "Where a line of JSON, or a row of a table, holds its text. Default: text.",
+            panel="Text",
+        ),
     ] = _DEFAULT.text_field,
     tokenizer: Annotated[
         str,

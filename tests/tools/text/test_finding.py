@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,14 @@ from fullshard.tools.text.finding import (
     split_of,
 )
 from fullshard.tools.text.opening import open_text
+from tests.tools.text.conftest import Words
 
 
 def _names(path: Path, use: Use = TRAINING, skipped: Skipped | None = None) -> list[str]:
     found = find_sources(
         [str(path)],
         use,
-        text_field="text",
+        text_field="",
         cache=path / ".cache",
         skipped=Skipped() if skipped is None else skipped,
     )
@@ -228,12 +231,139 @@ def test_a_table_is_read_by_its_column(tmp_path: Path, name: str, content: str) 
         assert corpus.read(0, corpus.nbytes) == b'a, "b"\nc\nd\n'
         config = TrainConfig(data=(str(path),), seq=4, text_field="body")
         said = " ".join(open_text(config, None, cache=cache).notes())
-        assert ("--text-field" in said) == ("}\n{" not in content)
+        assert "column 'body' (--text-field)" in said
     if "}\n{" not in content:  # else it may be any JSON
         for path, field in ((folder, "no"), (folder / name, "no"), (folder / name, "text")):
             with pytest.raises(CorpusError, match=r"--text-field \(text is in: .*body"):
                 open_corpus([str(path)], seq=4, text_field=field, cache=cache)
     assert open_corpus([str(folder)], seq=4, cache=cache).read(0, 9) == content.encode()[:9]
+
+
+_TEXT = "some text of a row. " * 3
+_ROWS = {
+    "a list of objects, one with a number of 5,000 digits": (
+        f'[{{"text": "{_TEXT}", "n": {"9" * 5000}}}]',
+        1,
+    ),
+    "JSON lines with such a number": (f'{{"text": "{_TEXT}", "n": {"9" * 5000}}}\n' * 3, 3),
+    "rows under a key": (json.dumps({"version": "1", "data": [{"text": _TEXT}] * 2}), 2),
+    "rows under one of several keys": (
+        json.dumps({"info": [{"n": 1}], "data": [{"text": _TEXT}]}),
+        1,
+    ),
+    "a list of texts": (json.dumps([_TEXT] * 3), 3),
+    "a list of texts under a key": (json.dumps({"data": [_TEXT] * 3}), 3),
+    "columns": (json.dumps({"text": [_TEXT] * 2, "name": ["a", "b"]}), 2),
+    "one object, over several lines": (json.dumps({"text": _TEXT, "n": [1]}, indent=1), 1),
+    "a first row that is longer than is looked at": (
+        json.dumps([{"n": "x" * 2**20, "text": _TEXT}]),
+        1,
+    ),
+    "a first line that is": (
+        json.dumps({"n": "x" * 2**20, "text": _TEXT}) + f'\n{{"text": "{_TEXT}"}}',
+        2,
+    ),
+    "values that are no JSON of others": (f'[{{"n": NaN, "m": -Infinity, "text": "{_TEXT}"}}]', 1),
+    "a byte order mark": ("\ufeff" + json.dumps([{"text": _TEXT}]), 1),
+}
+
+
+_ONLY_BY_NAME = {"a list of texts", "a first row that is longer than is looked at"}
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("t.json", form) for form in _ROWS]
+    + [("t", form) for form in _ROWS if form not in _ONLY_BY_NAME],
+)
+def test_json_is_read_by_a_field_that_is_given_whatever_its_form(
+    tmp_path: Path, words: Words, name: str, form: str, is_packed: bool
+) -> None:
+    content, num_rows = _ROWS[form]
+    (tmp_path / name).write_text(content)
+    expected = f"{_TEXT}\n" * num_rows
+    config = TrainConfig(
+        data=(str(tmp_path / name),), seq=4, text_field="text", tokenizer="x" * is_packed
+    )
+    text = open_text(config, words.tokenizer if is_packed else None, cache=tmp_path / "cache")
+    if is_packed:
+        num_words = len(_TEXT.split()) + 1
+        assert text.size == f"{num_rows * num_words} tokens"
+    else:
+        assert text.size == f"{len(expected)} bytes"
+    assert any(name in line and "tables" in line for line in text.notes())
+
+
+_NO_ROWS = {
+    "an object without rows": '{"a": 1, "b": {"text": ["x"]}}',
+    "rows under several keys": '{"a": [{"x": "y"}], "b": [{"x": "y"}]}',
+    "rows without the field": '{"data": [{"body": "hello there"}]}',
+    "lists of lists": '[[{"text": "hello there"}]]',
+    "numbers": "[1, 2, 3]",
+    "a number": "17",
+    "a string": '"hello there"',
+    "no JSON": "hello there",
+    "half of it": '[{"text": "hello there"}, {"te',
+    "a comment": '// of ours\n[{"text": "hello there"}]',
+    "text and others": '["hello there", 7]',
+    "half a character": '[{"text": "hello \\ud800"}]',
+    "too deep": "[" * 100_000,
+    "too deep, in a key": '{"data":' * 100_000,
+    "UTF-16 without a zero byte": "\ufeff\u4e2d\u6587".encode("utf-16-le"),
+    "lines without the field": '{"body": "hello"}\n{"body": "there"}\n',
+}
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+@pytest.mark.parametrize("content", _NO_ROWS.values(), ids=_NO_ROWS)
+def test_json_without_rows_is_refused_by_name_where_a_field_is_given_and_else_named_as_plain_text(
+    tmp_path: Path, words: Words, content: str | bytes, in_folder: bool
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    file = data / "x.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path, cache = str(data if in_folder else file), tmp_path / "cache"
+    given = TrainConfig(data=(path,), seq=1, text_field="text")
+    for tokenizer in (None, words.tokenizer):
+        with pytest.raises(CorpusError, match=r"x\.json"):
+            open_text(given, tokenizer, cache=cache)
+    try:
+        said = open_text(TrainConfig(data=(path,), seq=1), None, cache=cache).notes()
+    except CorpusError as error:  # as of lists of objects, where the field is not in them
+        said = [f"as plain text it is refused: {error}"]
+    assert any("as plain text" in line and str(file) in line for line in said)
+
+
+def test_a_table_of_another_name_is_refused_where_a_field_is_given(tmp_path: Path) -> None:
+    for name, delimiter in (("t.txt", ","), ("t.dat", "\t")):
+        (tmp_path / name).write_text(f'id{delimiter}"text"\n1{delimiter}hello there\n')
+        with pytest.raises(CorpusError, match=rf"{name}: .*\.csv"):
+            open_corpus([str(tmp_path / name)], seq=2, text_field="text")
+        assert open_corpus([str(tmp_path / name)], seq=2).nbytes > 20
+    (tmp_path / "p.txt").write_text("Of text, much is said.\n")
+    assert open_corpus([str(tmp_path / "p.txt")], seq=2, text_field="text").nbytes == 23
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.json", "t.jsonl"])
+def test_a_header_that_is_text_is_not_repeated_whole(tmp_path: Path, name: str) -> None:
+    words = "word " * 500
+    columns = {f"{words} {number}": "x" for number in range(100)}
+    content = json.dumps([columns]) if name == "t.json" else json.dumps(columns)
+    if name[2:] in ("csv", "tsv"):
+        content = ("," if name == "t.csv" else "\t").join(columns)
+    (tmp_path / name).write_text(f"{content}\n")
+    with pytest.raises(CorpusError, match=rf"{name}.*text is in: word") as caught:
+        open_corpus([str(tmp_path / name)], seq=2)
+    assert len(str(caught.value)) < 1500
+
+
+def test_what_is_no_regular_file_is_called_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p")
+    for path, kind in ((tmp_path / "p", "pipe"), (Path("/dev/null"), "character device")):
+        with pytest.raises(CorpusError, match=rf"{path}: .*{kind}.* to a file"):
+            open_corpus([str(path)], seq=2)
 
 
 def test_compressed_files_are_named(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Folder:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     made = Folder(tmp_path_factory.mktemp("configured"))
-    assert [rank.code for rank in made.ranks] == [0, 0], made.ranks[0].err
+    assert [rank.code for rank in made.ranks] == [0, 0], [rank.err for rank in made.ranks]
     return made
 
 
@@ -170,6 +170,26 @@ def test_a_model_that_mixes_documents_is_trained_only_if_they_may_see_each_other
     assert batch.positions is None
     assert (batch.targets != IGNORED).all()
     assert text.num_targets(0) == batch.targets.numel()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 4 * 10**9},
+        {"hidden_size": 4 * 10**30},  # no tensor has so many
+        {"model_type": "gpt2", "max_position_embeddings": 10**12},
+    ],
+)
+def test_a_model_that_no_host_can_hold_is_refused_with_its_file_and_bytes(
+    folder: Folder, tmp_path: Path, sizes: dict[str, Any]
+) -> None:
+    (folder.path / "huge.json").write_text(json.dumps(QWEN3 | sizes))
+    (rank,) = folder.train(1, "--steps", "1", "--out", tmp_path / "out", model="huge.json")
+    assert rank.code == 2, rank.err
+    assert "Traceback" not in rank.err
+    assert "huge.json" in rank.err
+    assert ("MiB of memory" in rank.err) or sizes["hidden_size"] > 10**10
+    assert len(rank.err) < 3000
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def open_corpus(
     data: Sequence[str],
     *,
     seq: int,
-    text_field: str = "text",
+    text_field: str = "",
     val_fraction: float = 0.0,
     val_data: Sequence[str] = (),
     cache: Path = Path(),
@@ -109,7 +109,7 @@ def open_corpus(
         found = find_sources(data, TRAINING, text_field=text_field, cache=cache, skipped=skipped)
         skipped.empty += [str(file.path) for file in found if not file.nbytes]
     else:
-        found = python_library(text_field)
+        found = python_library()
     held = find_sources(val_data, HELD_OUT, text_field=text_field, cache=cache, skipped=Skipped())
     check_apart(found, held)
     files = [file for file in (*found, *held) if file.nbytes]
@@ -178,7 +178,8 @@ def _as_tensor(data: bytes) -> Tensor:
 class ByteText:
     """A corpus as the text of a run: sequences are windows from anywhere in it, each as likely as any other.
 
-    num_sequences: windows of the text held out that are measured. tables: which files are read by a column, in words.
+    num_sequences: windows of the text held out that are measured. read_as: which files are tables and which are not,
+    in words.
     """
 
     corpus: Corpus
@@ -188,7 +189,7 @@ class ByteText:
     num_sequences: int
     vocab_size: int = NUM_BYTES
     end_token: None = None
-    tables: str = ""
+    read_as: Sequence[str] = ()
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -214,8 +215,7 @@ class ByteText:
                 f"held out: {decimal(self.corpus.val_nbytes)}, of which {self.num_sequences:,} sequences of "
                 f"{self.seq:,} are measured"
             )
-        if self.tables:
-            said.append(f"tables: {self.tables}")
+        said += self.read_as
         if self.corpus.skipped:
             said.append(f"of --data, not trained on: {self.corpus.skipped}")
         return said

@@ -5,15 +5,19 @@ and a newline.
 """
 
 import codecs
+import enum
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
 from fullshard.tools.config import OptionError
+
+DEFAULT_FIELD = "text"
+"""Where text is, unless --text-field says otherwise."""
 
 BINARY_NBYTES = 1024
 PIECE_SIZE = 2**20
@@ -28,6 +32,8 @@ _COMPRESSED = (
     b"\x04\x22\x4d\x18",
 )
 _AS_TEXT = "Chats and other lists have to be written as text first, each into a field of its own: docs/data.md, Chats."
+_MOST_NAMED = 12
+_MOST_HEADER = 2**16
 _KINDS = {type(None): "null", bool: "true or false", list: "a list", dict: "an object"}
 
 
@@ -81,7 +87,7 @@ class TextFile:
         self.size = self.nbytes = path.stat().st_size
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
             file.seek(offset)
             part = file.read(nbytes)
         if len(part) != nbytes:
@@ -97,7 +103,7 @@ class TextFile:
         decoder = codecs.getincrementaldecoder("utf-8-sig")(errors=self._errors)
         text, position = "", 0
         try:
-            with _opened(self.path) as file:
+            with opened(self.path) as file:
                 while block := file.read(PIECE_SIZE):
                     position += len(block)
                     text += decoder.decode(block)
@@ -151,7 +157,7 @@ class JsonLines:
         index = bisect_right(ends, offset)
         begin = ends[index - 1] if index else 0
         skip, text = offset - begin, b""
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
             while len(text) < skip + nbytes:
                 file.seek(starts[index])
                 line = file.readline()
@@ -176,31 +182,41 @@ class JsonLines:
     def _texts(self) -> Iterator[tuple[bytes, str | None, float]]:
         """Give each line, its text, or None for an empty line, and how much of the file is done."""
         position = 0
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
             for number, line in enumerate(file, start=1):
                 position += len(line)
                 text = self._text(line, where=f"line {number}") if line.strip() else None
                 yield line, text, position / self.size
 
     def _text(self, line: bytes, *, where: str) -> str:
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8, or nested too deep
-            raise CorpusError(f"{self.path}, {where}: is not JSON ({error}).") from error
-        return text_of(entry, self._field, where=f"{self.path}, {where}")
+        where = f"{self.path}, {where}"
+        return text_of(parsed(line, where=where), self._field, where=where)
+
+
+def parsed(content: bytes, *, where: str) -> object:
+    """Return what JSON says; raises CorpusError for what is none, not UTF-8, or nested too deep."""
+    try:
+        # Text alone is wanted: as a whole number, one of 5,000 digits is an error.
+        return json.loads(content, parse_int=float)
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f"{where}: is not JSON ({error}).") from error
 
 
 def text_of(entry: object, field: str, *, where: str) -> str:
     """Return the text in a field of an object of JSON; raises CorpusError where there is none."""
+    if isinstance(entry, str):
+        raise CorpusError(
+            f"{where}: is text itself, and no object with a field {field!r}. Leave --text-field out."
+        )
     if not isinstance(entry, dict):
         raise CorpusError(f'{where}: is not an object such as {{"{field}": "..."}}.')
     text = entry.get(field)
     if not isinstance(text, str):
-        has = ", ".join(key for key, value in entry.items() if isinstance(value, str))
         if field in entry:
             kind = _KINDS.get(type(text), "a number")
             what_to_do = _AS_TEXT if isinstance(text, list | dict) else "Filter such lines out."
             raise CorpusError(f"{where}: field {field!r} is {kind}, not text. {what_to_do}")
+        has = [key for key, value in entry.items() if isinstance(value, str)]
         raise CorpusError(f"{where}: has no field {field!r} with text. {name_another(has)}")
     try:
         text.encode()
@@ -212,16 +228,16 @@ def text_of(entry: object, field: str, *, where: str) -> str:
     return text
 
 
-def name_another(has: str) -> str:
-    """Say what to do where a field has no text. has: those that have, in one string."""
-    return f"Name another with --text-field (text is in: {has or 'none'}).{'' if has else f' {_AS_TEXT}'}"
+def name_another(has: Sequence[str]) -> str:
+    """Say what to do where a field has no text. has: those that have."""
+    is_in = named(has) or "none"
+    return f"Name another with --text-field (text is in: {is_in}).{'' if has else f' {_AS_TEXT}'}"
 
 
-def open_text(path: Path, text_field: str, *, replace: bool = False) -> TextFile | JsonLines:
-    """Open a file by its name: .jsonl and .ndjson are JSON lines, all else is text."""
-    if is_json_lines(path):
-        return JsonLines(path, text_field)
-    return TextFile(path, replace=replace)
+def named(names: Sequence[str]) -> str:
+    """Return the first of many names, each cut: where there is no header, they are text themselves."""
+    more = ", ..." if len(names) > _MOST_NAMED else ""
+    return ", ".join(f"{name:.60}" for name in names[:_MOST_NAMED]) + more
 
 
 def is_json_lines(path: Path) -> bool:
@@ -231,24 +247,56 @@ def is_json_lines(path: Path) -> bool:
 
 def is_binary(path: Path) -> bool:
     """Whether a zero byte comes early: text has none, most other formats do."""
-    with _opened(path) as file:
+    with opened(path) as file:
         return b"\0" in file.read(BINARY_NBYTES)
 
 
-def first_of_json(path: Path) -> tuple[object, bool]:
-    """Return the first value of a file of JSON, of its list if it is one, and whether it is; None if too long."""
-    with _opened(path) as file:
-        head = file.read(PIECE_SIZE).decode("utf-8-sig", errors="replace").lstrip()
-    is_list = head.startswith("[")
+class JsonForm(enum.Enum):
+    """What a file of JSON is: objects, one a line; or one value, a list or an object; or no JSON."""
+
+    LINES = enum.auto()
+    LIST = enum.auto()
+    OBJECT = enum.auto()
+    NONE = enum.auto()
+
+
+class JsonLook(NamedTuple):
+    """What the beginning of a file of JSON says. first: its first object, or the first of its list, if that is short."""
+
+    form: JsonForm
+    first: object = None
+
+
+def look_at_json(path: Path) -> JsonLook:
+    """Look at the beginning of a file, whatever its name is."""
+    with opened(path) as file:
+        content = file.read(PIECE_SIZE)
+        if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+            content += file.readline() + file.read(BINARY_NBYTES)  # a first line may be long
+    head = content.decode("utf-8-sig", errors="replace").lstrip()
+    if not head.startswith(("[", "{")):
+        return JsonLook(JsonForm.NONE)
+    form = JsonForm.LIST if head[0] == "[" else JsonForm.OBJECT
+    head = head[form is JsonForm.LIST :].lstrip()
     try:
-        return json.JSONDecoder().raw_decode(head[is_list:].lstrip())[0], is_list
+        first, end = json.JSONDecoder(parse_int=float).raw_decode(head)
     except (ValueError, RecursionError):
-        return None, is_list
+        return JsonLook(form)
+    if form is JsonForm.OBJECT and head[end:].lstrip().startswith("{"):
+        form = JsonForm.LINES
+    return JsonLook(form, first)
+
+
+def first_line(path: Path) -> str:
+    """Return the beginning of a file up to the end of a line, or as much as a line of a header has."""
+    with opened(path) as file:
+        line = file.readline(_MOST_HEADER)
+    return line.decode("utf-8-sig", errors="replace").rstrip("\r\n")
 
 
 def is_compressed(path: Path) -> bool:
     """Whether a file begins as gzip, bzip2, xz, zstd, zip and lz4 do."""
-    with _opened(path) as file:
+    with opened(path) as file:
         return file.read(8).startswith(_COMPRESSED)
 
 
@@ -269,7 +317,7 @@ def _as_bytes(text: str) -> bytes:
     return text.encode() + b"\n"
 
 
-def _opened(path: Path) -> IO[bytes]:
+def opened(path: Path) -> IO[bytes]:
     try:
         return path.open("rb")
     except OSError as error:

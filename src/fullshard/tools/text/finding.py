@@ -9,26 +9,29 @@ import dataclasses
 import functools
 import os
 import re
+import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fullshard.tools.config import TrainConfig
 from fullshard.tools.text.files import (
     BINARY_NBYTES,
+    DEFAULT_FIELD,
     ByteSource,
     CorpusError,
+    JsonForm,
     JsonLines,
     TextFile,
-    first_of_json,
+    first_line,
     is_binary,
     is_compressed,
-    open_text,
+    is_json_lines,
+    look_at_json,
 )
 from fullshard.tools.text.rows import (
     SAVED_NAMES,
     CsvFile,
-    JsonArray,
+    JsonTable,
     ParquetFile,
     SavedDataset,
     beside_saved,
@@ -101,7 +104,8 @@ def find_sources(
 ) -> list[ByteSource]:
     """Open the text of files and folders, in the given order.
 
-    Folders give their files in the order of their relative paths. Notes in `skipped` what is left out. Raises
+    text_field: where rows have their text; "" for none that was given, which is `text`. Folders give their files
+    in the order of their relative paths. Notes in `skipped` what is left out. Raises
     CorpusError for a path that does not exist, a binary file that is named itself, and a data set without
     the split that is wanted.
     """
@@ -115,30 +119,52 @@ def find_sources(
             skipped.of_other_splits += [
                 str(folder) for split, folder in splits.items() if split != taken
             ]
-            found.append(SavedDataset(splits[taken], text_field, cache))
+            found.append(SavedDataset(splits[taken], text_field or DEFAULT_FIELD, cache))
             continue
         found += _files_of(path, use, skipped, functools.partial(_opened, text_field, cache))
     return found
 
 
 def _opened(field: str, cache: Path, path: Path, *, is_named: bool = False) -> ByteSource:
-    """Open a file by its name, and CSV and JSON by whether they have the field as well.
+    """Open a file by its name and, where it is called .json or a field is given, by what it holds.
 
-    Without it, they are plain text among a folder's, unless they are named, or the field is: reading them
-    then says what they have.
+    With a field that is given (not ""), tables are read by it, whatever their names, or refused when they are
+    read. Without one, CSV and JSON that have no `text` are plain text, unless they are named and have rows.
     """
-    is_meant = is_named or field != TrainConfig.text_field
+    is_given, field = bool(field), field or DEFAULT_FIELD
+    is_meant = is_given or is_named
     kind = path.suffix.lower()
     if is_parquet(path):
         return ParquetFile(path, field, cache)
+    if is_json_lines(path):
+        return JsonLines(path, field)
     if kind in (".csv", ".tsv"):
         table = CsvFile(path, field, cache)
-        return table if is_meant or table.has_column() else open_text(path, field)
-    if kind == ".json":
-        first, is_list = first_of_json(path)
-        if isinstance(first, dict) and ((is_list and is_meant) or field in first):
-            return JsonArray(path, field, cache) if is_list else JsonLines(path, field)
-    return open_text(path, field)
+        return table if is_meant or table.has_column() else TextFile(path)
+    if kind != ".json" and not is_given:
+        return TextFile(path)
+    look = look_at_json(path)
+    if kind != ".json" and not isinstance(look.first, dict):
+        _check_no_table(path, field)
+        return TextFile(path)
+    if look.form is JsonForm.LINES:
+        has_field = isinstance(look.first, dict) and field in look.first
+        return JsonLines(path, field) if is_meant or has_field else TextFile(path)
+    rows = JsonTable(path, field, cache)
+    if is_given or (look.form is not JsonForm.NONE and rows.has_column(look, is_meant=is_named)):
+        return rows
+    return TextFile(path)
+
+
+def _check_no_table(path: Path, field: str) -> None:
+    """Raise CorpusError for a file whose first line names the column, though its name says nothing of a table."""
+    for delimiter in ",\t":
+        cells = [cell.strip('" ') for cell in first_line(path).split(delimiter)]
+        if len(cells) > 1 and field in cells:
+            raise CorpusError(
+                f"{path}: its first line has {field!r} as the header of a table has. Rename it to .csv, or to .tsv "
+                "where tabs part the columns; or train on it as plain text, without --text-field."
+            )
 
 
 def check_apart(sources: Sequence[ByteSource], held: Sequence[ByteSource]) -> None:
@@ -152,12 +178,12 @@ def check_apart(sources: Sequence[ByteSource], held: Sequence[ByteSource]) -> No
             )
 
 
-def python_library(text_field: str) -> list[ByteSource]:
+def python_library() -> list[ByteSource]:
     """Open the source files of Python's own library, without what is installed beside it."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = _in_order(_python_files(root), root)
     # Some are in other encodings, to test those.
-    return [open_text(path, text_field, replace=True) for path in paths]
+    return [TextFile(path, replace=True) for path in paths]
 
 
 def _files_of(
@@ -173,11 +199,22 @@ def _files_of(
                 "UTF-8, which has none."
             )
         return [opened(path, is_named=True)]
+    if not path.is_dir() and path.exists():
+        raise CorpusError(
+            f"{use.option} {path}: is no regular file but a {_kind_of(path)}, and text is read more than once, by "
+            "every rank. Write it to a file first."
+        )
     if not path.is_dir():
         seen_from = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise CorpusError(f"{use.option} {path}: no such file or folder{seen_from}.")
     files = {file: opened(file) for file in _readable(path, use, skipped)}
     return [files[file] for file in _of_data_set(files, path, use, skipped)]
+
+
+def _kind_of(path: Path) -> str:
+    mode = path.stat().st_mode
+    kinds = {stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISCHR: "character device"}
+    return next((name for check, name in kinds.items() if check(mode)), "device")
 
 
 def _readable(path: Path, use: Use, skipped: Skipped) -> list[Path]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from fullshard.tools.config import TrainConfig
 from fullshard.tools.progress import Copying
 from fullshard.tools.text.corpus import ByteText, open_corpus
-from fullshard.tools.text.files import ByteSource
+from fullshard.tools.text.files import DEFAULT_FIELD, ByteSource, JsonLines, TextFile, is_json_lines
 from fullshard.tools.text.finding import (
     HELD_OUT,
     TRAINING,
@@ -19,7 +19,7 @@ from fullshard.tools.text.finding import (
 from fullshard.tools.text.interface import Text
 from fullshard.tools.text.packed import HeldOut, PackedText, check_length, where_held_out
 from fullshard.tools.text.packing import Packing
-from fullshard.tools.text.rows import CsvFile, JsonArray
+from fullshard.tools.text.rows import CsvFile, JsonTable
 from fullshard.tools.text.tokenizer import Tokenizer
 from fullshard.tools.text.tokens import Tokens, tokenized
 
@@ -46,16 +46,17 @@ def open_text(config: TrainConfig, tokenizer: Tokenizer | None, *, cache: Path) 
         config.global_batch,
         config.seed,
         config.val_sequences,
-        tables=_tables(corpus.files, config),
+        read_as=_read_as(corpus.files, config),
     )
 
 
 def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedText:
-    skipped, sources = Skipped(), python_library(config.text_field)
+    skipped, sources = Skipped(), python_library()
     if config.data:
         sources = _sources(config.data, TRAINING, config, cache, skipped)
     tokens = _tokens(sources, tokenizer, config, cache)
     num_tokens, held = len(tokens), None
+    others: list[ByteSource] = []
     what = ", ".join(config.data) or "Python's standard library"
     if config.val_fraction:
         num_tokens = where_held_out(tokens, config.val_fraction)
@@ -84,19 +85,34 @@ def _packed(config: TrainConfig, tokenizer: Tokenizer, cache: Path) -> PackedTex
         held,
         config.across_documents,
         str(skipped),
-        _tables(sources, config),
+        _read_as([*sources, *others], config),
     )
 
 
-def _tables(sources: Sequence[ByteSource], config: TrainConfig) -> str:
-    """Name the tables that might be taken for plain text; "" for none."""
-    names = [str(each.path) for each in sources if isinstance(each, (CsvFile, JsonArray))]
-    more = ", ..." if len(names) > 3 else ""
-    return (
-        f"{', '.join(names[:3])}{more}: column {config.text_field!r} (--text-field)"
-        if names
-        else ""
-    )
+def _read_as(sources: Sequence[ByteSource], config: TrainConfig) -> tuple[str, ...]:
+    """Say which tables might be taken for plain text, and which plain text for tables."""
+    column = f"{config.text_field or DEFAULT_FIELD!r} (--text-field)"
+    tables = [
+        each
+        for each in sources
+        if isinstance(each, CsvFile | JsonTable)
+        or (isinstance(each, JsonLines) and not is_json_lines(each.path))
+    ]
+    plain = [
+        each
+        for each in sources
+        if isinstance(each, TextFile) and each.path.suffix.lower() in (".json", ".csv", ".tsv")
+    ]
+    said = []
+    if tables:
+        said.append(f"tables: {_first(tables)}: column {column}")
+    if plain:
+        said.append(f"as plain text: {_first(plain)}: no rows with a column {column}")
+    return tuple(said)
+
+
+def _first(sources: Sequence[ByteSource]) -> str:
+    return ", ".join(str(each.path) for each in sources[:3]) + (", ..." if len(sources) > 3 else "")
 
 
 def _sources(

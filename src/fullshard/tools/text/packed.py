@@ -55,8 +55,8 @@ class HeldOut(NamedTuple):
 class PackedText:
     """Documents packed into sequences (`text/packing.py`).
 
-    across: whether documents of a sequence see those before them. skipped: what was left out, tables: what is read by a
-    column, both in words.
+    across: whether documents of a sequence see those before them. skipped: what was left out, read_as: which files are
+    tables and which are not, both in words.
     """
 
     tokenizer: Tokenizer
@@ -66,7 +66,7 @@ class PackedText:
     held: "HeldOut | None" = None
     across: bool = False
     skipped: str = ""
-    tables: str = ""
+    read_as: Sequence[str] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -118,7 +118,7 @@ class PackedText:
             f"an epoch is {packing.num_sequences:,} sequences, {epoch:,.1f} steps; documents end with "
             f"{self.tokenizer.end}",
             *([held] if held else []),
-            *([f"tables: {self.tables}"] if self.tables else []),
+            *self.read_as,
             *([f"of --data, not trained on: {self.skipped}"] if self.skipped else []),
         ]
 

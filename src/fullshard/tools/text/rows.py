@@ -1,7 +1,6 @@
 """Tables of which one column is text: Parquet, CSV, JSON and what `datasets` has saved to disk. A row is a document."""
 
 import csv
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -12,10 +11,16 @@ from typing import Any
 from fullshard.tools.config import OptionError
 from fullshard.tools.text.cache import KeptFile, kept
 from fullshard.tools.text.files import (
+    DEFAULT_FIELD,
     CorpusError,
+    JsonForm,
+    JsonLook,
     Piece,
     in_pieces,
     name_another,
+    named,
+    opened,
+    parsed,
     stamp_of,
     text_of,
 )
@@ -79,7 +84,7 @@ class Rows(ABC):
     def _check_column(self, columns: dict[str, bool]) -> None:
         """columns: of each name, whether it holds text."""
         if not columns.get(self._field):
-            has = ", ".join(name for name, is_text in columns.items() if is_text)
+            has = [name for name, is_text in columns.items() if is_text]
             raise CorpusError(
                 f"{self.path}: has no column {self._field!r} with text. {name_another(has)}"
             )
@@ -149,19 +154,63 @@ class CsvFile(Rows):
         return True
 
 
-class JsonArray(Rows):
-    """A file of JSON that is one list of objects, which is read whole."""
+class JsonTable(Rows):
+    """A file of JSON that is one list of rows, or an object with one under a key, and is read whole.
+
+    A row is an object, or text, which is column `text`:
+
+        [{"body": "a", "id": 1}, {"body": "b"}]    ["a", "b"]    {"version": 2, "data": [{"body": "a"}]}
+    """
 
     @cached_property
     def _texts(self) -> list[str]:
-        try:
-            entries = json.loads(self.path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise CorpusError(f"{self.path}: is not JSON ({error}).") from error
+        key, rows = self._rows()
+        if self._field in (key, DEFAULT_FIELD):
+            rows = [{self._field: row} if isinstance(row, str) else row for row in rows]
         return [
-            text_of(entry, self._field, where=f"{self.path}, entry {number}")
-            for number, entry in enumerate(entries, start=1)
+            text_of(row, self._field, where=f"{self.path}, entry {number}")
+            for number, row in enumerate(rows, start=1)
         ]
+
+    def _rows(self) -> tuple[str, list[object]]:
+        """Return the rows, and the key that they are under, or ""."""
+        with opened(self.path) as file:
+            value = parsed(file.read(), where=str(self.path))
+        if isinstance(value, list):
+            return "", value
+        if not isinstance(value, dict):
+            raise CorpusError(f"{self.path}: is neither a list of objects nor an object.")
+        if isinstance(value.get(self._field), str):
+            return "", [value]
+        lists = {
+            key: rows
+            for key, rows in value.items()
+            if isinstance(rows, list) and rows and isinstance(rows[0], dict | str)
+        }
+        having = [
+            key
+            for key, rows in lists.items()
+            if key == self._field or (isinstance(rows[0], dict) and self._field in rows[0])
+        ]
+        if len(keys := having or [*lists]) == 1:
+            return keys[0], lists[keys[0]]
+        there = f"lists under {named(keys)}" if keys else "no list of rows"
+        raise CorpusError(
+            f"{self.path}: is an object with {there}, so it is not known what to read. Write the rows as JSON "
+            "lines; to train on it as plain text, rename it to .txt."
+        )
+
+    def has_column(self, look: JsonLook, *, is_meant: bool) -> bool:
+        """Whether the first row has the field, or, where the file is meant to be trained on, is a row at all."""
+        row = look.first
+        if row is None or look.form is JsonForm.OBJECT:
+            try:
+                row = next(iter(self._rows()[1]), None)
+            except CorpusError:
+                return False
+        if isinstance(row, dict) and self._field in row:
+            return True
+        return is_meant and look.form is JsonForm.LIST and isinstance(row, dict | str)
 
     def _batches(self) -> Iterator[Sequence[str | None]]:
         yield self._texts

@@ -77,7 +77,7 @@ def tokenized(
     nothing can be written.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    stamps = [source.stamp() for source in sources]
+    stamps = [[type(source).__name__, source.stamp()] for source in sources]
     key = ["tokens", _FORMAT, text_field, stamps, tokenizer.end, tokenizer.version]
     key.append(tokenizer.files[FILE].decode())
 
