@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from tests.differential.autograd import sgd
 from tests.differential.modules import ZEROS, mlp, square
@@ -286,6 +287,41 @@ def frozen_while_a_loss_that_nobody_sees_waits(run: Run, units: str, reshard: bo
         for parameter in parameters:
             parameter.requires_grad_(True)
         loss.backward()
+        run.step(optimizer)
+
+
+@program(
+    faces=(FSDP2,),
+    cases={
+        f"{'' if reentrant else 'not_'}reentrant": {"reentrant": reentrant}
+        for reentrant in (True, False)
+    },
+)
+def frozen_before_a_forward_is_computed_again(run: Run, reentrant: bool) -> None:
+    """Checkpointed layers that stay whole record in backward what they would have in forward."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = mlp(4, 6, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    model = run.shard(Checkpointed(), "layers.0", "layers.2", reshard=False)
+    optimizer = SGD(parameters := [*model.parameters()], lr=0.1)
+    for _ in range(3):
+        x = run.batch(3, 4).requires_grad_()
+        policy = model(x)
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        with torch.no_grad():
+            reference = model(x)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        F.mse_loss(policy, reference + 1).backward()
         run.step(optimizer)
 
 
