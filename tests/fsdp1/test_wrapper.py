@@ -759,6 +759,21 @@ def test_model_runs_inside_summon_but_not_backward(api: Api, use_orig_params: bo
     run_step(model)
 
 
+@pytest.mark.ours("raises AssertionError, or computes with what it has freed")
+@strategies
+@orig_params
+@on_ranks(2)
+def test_no_backward_inside_summon_of_a_forward_before_it(
+    api: Api, strategy: str, use_orig_params: bool
+) -> None:
+    """Its gradients would be those of copies."""
+    model = wrap(api, net(), strategy, use_orig_params=use_orig_params)
+    loss = model(batch()).sum()
+    with pytest.raises(api.errors.StateError), summon(api, model, writeback=False):
+        loss.backward()
+    run_step(model)
+
+
 @on_default_comm
 @orig_params
 @on_ranks(2)

@@ -65,7 +65,7 @@ from fullshard.engine.precision import (
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit
 from fullshard.engine.watchers import watchers
-from fullshard.engine.whole import refusing_backward
+from fullshard.engine.whole import refuse_while_whole, refusing_backward
 from fullshard.errors import StateError
 from fullshard.policies import TrainingState
 from fullshard.torch_private import (
@@ -400,6 +400,7 @@ class Hooks(ModuleState):
         iteration = self.iteration_or_initialise()
         if not iteration.is_in_backward:
             self.forget_stale_backward(iteration)
+            refuse_while_whole(iteration.units)
             # Each access makes a new bound method, to which nobody else refers: see `begin_backward`.
             iteration.begin_backward(self.end_backward)
         return iteration

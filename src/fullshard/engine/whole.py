@@ -8,7 +8,7 @@ and `full_parameters` are this.
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -315,6 +315,16 @@ def refusing_backward(output: Any) -> Any:
     for tensor in differentiable_tensors(output) if torch.is_grad_enabled() else ():
         tensor.register_hook(_refuse_backward)
     return output
+
+
+def refuse_while_whole(units: Iterable[Unit]) -> None:
+    """Raise StateError if whole parameters of these units are shown, where backward would leave nothing."""
+    for unit in units:
+        if unit.is_whole:
+            raise StateError(
+                f"{unit.label}: backward was called inside summon_full_params or full_parameters, where modules "
+                "show copies of whole parameters and its gradients would be lost. Call it outside."
+            )
 
 
 def _refuse_backward(_: torch.Tensor) -> None:
