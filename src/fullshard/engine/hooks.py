@@ -401,6 +401,9 @@ class Hooks(ModuleState):
         if not iteration.is_in_backward:
             self.forget_stale_backward(iteration)
             refuse_while_whole(iteration.units)
+            for unit in iteration.units:
+                if unit.is_unsharded:  # else it does when it is shown
+                    unit.params.follow_trained()  # a forward that is computed again records what it would have
             # Each access makes a new bound method, to which nobody else refers: see `begin_backward`.
             iteration.begin_backward(self.end_backward)
         return iteration

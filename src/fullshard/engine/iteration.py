@@ -238,7 +238,6 @@ class Iteration:
         for unit in units:
             unit.wait_unshard()
             if is_recomputation:
-                unit.params.follow_trained()  # of units that stayed; it has to record what forward has
                 continue
             # Also where nothing is prefetched: this is what records the order.
             following = self._recorder.next_unit(self._number[id(unit)])
