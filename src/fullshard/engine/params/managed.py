@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.form import ParamForm, redistributed, with_dtype
 from fullshard.engine.params.slots import Slot
+from fullshard.engine.runtime import out_of_context
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradDtype, GradientDtypes
 from fullshard.plan.layout import ParamSpec
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
-from fullshard.torch_private import AsyncCollectiveTensor
+from fullshard.torch_private import AsyncCollectiveTensor, are_transforms_active
 
 # Attributes of parameters. `copy.deepcopy` and `torch.utils.swap_tensors` carry them to others, so
 # the second says by `id` whose the first is.
@@ -539,6 +540,8 @@ class _Edge(torch.autograd.Function):
 
 def accumulator_of(leaf: torch.Tensor) -> Any:
     """Return the node that accumulates a leaf's gradient: the same as long as somebody refers to it."""
+    if are_transforms_active():  # inside of which a function's node would be another level's
+        return out_of_context(functools.partial(accumulator_of, leaf))
     with torch.inference_mode(False), torch.enable_grad():
         edge: Any = _Edge.apply(leaf)  # type: ignore[no-untyped-call]
     return edge.grad_fn.next_functions[0][0]

@@ -39,7 +39,8 @@ def kept(cache: Path, key: Any, make: Callable[[Path], None]) -> Path:
                 for left in (folder, unfinished):
                     shutil.rmtree(left, ignore_errors=True)
                 unfinished.mkdir()
-                make(unfinished)
+                with _removing_if_it_fails(unfinished):
+                    make(unfinished)
                 for path in [*unfinished.iterdir()]:
                     sums = array("I", (zlib.crc32(block) for block in _blocks(path)))
                     path.with_name(path.name + _CHECKSUMS).write_bytes(sums.tobytes())
@@ -50,6 +51,16 @@ def kept(cache: Path, key: Any, make: Callable[[Path], None]) -> Path:
             f"--cache {cache}: cannot be written ({error.strerror}). Name another folder."
         ) from error
     return folder
+
+
+@contextlib.contextmanager
+def _removing_if_it_fails(folder: Path) -> Iterator[None]:
+    """Remove a folder if what is done in it raises: text that is refused leaves nothing."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 class KeptFile:
