@@ -58,7 +58,7 @@ def _removing_if_it_fails(folder: Path) -> Iterator[None]:
     """Remove a folder if what is done in it raises: text that is refused leaves nothing."""
     try:
         yield
-    except BaseException:
+    except Exception:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
