@@ -39,6 +39,12 @@ def all_of(tokens: Tokens) -> list[int]:
     return tokens.read([0], len(tokens))[0].tolist()
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what is read from tables in a folder of the test's: by default it is the current one."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("current"))
+
+
 @pytest.fixture
 def words(tmp_path: Path) -> Words:
     folder = tmp_path / "words"

@@ -13,12 +13,6 @@ from hypothesis import strategies as st
 from fullshard.tools.text.corpus import CorpusError, draw_batch, open_corpus, window_start
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what is read from tables in a folder of the test's: by default it is the current one."""
-    monkeypatch.chdir(tmp_path_factory.mktemp("current"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "b").mkdir()
