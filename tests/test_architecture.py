@@ -59,7 +59,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # The same among the rooms inside the engine; its own files tell a step's story and use them all.
 IN_ENGINE = {
-    "params": {"nodes", "references", "runtime", "unit_mesh"},
+    "guard": {"references", "runtime"},
+    "params": {"guard", "nodes", "references", "runtime", "unit_mesh"},
     "gradients": {"observer", "params", "references", "runtime"},
     "checks": {"params", "restoring", "runtime", "unit", "unit_setup", "watchers"},
 }

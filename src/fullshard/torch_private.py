@@ -140,6 +140,8 @@ with _to("announce this process to its peers, and name those that are lost"):
 with _to("tell whether collectives of a group are being coalesced"):
     from torch.distributed.distributed_c10d import _world as distributed_world
 
+    coalescing: Any = distributed_world.pg_coalesce_state  # by group; the dictionary that torch fills and empties
+
 # What names new process groups. None where torch lacks it: fullshard's collectives then share the
 # program's groups.
 _process_group_name: Any = getattr(dist.distributed_c10d, "_process_group_name", None)
@@ -392,6 +394,7 @@ __all__ = [
     "default_group",
     "default_store",
     "disable_dynamo",
+    "coalescing",
     "distributed_world",
     "dtensor_handlers",
     "forward_unimplemented",

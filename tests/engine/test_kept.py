@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.engine.module_state import state_of
-from fullshard.engine.params import kept_views
+from fullshard.engine.guard import uses
 from tests.api import Api
 from tests.harness import on_ranks
 from tests.models import mlp
@@ -356,9 +356,9 @@ def test_the_search_for_views_adds_nothing_to_what_a_forward_saves(api: Api) -> 
     model = nn.Sequential(ViewKeeper(16, "t"), nn.Linear(16, 16))
     api.fully_shard(model[0])  # resharded, and looked into, in the midst of the forward
     api.fully_shard(model)
-    kept_views._references_in_list.cache_clear()  # as in a new process
+    uses._references_in_list.cache_clear()  # as in a new process
     output = checkpoint(model, make_batch(16), use_reentrant=False)
-    assert kept_views._references_in_list.cache_info().misses == 1
+    assert uses._references_in_list.cache_info().misses == 1
     mean_square(output).backward()
 
 
@@ -373,8 +373,8 @@ def test_models_that_keep_nothing_are_not_looked_into_after_their_first_passes(
         api.fully_shard(layer)
     api.fully_shard(model)
     looks: list[int] = []
-    look = kept_views._adopt_views
-    monkeypatch.setattr(kept_views, "_adopt_views", lambda each: (looks.append(1), look(each)))
+    look = uses._adopt_views
+    monkeypatch.setattr(uses, "_adopt_views", lambda each: (looks.append(1), look(each)))
     for seed in range(5):
         looks.clear()
         mean_square(model(my_part(make_batch(16, seed=seed)))).backward()

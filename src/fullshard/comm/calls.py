@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import c10d_logger, distributed_c10d
 
-from fullshard.torch_private import distributed_world, is_function_mode_enabled
+from fullshard.torch_private import coalescing, is_function_mode_enabled
 
 # The functions were renamed; older versions have the names on the right.
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
@@ -67,7 +67,7 @@ def _is_watched(function: str) -> bool:
     return (
         getattr(dist, function) is not _ORIGINALS.get(function)
         or is_function_mode_enabled()
-        or bool(distributed_world.pg_coalesce_state)
+        or bool(coalescing)
     )
 
 

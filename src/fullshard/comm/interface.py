@@ -86,7 +86,7 @@ class ShardBuffer:
     in_place: list[torch.Tensor] = dataclasses.field(default_factory=list)
     packed_region: Region | None = None
     mapped_nbytes: int = 0
-    _landing: Landing | None = None
+    last_landing: Landing | None = None
 
     def landing(self, unsharded: torch.Tensor, offset: int = 0) -> Landing:
         """Return views of where gathered parameters belong in an unsharded buffer.
@@ -94,18 +94,18 @@ class ShardBuffer:
         offset: the element of the bucket's unsharded buffer at which ``unsharded`` begins.
         """
         # Only the last one is kept: a unit is gathered into the same memory in every step.
-        if self._landing is None or self._landing.unsharded is not unsharded:
-            self._landing = Landing(self.bucket, unsharded, offset, self.flat)
-        return self._landing
+        if self.last_landing is None or self.last_landing.unsharded is not unsharded:
+            self.last_landing = Landing(self.bucket, unsharded, offset, self.flat)
+        return self.last_landing
 
     @property
     def landing_views(self) -> list[torch.Tensor]:
         """Views of the unsharded buffer that was filled last; they count as references to it."""
-        return [] if self._landing is None else self._landing.views
+        return [] if self.last_landing is None else self.last_landing.views
 
     def forget_landing(self) -> None:
         """Drop the views of the unsharded buffer that was filled last."""
-        self._landing = None
+        self.last_landing = None
 
 
 class Comm(abc.ABC):

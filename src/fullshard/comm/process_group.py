@@ -276,7 +276,9 @@ class ProcessGroupComm(Comm):
         # Before the first collective of this gather, so that a rank on another path finds out
         # before its bytes are taken for those of another unit.
         self.enter(label, bucket.unsharded_numel * unsharded.itemsize)
-        landing = shards.landing(unsharded)
+        landing = shards.last_landing
+        if landing is None or landing.unsharded is not unsharded:
+            landing = shards.landing(unsharded)
         sent = landing.sent
         if sent is None:  # the shards have another dtype or device than the unsharded buffer
             assert shards.flat is not None
@@ -287,7 +289,11 @@ class ProcessGroupComm(Comm):
             region = self.gather_regions.take(self.size * bucket.packed_numel, sent[-1].dtype)
             targets = [*targets, region.memory]
         try:
-            works = self._all_gather(targets, sent)
+            works = (
+                self._all_gather(targets, sent)
+                if self.is_nccl
+                else list(map(self._calls.all_gather, targets, sent))
+            )
         except RuntimeError as error:
             name_lost_ranks(error, self.group, label)
             raise

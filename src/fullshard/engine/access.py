@@ -28,7 +28,7 @@ def settle_to_read(unit: Unit) -> None:
     if state is None or not is_running(state, if_unknown=True):
         unit.settle()
         unit.follow_changes()
-    elif unit.is_sharded and unit.params.have_moved:
+    elif unit.is_sharded and unit.watch.have_moved:
         unit.adopt()
 
 

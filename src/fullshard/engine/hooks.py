@@ -46,7 +46,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.access import Registered, fake_form, is_running, refuse_while_used
-from fullshard.engine.iteration import Iteration
+from fullshard.engine.iteration import Iteration, Stage
 from fullshard.engine.joined import join_units
 from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.nodes import (
@@ -63,7 +63,7 @@ from fullshard.engine.precision import (
     replace_differentiable,
 )
 from fullshard.engine.runtime import eager, passing_through
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Phase, Unit
 from fullshard.engine.watchers import watchers
 from fullshard.engine.whole import refuse_while_whole, refusing_backward
 from fullshard.errors import StateError
@@ -140,15 +140,16 @@ class Hooks(ModuleState):
         if is_fake_mode_active() and not self._is_fake:
             self._begin_fake(module)
             return cast_inputs(self.policy, args, kwargs)
-        iteration = self.iteration_or_initialise()
-        # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
-        self.forget_stale_backward(iteration)
-        if current_graph_task_id() != -1 and iteration.awaits_backward:
-            self.begin_backward()  # that no output has announced, and which recomputes this
-        if self.training_state is TrainingState.PRE_BACKWARD and iteration.is_in_backward:
-            # Recomputation. 4 has unsharded them, but a backward in between may have resharded.
-            iteration.begin_units(self.units, joined=self.joined, prefetches=False)
-            return cast_inputs(self.policy, args, kwargs)
+        iteration = self.iteration() or self.initialise()
+        if iteration.stage >= Stage.BACKWARD or current_graph_task_id() != -1:
+            # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
+            self.forget_stale_backward(iteration)
+            if current_graph_task_id() != -1 and iteration.awaits_backward:
+                self.begin_backward()  # that no output has announced, and which recomputes this
+            if self.training_state is TrainingState.PRE_BACKWARD and iteration.is_in_backward:
+                # Recomputation. 4 has unsharded them, but a backward in between may have resharded.
+                iteration.begin_units(self.units, joined=self.joined, prefetches=False)
+                return cast_inputs(self.policy, args, kwargs)
         units = self.units
         has_begun = self.training_state is TrainingState.FORWARD and id(module) not in self.to_run
         # An exception ended the forward that has begun, or it still runs and this call is in it.
@@ -156,11 +157,11 @@ class Hooks(ModuleState):
         if has_begun and self._num_calls(module) > 1:
             return self._begin_inner_call(args, kwargs)
         self._calls_itself = False
-        if iteration.is_left_over(is_root=self._own_iteration is not None):
+        if iteration.has_raised_in_forward(is_root=self._own_iteration is not None):
             self.forget(keeps_gradients=True)
         # After `forget`, which changes the state.
         is_first = self.training_state is not TrainingState.FORWARD
-        begins = is_first and not iteration.is_in_forward and not iteration.is_in_backward
+        begins = is_first and iteration.stage is Stage.IDLE
         if begins:
             iteration.finalization.check_ended("forward")
             for watcher in tuple(watchers):
@@ -175,7 +176,9 @@ class Hooks(ModuleState):
                 join_units(self.everyone)
             iteration.begin_forward(self, is_training=module.training, caller=caller)
             self.look_for_strays()
-        args, kwargs = cast_inputs(self.policy, args, kwargs)
+        policy = self.all_units[0].config.mp_policy
+        if policy.param_dtype is not None:
+            args, kwargs = cast_inputs(policy, args, kwargs)
         prefetches = not self.forward_prefetch
         iteration.begin_units(
             units, joined=self.joined, prefetches=prefetches, is_training=module.training
@@ -294,7 +297,7 @@ class Hooks(ModuleState):
             return cast_outputs(policy, output)
         if self.training_state is TrainingState.PRE_BACKWARD:
             return cast_outputs(policy, output)  # recomputation: unsharded until 6
-        iteration = self.iteration_or_initialise()
+        iteration = self.iteration() or self.initialise()
         if self._calls_itself and self._num_calls(module) > 1:
             return cast_outputs(policy, self._mark_outputs(output))
         is_root = iteration.is_forward_root(self)
@@ -303,7 +306,7 @@ class Hooks(ModuleState):
             if self.to_run and not is_root:
                 return cast_outputs(policy, output)  # others of the group are still to come
             self.to_run.clear()  # part of a group may be called alone, for the loss
-        output = self._complete_forward(output)
+        output = self._complete_forward(iteration, output)
         if is_root:
             # Before `end_forward`, whose fence lets peers write to what these still read.
             for state in self.everyone:
@@ -312,7 +315,7 @@ class Hooks(ModuleState):
                 if state.to_run or began:
                     state.to_run.clear()
                     assert isinstance(state, Hooks)
-                    output = state._complete_forward(output)
+                    output = state._complete_forward(iteration, output)
             iteration.end_forward()
         output = cast_outputs(policy, output)
         if is_root:
@@ -320,36 +323,41 @@ class Hooks(ModuleState):
                 watcher.forward_ends(iteration, output)
         return output
 
-    def _complete_forward(self, output: Any) -> Any:
+    def _complete_forward(self, iteration: Iteration, output: Any) -> Any:
         """Free the units of a forward that is over; return its output, marked for backward."""
         if self.mark is not None:
             follow_input(self)
-        outputs = differentiable_tensors(output) if torch.is_grad_enabled() else []
-        # None: neither do outputs tell that a backward follows, nor that it does not.
-        may_follow = torch.is_grad_enabled() and not are_transforms_active()
+        outputs: list[torch.Tensor] = []
+        may_follow = False  # a backward, for which outputs that are not differentiable say nothing
+        if torch.is_grad_enabled():
+            outputs = differentiable_tensors(output)
+            may_follow = not are_transforms_active()
+        units = self.units
         if may_follow:
-            for unit in self.units:
-                unit.params.warn_of_late_training()
-        self.iteration_or_initialise().end_units(
-            self.units,
+            for unit in units:
+                if unit.params.shown.has_frozen:
+                    unit.params.warn_of_late_training()
+        iteration.end_units(
+            units,
             joined=self.joined,
             is_differentiable=True if outputs else None if may_follow else False,
         )
         self.training_state = TrainingState.IDLE
-        return self._mark_outputs(output, outputs)
+        if may_follow:
+            for tensor in outputs:
+                watch_output(self, tensor)
+            return output
+        return self._mark_outputs(output)
 
-    def _mark_outputs(self, output: Any, outputs: Sequence[torch.Tensor] | None = None) -> Any:
-        """Let the gradient of each differentiable output call `before_backward`.
-
-        outputs: those of ``output`` that require a gradient; None looks for them.
-        """
+    def _mark_outputs(self, output: Any) -> Any:
+        """Let the gradient of each differentiable output call `before_backward`."""
         if not torch.is_grad_enabled():
             return output
         if are_transforms_active():
             # A tensor hook is of one level, and an output may hide that it needs a gradient at
             # another, so all of them get a node, which every level sees.
             return map_tensors(lambda tensor: mark_before_backward(self, tensor), output)
-        for tensor in differentiable_tensors(output) if outputs is None else outputs:
+        for tensor in differentiable_tensors(output):
             watch_output(self, tensor)
         return output
 
@@ -386,23 +394,18 @@ class Hooks(ModuleState):
 
     # 4. A gradient reaches an output: unshard for backward
 
-    def gradient_arrives(self) -> None:
-        """Begin the backward pass of this root's model, unless it has begun."""
-        if not self.iteration_or_initialise().is_in_backward:
-            self.begin_backward()
-
     def begin_backward(self) -> Iteration:
         """Begin the backward pass of the model, and see that 7 comes, unless that was done.
 
         Whatever comes first calls it: 4, 6, or a gradient on an unsharded parameter. So 7 takes every
         gradient, however the outputs looked that led to it.
         """
-        iteration = self.iteration_or_initialise()
-        if not iteration.is_in_backward:
+        iteration = self.iteration() or self.initialise()
+        if iteration.backward.end() is None:
             self.forget_stale_backward(iteration)
             refuse_while_whole(iteration.units)
             for unit in iteration.units:
-                if unit.is_unsharded:  # else it does when it is shown
+                if unit.phase >= Phase.UNSHARDED:  # else it does when it is shown
                     unit.params.follow_trained()  # a forward that is computed again records what it would have
             # Each access makes a new bound method, to which nobody else refers: see `begin_backward`.
             iteration.begin_backward(self.end_backward)
@@ -422,9 +425,10 @@ class Hooks(ModuleState):
         self.training_state = TrainingState.PRE_BACKWARD
         units = self.units
         for unit in units:  # all are started before the first is waited for
-            if unit.is_unsharded:
+            if unit.phase >= Phase.UNSHARDED:
                 unit.params.check_unchanged()
-            iteration.start_backward_unshard(unit)
+            elif unit.phase is not Phase.GATHERING:
+                iteration.start_backward_unshard(unit)
         for unit in self.joined:
             iteration.start_backward_unshard(unit)
         for unit in units:

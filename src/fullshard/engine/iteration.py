@@ -19,6 +19,7 @@ does to sharded parameters between iterations. Between forward and backward of o
 may write, as ever with autograd.
 """
 
+import enum
 import types
 import weakref
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,7 @@ from fullshard.engine.checks.unused import UnusedWatch
 from fullshard.engine.checks.writes import WriteWatch
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
+from fullshard.engine.params.managed import Backward
 from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Phase, Unit
@@ -47,11 +49,42 @@ from fullshard.policies import BackwardPrefetch
 from fullshard.torch_private import queue_callback
 
 
+class Stage(enum.IntEnum):
+    """What a model does. From BACKWARD on, a backward is under way, or has raised.
+
+    stage       entered by        a module's forward    its payload (attributes of `Iteration`)
+    IDLE        the ends          begins a forward      is_fenced: no optimizer may have written since
+                                                        the last fence
+    FORWARD     begin_forward     belongs to it         root, caller, gathers, expects_backward
+    BACKWARD    begin_backward    recomputes            the end that autograd will call
+    NESTED      begin_backward    recomputes            both: a forward has called this backward
+
+    No hook tells of an exception. One that ends a forward leaves FORWARD, whose caller does not run any
+    more; one that ends a backward leaves BACKWARD or NESTED, whose end nobody refers to any more.
+    `Iteration.reset` follows, from the next forward or backward.
+    """
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+    NESTED = enum.auto()
+
+
+# From each stage, those that may follow. `Iteration._to` is the one place where the stage changes.
+TRANSITIONS = {
+    Stage.IDLE: {Stage.FORWARD, Stage.BACKWARD},
+    Stage.FORWARD: {Stage.IDLE, Stage.NESTED},
+    Stage.BACKWARD: {Stage.IDLE},
+    Stage.NESTED: {Stage.FORWARD, Stage.BACKWARD, Stage.IDLE},
+}
+
+
 class Iteration:
     """The state that a model's units share. ``units`` are in the order of ``named_modules``.
 
     kind: the model's class, for messages. kinds: the classes of the model's modules, which all ranks should
     have from the same files.
+    stage: what the model does, see `Stage`.
     """
 
     def __init__(self, units: Sequence[Unit], kinds: Sequence[type] = (), kind: str = "") -> None:
@@ -62,19 +95,21 @@ class Iteration:
         self._recorder = Recorder()
         self.reductions = ReductionQueue()
         self.finalization = Finalization(self.units)
-        self._forward_root: weakref.ref[Any] | None = None  # weak, as its state owns this object
+        self.stage = Stage.IDLE
+        # The payload of stages.
+        self._root: weakref.ref[Any] | None = None  # weak, as its state owns this object
         self._caller: types.FrameType | None = None  # the frame that runs the root's forward
+        self._expects_backward = False  # the forward runs with gradients enabled
+        self._gathers = True  # the forward uses something that is sharded
+        self.backward = Backward()
+        for unit in self.units:
+            unit.backward = self.backward
+        self._is_fenced = True
         self._prefetch_after: dict[int, Unit] = {}  # gather it after backward of a unit, by id
-        # The callback at the end of the backward pass under way. Autograd alone refers to it, until
-        # the pass has ended or raised; so a dead reference here means that the pass raised.
-        self._backward_end: weakref.ref[Any] | None = None
-        self._expects_backward = False  # the last forward ran with gradients enabled
-        self._fenced_since_backward = True
         self._stayed = StayedUnits(self.units)
         self.post_optim_event: torch.Event | None = None
         self.observer: Observer | None = None
         self._watch = WriteWatch(self.units)
-        self._gathers = True  # whether this pass uses anything that is sharded
         self._path = Path(kind, self.units, kinds)
         self._unused = UnusedWatch()
         self.connect()
@@ -109,65 +144,67 @@ class Iteration:
         for unit in self.units:
             unit.observer = observer
 
-    # Forward
+    # Stages
 
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether the root's forward is running, or was ended by an exception."""
-        return self._forward_root is not None
+    def _to(self, stage: Stage) -> None:
+        """Change the stage; nothing else assigns it. Asserts that `TRANSITIONS` allows it."""
+        assert stage in TRANSITIONS[self.stage], f"{self.stage} to {stage}"
+        self.stage = stage
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward of this model has begun that has not ended or raised.
+        """True from the beginning of a backward of this model until it has ended or raised.
 
         A forward inside it recomputes. One inside another model's backward (of a teacher, say) is
         like any other forward.
         """
-        return self._backward_end is not None and self._backward_end() is not None
+        return self.stage >= Stage.BACKWARD and self.backward.end() is not None
+
+    @property
+    def has_raised_in_backward(self) -> bool:
+        return self.stage >= Stage.BACKWARD and self.backward.end() is None
+
+    @property
+    def is_forward_running(self) -> bool:
+        """True if the root's forward runs for sure: no exception has ended it."""
+        is_begun = self.stage is Stage.FORWARD or self.stage is Stage.NESTED
+        return is_begun and self._caller is not None and _is_running(self._caller)
+
+    def is_running(self, *, if_unknown: bool) -> bool:
+        """Return whether the root's forward or a backward is running, and no exception has ended it.
+
+        if_unknown: the answer where only the next forward can tell.
+        """
+        if self.is_in_backward:
+            return True
+        if self.stage is Stage.IDLE or self.stage is Stage.BACKWARD:
+            return False
+        return if_unknown if self._caller is None else _is_running(self._caller)
+
+    def has_raised_in_forward(self, *, is_root: bool) -> bool:
+        """Return whether an exception ended the last forward, asked when a module's forward starts.
+
+        is_root: the module is the root, which its own forward does not call.
+        """
+        if self.stage is not Stage.FORWARD:
+            return False
+        # No hook is called when a forward raises. But its frame can be cleared then.
+        return is_root or not (self._caller is None or _is_running(self._caller))
+
+    @property
+    def awaits_backward(self) -> bool:
+        """True if a backward may come that no output announces."""
+        return not self.is_in_backward and any(unit.awaits_backward for unit in self.units)
+
+    # Forward
 
     @property
     def has_skipped(self) -> bool:
-        """Whether ranks may leave out units, or could before this forward."""
+        """True if ranks may leave out units, or could before this forward."""
         for unit in self.units:  # noqa: SIM110  (asked once per forward)
             if unit.config.may_be_skipped or unit.is_joined:
                 return True
         return False
-
-    @property
-    def has_stale_backward(self) -> bool:
-        """Whether a backward raised: it began, and neither has ended nor is running."""
-        return self._backward_end is not None and self._backward_end() is None
-
-    def is_running(self, *, if_unknown: bool) -> bool:
-        """Whether the root's forward or a backward is running, and no exception has ended it.
-
-        if_unknown: the answer where only the next forward can tell.
-        """
-        if self._backward_end is not None and not self.has_stale_backward:
-            return True
-        if not self.is_in_forward:
-            return False
-        return if_unknown if self._caller is None else _is_running(self._caller)
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether a backward may come that no output announces."""
-        return not self.is_in_backward and any(unit.awaits_backward for unit in self.units)
-
-    @property
-    def is_forward_running(self) -> bool:
-        """Whether the root's forward runs for sure: no exception has ended it."""
-        return self.is_in_forward and self._caller is not None and _is_running(self._caller)
-
-    def is_left_over(self, *, is_root: bool) -> bool:
-        """Whether an exception ended the last forward, asked when a module's forward starts.
-
-        is_root: the module is the root, which its own forward does not call.
-        """
-        if not self.is_in_forward or self.is_in_backward:
-            return False
-        # No hook is called when a forward raises. But its frame can be cleared then.
-        return is_root or not (self._caller is None or _is_running(self._caller))
 
     def begin_forward(
         self, root: Any, *, is_training: bool, caller: types.FrameType | None = None
@@ -178,11 +215,11 @@ class Iteration:
         if unknown. Every rank has to call it, unless all parameters are whole on this rank.
         """
         self.has_run = True
-        self._caller = caller
+        self._to(Stage.FORWARD)
+        self._root, self._caller = weakref.ref(root), caller
         self._path.begin_forward()
         if self.observer is not None or profiler._is_profiler_enabled:
             self.observe(follow_profiler(self.observer))
-        self._forward_root = weakref.ref(root)
         self._expects_backward = torch.is_grad_enabled()
         self._recorder.start_pass()
         # Before anything reads shards: what compares contents does. Compute waits, not the all-gather
@@ -199,8 +236,9 @@ class Iteration:
         is_for_all = self._expects_backward or not all(is_whole(unit) for unit in self.units)
         self._stayed.drop_outdated(is_for_all=is_for_all)
         for unit in self.units:
-            unit.writes.begin()  # after `follow_moves`, which writes to shards itself
-            if unit.is_unsharded:
+            if unit.params.is_in_place:
+                unit.watch.begin()  # after `follow_moves`, which writes to shards itself
+            if unit.phase >= Phase.UNSHARDED:
                 unit.params.follow_trained()
         # Where all stayed whole, this rank may be evaluating alone: nobody would come to a fence.
         self._gathers = not all(is_whole(unit) for unit in self.units)
@@ -208,10 +246,10 @@ class Iteration:
             self._watch.begin_pass(is_training=is_training)
         if self._gathers:
             self.fence("before forward")  # until here peers may have written to their shards
-            self._fenced_since_backward = True
+            self._is_fenced = True
 
     def is_forward_root(self, state: Any) -> bool:
-        return self._forward_root is not None and self._forward_root() is state
+        return self._root is not None and self._root() is state
 
     def begin_units(
         self,
@@ -232,7 +270,8 @@ class Iteration:
         for unit in units:  # all are started before the first is waited for
             if not is_recomputation:
                 self._follow_writes(unit)
-            unit.unshard()
+            if unit.phase < Phase.GATHERING:
+                unit.unshard()
         for unit in joined:
             self.start_forward_unshard(unit)
         for unit in units:
@@ -254,13 +293,15 @@ class Iteration:
 
         Gathering again is collective: all ranks have to see the write (see `checks.writes`).
         """
-        has_changed = not unit.is_unsharded and unit.params.has_new_pieces
+        if unit.phase >= Phase.UNSHARDED:
+            return
+        has_changed = unit.params.is_flat and unit.watch.has_new_pieces
         if has_changed:
             unit.adopt()
         if (
             unit.phase is Phase.GATHERING  # early
             and not unit.is_held
-            and (has_changed or unit.writes.changed_since_gather or self._watch.has_changed(unit))
+            and (has_changed or unit.watch.changed_since_gather or self._watch.has_changed(unit))
         ):
             unit.refetch()
 
@@ -270,7 +311,7 @@ class Iteration:
         Flat units are prefetched on request (``forward_prefetch=True``): in watched passes as well.
         """
         may_be_early = not unit.is_joined and (not unit.is_ordered or unit.params.is_flat)
-        if may_be_early and unit.gains_from_prefetch:
+        if may_be_early and unit.phase < Phase.GATHERING and unit.gains_from_prefetch:
             self.start_forward_unshard(unit)
 
     def start_forward_unshard(self, unit: Unit) -> None:
@@ -293,7 +334,7 @@ class Iteration:
         if self._watch.is_watching:
             self._watch.close(units)  # compares unsharded parameters, so before they are freed
         for unit in units:
-            if not self._expects_backward:
+            if not self._expects_backward and unit.params.is_in_place:
                 self._watch.check_unwritten(unit)
             if self._expects_backward and is_differentiable:
                 self._recorder.expect_backward(self._number[id(unit)])
@@ -307,7 +348,8 @@ class Iteration:
 
     def end_forward(self) -> None:
         """End the root's forward: check for writes, show what users expect, meet in a fence."""
-        self._forward_root = self._caller = None
+        self._root = self._caller = None
+        self._to(Stage.IDLE if self.stage is Stage.FORWARD else Stage.BACKWARD)
         if not self._expects_backward:
             # Whoever looks at parameters after evaluation must find them sharded, the root's too.
             for unit in self.units:
@@ -339,21 +381,23 @@ class Iteration:
     def begin_backward(self, end: Any) -> None:
         """Arrange that ``end`` is called when this backward pass is over, once per pass.
 
-        end: must be an object that nobody else refers to; see ``_backward_end``. Of a backward
+        end: must be an object that nobody else refers to; see `Backward`. Of a backward
         within a backward (reentrant recomputation), the first pass to come here calls it.
         """
-        if self._backward_end is not None:
+        if self.stage >= Stage.BACKWARD:
             return
         for watcher in tuple(watchers):
             watcher.backward_begins(self)
         self.finalization.check_ended("backward")
         self.finalization.begin_backward()
-        self._backward_end = weakref.ref(end)
+        self.backward.end = weakref.ref(end)
+        self._to(Stage.BACKWARD if self.stage is Stage.IDLE else Stage.NESTED)
         self._path.begin(StepPhase.BACKWARD)
-        if not self._fenced_since_backward:
+        if not self._is_fenced:
             self.fence("before another backward")  # an optimizer may have written since the last
             for unit in self.units:
-                unit.writes.begin()
+                if unit.params.is_in_place:
+                    unit.watch.begin()
             self._watch.take_samples()
         queue_callback(end)
 
@@ -394,8 +438,9 @@ class Iteration:
             self.observer.leave(Kind.BACKWARD, (unit,))
         if self._watch.is_watching:
             self._watch.close((unit,))  # compares unsharded parameters, so before they are freed
-        self._watch.check_unwritten(unit)
-        if unit.is_in_place and unit.params.has_post_hooks:  # which write once it is reduced
+        if unit.params.is_in_place:
+            self._watch.check_unwritten(unit)
+        if unit.params.is_in_place and unit.params.has_post_hooks:  # which write once it is reduced
             self._watch.refuse_writes((unit,))
         # A unit that only some ranks may have used is reduced at the end of backward, in one order
         # on all ranks. Until then its gradients stay in ``.grad`` of the unsharded parameters.
@@ -451,27 +496,33 @@ class Iteration:
                 unit.hide_unsharded()
         if waits:
             self.finalization.end_backward()
-            self._backward_end = None
-            self._fenced_since_backward = False
+            self._leave_backward()
             return
         self._reduce_late_gradients()
         self._finish_backward(is_last=self.is_last_backward)
+
+    def _leave_backward(self) -> None:
+        """Return to what the program did when the backward began, if one did."""
+        if self.stage >= Stage.BACKWARD:
+            self._to(Stage.FORWARD if self.stage is Stage.NESTED else Stage.IDLE)
+            self.backward.forget()
+            self._is_fenced = False
 
     def _finish_backward(self, *, is_last: bool) -> None:
         """Complete the reductions that were started, then meet in a fence.
 
         is_last: whether the iteration ends as well.
         """
-        # While `_backward_end` is set, so that the next pass resets what this leaves if it raises.
+        # While in BACKWARD, so that the next pass resets what this leaves if it raises.
         # Hooks after reduction, which may step an optimizer, had their check in `after_backward`.
         checks_all = self._watch.is_watching
-        compared = (unit for unit in self.units if checks_all or unit.is_in_place)
+        compared = (u for u in self.units if checks_all or u.params.is_in_place)
         self._watch.refuse_writes(unit for unit in compared if not unit.params.has_post_hooks)
         self.reductions.finish()
         self.reductions.release()
         # Only now: if a user's hook raised in `finish`, the pass counts as stale and is forgotten.
-        self._backward_end = None
-        self._fenced_since_backward = False
+        self._leave_backward()
+        self._is_fenced = False  # also where the program ends a backward, after another forward
         for unit in self.units:
             unit.note_kept()  # looks for sharded gradients, so after `finish`
         self._stayed.note()
@@ -497,7 +548,7 @@ class Iteration:
         Returns a token with which `finish_finalizing` waits. Raises StateError if the program does
         not end backwards, while one runs, and for sums that wait for an all-reduce.
         """
-        self.finalization.begin(in_backward=self._backward_end is not None)
+        self.finalization.begin(in_backward=self.stage >= Stage.BACKWARD)
         for unit in reversed(self.units):
             # Pipeline schedules add to gradients of unsharded parameters outside of any backward.
             if unit.gradients.unreduced.is_holding or unit.params.shown.has_gradients:
@@ -553,10 +604,10 @@ class Iteration:
         self._path.forget()
         self._unused.forget()
         self._prefetch_after.clear()
-        self._forward_root = self._caller = None
-        if self._backward_end is not None:
-            self._backward_end = None
-            self._fenced_since_backward = False  # that backward never came to its own
+        self._root = self._caller = None
+        self._leave_backward()  # which never came to its own fence
+        if self.stage is Stage.FORWARD:
+            self._to(Stage.IDLE)
         for unit in self.units:
             unit.reset(keeps_gradients=keeps_gradients)
 

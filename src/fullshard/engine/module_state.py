@@ -42,6 +42,7 @@ class ModuleState:
 
     all_units: one unit per mesh that the module's parameters are sharded over, at least one. A unit
         may own no parameters, if nested modules have taken them all.
+    units: those that own parameters; ties may move some when the root is initialised.
     training_state: whether the module is in forward, in backward, or idle.
     to_run: ids of the modules that have yet to run this forward, if several share the state.
     iteration: a function that returns the model's `Iteration`; None before the model's first use.
@@ -55,6 +56,7 @@ class ModuleState:
         self, modules: Sequence[nn.Module], units: Sequence[Unit], *, is_wrapper: bool = False
     ) -> None:
         self.all_units = list(units)
+        self.units = [unit for unit in self.all_units if unit.params]
         self.training_state = TrainingState.IDLE
         self.to_run: set[int] = set()
         self.mark: Mark | None = None
@@ -72,7 +74,6 @@ class ModuleState:
         for unit in units:
             _owners[unit] = weakref.ref(self)
         self._modules = [weakref.ref(module) for module in modules]
-        self._units: list[Unit] | None = None  # those with parameters, once ties are resolved
         self._own_iteration: Iteration | None = None  # of a root, which owns it
         self._root: weakref.ref[ModuleState] | None = None
         self._states: list[ModuleState] = [self]  # of a root: those of the whole model
@@ -96,13 +97,6 @@ class ModuleState:
             del module.__dict__[_STATE]
 
     @property
-    def units(self) -> list[Unit]:
-        """The units that own parameters."""
-        if self._units is not None:
-            return self._units
-        return [unit for unit in self.all_units if unit.params]  # ties may still move some
-
-    @property
     def is_running(self) -> bool:
         """Whether the module's forward or backward is under way."""
         return self.training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
@@ -122,7 +116,7 @@ class ModuleState:
         """
         iteration = self.known_iteration
         if iteration is not None:
-            if iteration.is_left_over(is_root=False):
+            if iteration.has_raised_in_forward(is_root=False):
                 self.forget(keeps_gradients=True)
             self.forget_stale_backward(iteration)
         if self.training_state is not TrainingState.IDLE:
@@ -252,8 +246,6 @@ class ModuleState:
             if state is not self and state._pending.get("manual_finalization"):
                 raise StateError(_ROOT_FINALIZES)
         self._states = list(dict.fromkeys(named.values()))
-        for state in self._states:
-            state._units = None  # moves of ties change which units own parameters
         # Names first: messages of all that follows have them, and the ledger compares them.
         for unit, name in names_of_units(named).items():
             unit.set_name(name)
@@ -261,6 +253,8 @@ class ModuleState:
             param.names = paths
         # Before `adopt`, since a unit's layout changes with its parameters.
         move_parameters(moves_of_ties(root, named))
+        for state in self._states:
+            state.units = [unit for unit in state.all_units if unit.params]
         units = [unit for state in self._states for unit in state.units]
         for unit in units:
             with naming_lack(f"{unit.path}: first use", "Values are as they were."):
@@ -272,7 +266,6 @@ class ModuleState:
         for unit in self.all_units:
             unit.become_root()
         for state in self._states:
-            state._units = state.units
             state._cast_buffers()
         warn_of_large_root(root, units, self.units)
         warn_of_divisors(units)
@@ -364,13 +357,9 @@ class ModuleState:
         warn_of_strays(sorted(strays - self._strays))
         self._strays = strays
 
-    def gradient_arrives(self) -> None:
-        """Begin the backward pass of this root's model, unless it has begun."""
-        raise NotImplementedError
-
     def forget_stale_backward(self, iteration: Iteration) -> None:
         """Reset the whole model if its last backward raised."""
-        if iteration.has_stale_backward:
+        if iteration.has_raised_in_backward:
             self.forget(keeps_gradients=False)
 
     def forget(self, *, keeps_gradients: bool) -> None:

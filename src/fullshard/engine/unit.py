@@ -14,25 +14,28 @@ from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.gradients.in_flight import InFlight
 from fullshard.engine.observer import Observer
 from fullshard.engine.params.dtensor import DTensorParameter
-from fullshard.engine.params.managed import ManagedParameter
-from fullshard.engine.params.write_counts import WriteCounts
-from fullshard.engine.runtime import Lane, no_grad, outside_transforms
+from fullshard.engine.params.managed import Backward, ManagedParameter
+from fullshard.engine.runtime import Lane, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.engine.unit_setup import UnitComms, UnitSetup
 from fullshard.errors import StateError
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.trace import Kind
 from fullshard.policies import UnitConfig
+from fullshard.torch_private import are_transforms_active, set_grad_enabled
 
 
 class Phase(enum.IntEnum):  # the hash of a plain Enum is a Python call, ten times per step
-    """The place of a unit's parameters in memory, and the form that modules show."""
+    """The place of a unit's parameters in memory, and the form that modules show.
+
+    In order of what is in memory: up to POST_FORWARD shards alone, from UNSHARDED on whole parameters.
+    """
 
     SHARDED = enum.auto()
+    POST_FORWARD = enum.auto()  # resharded over a smaller group until backward
     GATHERING = enum.auto()  # the all-gather is under way; modules still show sharded parameters
     UNSHARDED = enum.auto()  # whole parameters are in memory and registered, to compute with
     HIDDEN = enum.auto()  # whole parameters are in memory, modules show others: `params.shown`
-    POST_FORWARD = enum.auto()  # resharded over a smaller group until backward
 
 
 # From each phase, those that may follow. `Unit._to` is the one place where the phase changes.
@@ -48,7 +51,7 @@ TRANSITIONS = {
 class Model(Protocol):
     """The state of the root module, as its units call it: `hooks.Hooks`."""
 
-    def gradient_arrives(self) -> None: ...
+    def begin_backward(self) -> object: ...
 
 
 class Unit(UnitSetup):
@@ -82,9 +85,10 @@ class Unit(UnitSetup):
         self.is_ordered = False
         self.is_written = False
         self.observer: Observer | None = None
-        self.writes = WriteCounts(self.params)
+        self.watch = self.params.watch
         self._awaits_step = False  # unsharded while gradients wait for an optimizer
         self.model: Callable[[], Model | None] = _unknown
+        self.backward = Backward()  # of its model, once that is known
         self._is_exposed = False  # users may write to unsharded parameters: never read in place
         self._works: list[Work] = []  # parts of the gather under way that are to be waited for
         self._gathered: torch.Event | None = None  # with streams: the gather under way is over
@@ -105,8 +109,8 @@ class Unit(UnitSetup):
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether whole parameters are in memory, shown or not."""
-        return self.phase is Phase.UNSHARDED or self.phase is Phase.HIDDEN
+        """True if whole parameters are in memory, shown or not."""
+        return self.phase >= Phase.UNSHARDED
 
     # Gathering
 
@@ -117,15 +121,17 @@ class Unit(UnitSetup):
         early: it starts before the forward of their module, so a program may write to the shards
         in between.
         """
-        phase = self.phase
-        is_resharded = phase is Phase.SHARDED or phase is Phase.POST_FORWARD
+        if self.phase > Phase.POST_FORWARD:
+            return False
         # Whole parameters that are shown take the place of unsharded ones; see `whole`.
-        starts = is_resharded and bool(self.params.all) and not self.is_whole
-        if starts:
-            self._start_gather(f"{self.entered_as}: all-gather", early=early)
-        return starts
+        if self.is_whole or not self.params.all:
+            return False
+        if are_transforms_active():
+            outside_transforms(self._start_gather)(self.gather_label, early=early)
+        else:  # nearly always: without a function in between
+            self._start_gather(self.gather_label, early=early)
+        return True
 
-    @outside_transforms
     def _start_gather(self, label: str, *, early: bool) -> None:
         buffers, extended = self.params.buffers, self.params.extended
         assert buffers is not None
@@ -146,9 +152,11 @@ class Unit(UnitSetup):
             works = []
         self._works = works
         self._awaits_step = False
-        may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
+        option = self.config.reshard_after_forward  # as `keeps_after_forward` reads it
+        may_stay = self.is_root if option is None else option is False
+        may_stay = may_stay or not self.config.reshard_after_backward
         # `is_held` is set before `unshard` where a user asks for the gather.
-        self.writes.note_gather(early=early, may_stay=may_stay or self.is_held)
+        self.watch.note_gather(early=early, may_stay=may_stay or self.is_held)
         self._to(Phase.GATHERING)
         if self.observer is not None:
             self.observer.end()
@@ -156,12 +164,14 @@ class Unit(UnitSetup):
     def wait_unshard(self) -> None:
         """Make the unsharded parameters usable and register them; no effect while sharded."""
         if self.phase is Phase.GATHERING:
-            self._use_gathered()
+            if are_transforms_active():
+                outside_transforms(self._use_gathered)()
+            else:
+                self._use_gathered()
         elif self.phase is Phase.HIDDEN:
             self.params.shown.show_unsharded()
             self._to(Phase.UNSHARDED)
 
-    @outside_transforms
     def _use_gathered(self) -> None:
         if self.observer is not None:
             self.observer.begin(Kind.WAIT_ALL_GATHER, self.gradients)
@@ -180,9 +190,13 @@ class Unit(UnitSetup):
         if works:
             # The waits may copy into the unsharded buffer. They write through other tensors than
             # the parameters, so the version counters of what autograd saved stay as they are.
-            with no_grad():
+            was_enabled = torch.is_grad_enabled()
+            set_grad_enabled(False)
+            try:
                 for work in works:
                     work.wait()
+            finally:
+                set_grad_enabled(was_enabled)
         if self._gathered is not None:
             self.runtime.wait(self._gathered)
             self._gathered = None
@@ -191,7 +205,7 @@ class Unit(UnitSetup):
         """Gather again, since the shards have changed after the gather. Every rank has to do it."""
         self.settle()  # ends the first gather: it may still be writing to the same buffer
         self._start_gather(
-            f"{self.entered_as}: all-gather again, as it was written to", early=False
+            f"{self.gather_label} again, as it was written to", early=False
         )
 
     @property
@@ -256,8 +270,11 @@ class Unit(UnitSetup):
         """
         if after_forward and (self.keeps_after_forward or self.awaits_backward):
             self.show_earlier_gradients()
-        elif self.is_unsharded:
-            self._free(after_forward=after_forward)
+        elif self.phase >= Phase.UNSHARDED:
+            if are_transforms_active():
+                outside_transforms(self._free)(after_forward=after_forward)
+            else:
+                self._free(after_forward=after_forward)
         elif self.phase is Phase.POST_FORWARD and not after_forward:
             self._drop_kept()
 
@@ -269,16 +286,16 @@ class Unit(UnitSetup):
         """
         if self.is_unsharded and not self.awaits_backward and self.params.are_trained:
             self.awaits_backward = True
-            self.writes.note_stay()
+            self.watch.note_stay()
 
-    @outside_transforms
     def _free(self, *, after_forward: bool) -> None:
         params = self.params
         assert params.buffers is not None
         # Before `_to`, which clears `is_held`, and so says no more who has unsharded them.
         self._check_written(after_forward=after_forward)
         keeps = params.buffers.keeps_storage = self.config.keep_unsharded_storage
-        if after_forward and (comm := self._post_forward_comm()) is not None:
+        smaller = after_forward and self.mesh.post_forward is not None
+        if smaller and (comm := self._post_forward_comm()) is not None:
             kept = params.buffers.keep_post_forward(comm)  # copies, then frees
             assert self.mesh.post_forward is not None
             for index, param in enumerate(params.all):
@@ -313,11 +330,11 @@ class Unit(UnitSetup):
     def _check_written(self, *, after_forward: bool) -> None:
         """Warn of writes to unsharded parameters, which are lost when those are freed."""
         if self.is_held:
-            self.writes.excuse()  # `unshard` documents that they are lost
+            self.watch.excuse()  # `unshard` documents that they are lost
         elif after_forward and torch.is_grad_enabled():
             return  # counters stay until backward, and one look per step is enough
-        elif self.writes.will_lose:
-            self.writes.warn_of_written(self.label)
+        elif self.watch.will_lose:
+            self.watch.warn_of_writes(self.label)
 
     def _post_forward_comm(self) -> ProcessGroupComm | None:
         """Return the group of ``reshard_after_forward=N``; None if unset, useless or impossible."""
@@ -379,7 +396,8 @@ class Unit(UnitSetup):
         self.follow_moves()
         if self.is_outdated:
             self.reshard()
-        self.writes.begin()
+        if self.params.is_in_place:
+            self.watch.begin()
 
     def follow_moves(self) -> None:
         """Adopt shards that others moved or replaced, and end a gather that no pass used."""
@@ -389,10 +407,9 @@ class Unit(UnitSetup):
         gradients.unreduced.begin()
         if self.phase is Phase.GATHERING and not self.is_held:
             self.settle()  # gathered early for a pass that left the unit out; a step may have come
-        params.shown.follow_switch()
         if gradients.frees_unused:
             gradients.free_unused()
-        if params.all and params.have_moved:
+        if params.all and self.watch.have_moved:
             self.adopt()
 
     @property
@@ -404,15 +421,16 @@ class Unit(UnitSetup):
         if not self.is_unsharded:
             return False
         if self.is_held:
-            return self.writes.is_gathered_outdated(keeps_written=True)
+            return self.watch.is_gathered_outdated(keeps_written=True)
         # A step may change the shards of one rank alone, so contents tell the others nothing. But
         # every rank sees that gradients were there and were cleared, as programs do after a step.
         has_stepped = self._awaits_step and not self.params.has_sharded_gradients
-        return has_stepped or self.writes.is_gathered_outdated()
+        return has_stepped or self.watch.is_gathered_outdated()
 
     def note_kept(self) -> None:
         """Note at the end of a pass whether the unit stays unsharded until an optimizer's step."""
-        stays = self.is_unsharded and not self.is_in_place
+        is_unsharded = self.phase >= Phase.UNSHARDED
+        stays = is_unsharded and not self.params.is_in_place
         self._awaits_step = stays and self.params.has_sharded_gradients
 
     # Where unsharded parameters are read: in the shards' memory, or in private memory
@@ -472,7 +490,7 @@ class Unit(UnitSetup):
                 f"{param.name} ({self.label}): a gradient came before the model's first forward, which "
                 "settles what belongs to the model. Run a forward of the whole model first."
             )
-        model.gradient_arrives()
+        model.begin_backward()
 
     def add_gradient(self, index: int, grad: torch.Tensor) -> None:
         """Add a parameter's full gradient to what autograd has left for the next reduction."""

@@ -81,6 +81,7 @@ class UnitSetup(abc.ABC):
         self.config = config
         self.name = ""
         self.entered_as = "root"  # in the ledger, the same on every rank
+        self.gather_label = "root: all-gather"
         self.is_root = False
         self.runtime = Runtime.of(device)
         self._scratch = self.runtime.scratch  # held, so that it is freed with the last unit
@@ -274,7 +275,7 @@ class UnitSetup(abc.ABC):
             self._enter_as(f"{self.path} of model {number + 1}")
 
     def _enter_as(self, text: str) -> None:
-        self.entered_as = text
+        self.entered_as, self.gather_label = text, f"{text}: all-gather"
         self.gradients.set_label(self.path, text)
 
     @property

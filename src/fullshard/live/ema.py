@@ -101,7 +101,7 @@ class _Sources:
         if (self._num_registrations, self._num_buffers) != (registrations.value, self._count()):
             return False  # something was added, or a buffer or module taken away
         return all(registry.get(name) is not None for registry, name in self._plain) and all(
-            unit.params.buffers is buffers and not unit.is_whole and not unit.params.have_moved
+            unit.params.buffers is buffers and not unit.is_whole and not unit.watch.have_moved
             for unit, buffers in self._buffers
         )
 

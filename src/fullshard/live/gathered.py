@@ -19,7 +19,7 @@ from fullshard.engine.hooks import Hooks
 from fullshard.engine.module_state import state_of_unit
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.params.managed import ManagedParameter, manager_of
-from fullshard.engine.params.resharded import manager_of_placeholder
+from fullshard.engine.guard.forbidden import manager_of_placeholder
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import gather_one

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.params.managed import ManagedParameter, manager_of
-from fullshard.engine.params.resharded import manager_of_placeholder
+from fullshard.engine.guard.forbidden import manager_of_placeholder
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import WholeOptions, bits, whole_parameters
 from fullshard.errors import MisuseError, UnsupportedError

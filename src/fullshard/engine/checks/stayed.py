@@ -8,7 +8,7 @@ agree which units to gather anew, or one would wait for the others in vain.
 import collections
 from collections.abc import Container, Sequence
 
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Phase, Unit
 
 
 class StayedUnits:
@@ -20,7 +20,12 @@ class StayedUnits:
 
     def note(self) -> None:
         """Note which units are unsharded in private memory, at the end of a pass of all ranks."""
-        self._stayed = [u for u in self._units if u.is_unsharded and not u.is_in_place]
+        self._stayed = [
+            unit
+            for unit in self._units
+            if unit.phase >= Phase.UNSHARDED
+            and not unit.params.is_in_place
+        ]
 
     def drop_outdated(self, *, is_for_all: bool) -> None:
         """Reshard units whose shards were written to since they were gathered.
@@ -29,7 +34,11 @@ class StayedUnits:
         run this forward (``is_for_all``). Otherwise, where this rank may evaluate alone, one
         outdated unit stands for all, so that ranks are likely to do the same.
         """
-        outdated = {unit for unit in self._units if unit.is_outdated}
+        outdated = {
+            unit
+            for unit in self._units
+            if unit.phase >= Phase.UNSHARDED and unit.is_outdated
+        }
         if is_for_all and self._stayed:
             # Resharded on this rank alone: by a load, say, or an exception in its own evaluation.
             gone = {unit for unit in self._stayed if not unit.is_unsharded}

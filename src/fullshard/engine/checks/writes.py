@@ -23,7 +23,7 @@ StateError. Contents may change on one rank alone, which then is the only one to
 others raise DivergenceError, unless version counters told all of them.
 
 A module's write to its own unsharded weights is lost when these are freed. In a watched pass any
-such write is noticed; in others, those that advance a version counter (`write_counts`).
+such write is noticed; in others, those that advance a version counter (`guard.param_watch`).
 
 [Note: Ordered gathers] All ranks meet, copy, and meet again: every rank gets what each wrote before
 it came to the unit, and nothing of what it writes later, as with a collective. All ranks have to
@@ -40,6 +40,7 @@ from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import no_grad, outside_transforms
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
+from fullshard.torch_private import are_transforms_active
 
 # Passes of a kind that are watched, counted from 0: the first two, and more and more rarely later.
 _WATCHED = frozenset({0, 1, 32, 1024, 32768})
@@ -93,7 +94,7 @@ class _Watched:
         ]
         if written:
             self.is_written = True
-            self.unit.writes.warn_of_lost(self.unit.label, written)
+            self.unit.watch.warn_of_lost(self.unit.label, written)
 
     def compare_shards(self) -> bool:
         """Return whether the shards were written to since the last call, and note it.
@@ -110,9 +111,9 @@ class _Watched:
         return has_changed
 
     def _count_writes(self) -> int:
-        """Sum the version counters that `WriteCounts.changed_since_begin` compares in place."""
-        params = self.unit.params
-        return params.num_writes() + params.num_unsharded_writes()
+        """Sum the version counters that `ParamWatch.changed_since_begin` compares in place."""
+        watch = self.unit.watch
+        return watch.num_writes() + watch.num_unsharded_writes()
 
 
 class _Sample:
@@ -132,9 +133,16 @@ class _Sample:
             self.large = [each for each in words if each.numel() > _MAX_COPIED]
             self._sums: _Fingerprints = []
 
+    def take(self) -> None:
+        """Take note of all shards."""
+        self.take_sums()
+        if self.views:
+            torch._foreach_copy_(self.before, self.views)
+
     def take_sums(self) -> None:
         """Take note of the large shards."""
-        self._sums = _fingerprints(self.large)
+        if self.large:
+            self._sums = _fingerprints(self.large)
 
     @property
     def has_changed(self) -> bool:
@@ -176,7 +184,8 @@ def _set_ordered(unit: Unit, *, ordered: bool) -> None:
                 unit.params.read_privately()
         elif not ordered and unit.is_sharded:
             unit.params.read_in_place()
-            unit.writes.begin()  # nothing was noted while the unit was private
+            if unit.params.is_in_place:
+                unit.watch.begin()  # nothing was noted while the unit was private
     unit.is_ordered = ordered
 
 
@@ -232,7 +241,7 @@ class WriteWatch:
 
     def check_unwritten(self, unit: Unit) -> None:
         """Raise StateError if somebody wrote to a unit that peers read in place."""
-        if _has_readers(unit) and unit.writes.changed_since_begin:
+        if unit.watch.changed_since_begin and _has_readers(unit):
             self.start_again()
             refuse_write(unit)
 
@@ -245,7 +254,7 @@ class WriteWatch:
             if (
                 _has_readers(unit)
                 and unit.is_in_place
-                and (unit.writes.reached_peers or self.has_changed(unit))
+                and (unit.watch.reached_peers or self.has_changed(unit))
             ):
                 self.start_again()
                 refuse_write(unit)
@@ -271,48 +280,54 @@ class WriteWatch:
     @outside_transforms
     def take_samples(self) -> None:
         """Sample the shards that peers read in place, which nobody may write to from now on."""
-        self._sample([unit for unit in self._units if unit.is_in_place])
+        views: list[torch.Tensor] = []
+        before: list[torch.Tensor] = []
+        for unit in self._units:
+            sample = self._sample_of(unit) if unit.params.is_in_place else None
+            if sample is not None:
+                sample.take_sums()
+                views += sample.views
+                before += sample.before
+        if views:  # all of them at once, which costs the host least
+            torch._foreach_copy_(before, views)
 
-    @outside_transforms
     def note_gathered(self, unit: Unit) -> None:
         """Take note of shards that are gathered before their module is called."""
-        if (watched := self._watched.get(unit)) is not None:
+        watched = self._watched.get(unit) if self._watched else None
+        if are_transforms_active():
+            outside_transforms(self.note_gathered)(unit)
+        elif watched is not None:
             with no_grad():
                 watched.compare_shards()
-        else:
-            self._sample([unit])
+        elif (sample := self._sample_of(unit)) is not None:
+            sample.take()
 
-    @outside_transforms
     def has_changed(self, unit: Unit) -> bool:
-        """Whether shards were written to since the last sample, as far as contents tell.
+        """Return whether shards were written to since the last sample, as far as contents tell.
 
         Such a write may show on one rank alone, where version counters advance on all.
         """
-        if (watched := self._watched.get(unit)) is not None:
+        if are_transforms_active():
+            return outside_transforms(self.has_changed)(unit)
+        if self._watched and (watched := self._watched.get(unit)) is not None:
             with no_grad():
                 return watched.compare_shards()
         # A watched pass takes no samples in place; those that there are may be of an older pass.
-        sample = None if self.is_watching and unit.is_in_place else self._samples.get(unit)
+        is_old = self.is_watching and unit.params.is_in_place
+        sample = None if is_old else self._samples.get(unit)
         return sample is not None and sample.has_changed
 
-    def _sample(self, units: Sequence[Unit]) -> None:
-        """Take note of the contents of the units' shards. Not on devices with streams."""
-        views: list[torch.Tensor] = []
-        before: list[torch.Tensor] = []
-        for unit in units:
-            if unit.runtime.has_streams:
-                continue  # comparing contents would let the host wait for the device
-            sample = self._samples.get(unit)
-            if sample is None or sample.buffers is not unit.params.buffers:
-                sample = self._samples[unit] = _Sample(unit)
-            if sample.large:
-                with no_grad():
-                    sample.take_sums()
-            views += sample.views
-            before += sample.before
-        if views:  # all of them at once, which costs the host least
-            with no_grad():
-                torch._foreach_copy_(before, views)
+    def _sample_of(self, unit: Unit) -> _Sample | None:
+        """Return the memory of a unit's last sample. None on devices with streams.
+
+        There, comparing contents would let the host wait for the device.
+        """
+        if unit.runtime.has_streams:
+            return None
+        sample = self._samples.get(unit)
+        if sample is None or sample.buffers is not unit.params.buffers:
+            sample = self._samples[unit] = _Sample(unit)
+        return sample
 
     def start_again(self) -> None:
         """Watch the next pass of every kind, after a write that watched passes had not seen."""

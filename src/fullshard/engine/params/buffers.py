@@ -268,7 +268,7 @@ class UnitBuffers:
 
         ordered: see `checks.writes`, [Note: Ordered gathers].
         """
-        if not self.moves:
+        if not (self._moves or self._post_forward_shards):
             return []
         # On the compute stream, not on the lane below: a caching allocator reuses memory in the
         # order of the stream that allocates, and it is compute that frees it again.
@@ -297,10 +297,10 @@ class UnitBuffers:
                 self._post_forward_comm.all_gather(buffer, unsharded.flat, label=label)
                 for buffer, unsharded in zip(kept, self._unsharded, strict=True)
             ]
-        return [
-            self._comm.all_gather(buffer, unsharded.flat, offset=unsharded.offset, label=label)
-            for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True)
-        ]
+        works, all_gather = [], self._comm.all_gather
+        for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True):
+            works.append(all_gather(buffer, unsharded.flat, offset=unsharded.offset, label=label))
+        return works
 
     def gather_whole(self, label: str) -> dict[int, torch.Tensor]:
         """Return every whole parameter by index, in the dtype of the shards. Collective.

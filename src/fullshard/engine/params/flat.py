@@ -27,7 +27,7 @@ from fullshard.engine.params.managed import (
     ShardHolder,
     mark_owner,
 )
-from fullshard.engine.params.resharded import forbid_use
+from fullshard.engine.guard.forbidden import forbid_use
 from fullshard.engine.params.slots import Slot
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, flat_gradient_dtypes
@@ -208,6 +208,8 @@ def _step(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 class HiddenParameter(PieceParameter):
     """A parameter inside a flat one: not registered itself, and trained through ``holder``."""
+
+    is_hidden = True
 
     def __init__(
         self,

@@ -63,11 +63,13 @@ class ManagedParameter(abc.ABC):
     shard_group: the process group over which it is sharded; None for one rank.
     unit: returns the `Unit` that it belongs to, or None if that is gone.
     original: returns the parameter that it was made of, or None if nobody refers to that any more.
+    is_hidden: another parameter, ``holder.sharded``, says whether it is trained.
     gradient_hooks: the dictionary of `register_hook` hooks from before sharding. They are meant for
         whole gradients, so the unsharded form calls them.
     """
 
     sharded: nn.Parameter
+    is_hidden = False
 
     def __init__(self, original: nn.Parameter, slots: list[Slot], form: ParamForm) -> None:
         self.slots = slots
@@ -456,8 +458,31 @@ class ManagedParameter(abc.ABC):
         """Make ``target`` the memory of this rank's shard, with its values unless it is on meta."""
 
 
+class Backward:
+    """The backward of a model that is under way, which its units share with the `Iteration`.
+
+    end: a reference to the callback at its end. Autograd alone refers to that, until the backward has
+        ended or raised; so ``end()`` is None unless one runs.
+    """
+
+    __slots__ = ("end",)
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Refer to nothing: no backward of the model runs."""
+        self.end: weakref.ref[Any] = weakref.ref(_Nothing())
+
+
+class _Nothing:
+    pass
+
+
 class GradientTaker(Protocol):
     """The unit of a parameter, as autograd's hooks call it."""
+
+    backward: Backward
 
     def gradient_arrives(self, param: ManagedParameter) -> None: ...
 
@@ -548,11 +573,25 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
 
 
 def _gradient_arrives(reference: Reference, _: Any) -> None:
-    """Tell the unit that autograd is about to accumulate a gradient on the unsharded form."""
+    """Tell the unit that autograd is about to accumulate a gradient on the unsharded form.
+
+    Called for each parameter in each backward, so what nearly always holds is looked at here: the
+    model's backward has begun, and both forms agree on being trained.
+    """
     manager = reference()
     unit = None if manager is None else manager.unit()
-    if manager is not None and unit is not None:
+    if manager is None or unit is None:
+        return
+    if unit.backward.end() is None:
         unit.gradient_arrives(manager)
+    unsharded = manager.unsharded
+    are_trained = (
+        manager._required_grad
+        and manager.sharded.requires_grad
+        and unsharded is not None
+        and unsharded.requires_grad
+    )
+    if not are_trained or manager.is_hidden:
         manager.current_unsharded()
 
 

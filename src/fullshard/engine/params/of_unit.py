@@ -5,7 +5,6 @@ Users may replace, move or cast parameters between steps: ``to_empty()``,
 back into the unit's memory; `unit` decides when.
 """
 
-import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import overload
@@ -13,6 +12,7 @@ from typing import overload
 import torch
 
 from fullshard.comm.interface import Comm
+from fullshard.engine.guard.param_watch import ParamWatch
 from fullshard.engine.params.buffers import UnitBuffers
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.extended import ExtendedParameters
@@ -26,8 +26,6 @@ from fullshard.plan.builders import retype, rows_layout
 from fullshard.plan.layout import UnitLayout
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
 
-_version = operator.attrgetter("_version")
-
 
 class UnitParams(Sequence[ManagedParameter]):
     """The parameters of one unit, in the order of their indices.
@@ -37,11 +35,15 @@ class UnitParams(Sequence[ManagedParameter]):
     extended: the others, which define their own all-gather, and whose shards stay where users put
         them; None if there are none.
     buffers: the memory of the plain ones; None from `take` or `split` to `allocate`.
+    is_flat: the layout is flat: shards are pieces of one buffer, not rows of parameters.
     flat: the flat parameter that they are trained through, if there is one.
     flat_layout: the layout of a flat unit, which never changes; None for a layout by rows.
     unsharded_locals: the unsharded plain parameters as plain tensors: this rank's local tensor where
         one is a DTensor.
+    is_in_place: some unsharded parameters are the memory of all ranks' shards.
     num_created: how often the unsharded parameters were made or given other memory.
+    num_changed: advances wherever a parameter becomes another object or gets another local tensor.
+    watch: notices what a program does to them.
     """
 
     def __init__(
@@ -56,18 +58,16 @@ class UnitParams(Sequence[ManagedParameter]):
         self.extended: ExtendedParameters | None = None
         self.buffers: UnitBuffers | None = None
         self.flat_layout = flat_layout
+        self.is_flat = flat_layout is not None
         holders = (param.holder for param in params)
         self.flat = next((each for each in holders if isinstance(each, FlatHolder)), None)
         self._mesh = mesh
         self._device = device
         self.shown = ShownForm()
-        # Cached: the tensors whose version counters tell of writes to shards. Reset wherever a
-        # parameter becomes another object or gets another local tensor.
-        self._counted: list[torch.Tensor] | None = None
-        # Sum of the addresses of a flat unit's shards, when they were last in the unit's memory.
-        self._addresses: int | None = None
         self.unsharded_locals: list[torch.Tensor] = []
-        self.num_created = 0
+        self.is_in_place = False
+        self.num_changed = self.num_created = 0
+        self.watch = ParamWatch(self)
         self.take(params)
 
     def __len__(self) -> int:
@@ -88,16 +88,11 @@ class UnitParams(Sequence[ManagedParameter]):
     def take(self, params: Sequence[ManagedParameter]) -> None:
         """Replace the parameters. The caller has to call `allocate` next."""
         self.all = list(params)
-        self._counted = None
+        self.num_changed += 1
         for param in self.all:
             param.shard_group = self._mesh.shard_group
         self.shown.take(self.all)
-        self.buffers = None
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the layout is flat: shards are pieces of one buffer, not rows of parameters."""
-        return self.flat_layout is not None
+        self._drop_buffers()
 
     @property
     def on_meta(self) -> list[str]:
@@ -188,7 +183,7 @@ class UnitParams(Sequence[ManagedParameter]):
         Raises StateError for one that does not fit.
         """
         self.shown.drop_switch()
-        self._counted = None
+        self.num_changed += 1
         for param in self.all:
             param.follow_replacement()
             sharded = param.holder.sharded
@@ -211,7 +206,7 @@ class UnitParams(Sequence[ManagedParameter]):
     def split(self) -> None:
         """Divide the parameters into plain and extended ones. The caller calls `allocate` next."""
         plain = [param for param in self.all if not param.is_extended]
-        self.buffers = None
+        self._drop_buffers()
         changed = {id(param) for param in plain} ^ {id(param) for param in self.plain}
         for param in self.all:
             if id(param) in changed:
@@ -241,7 +236,7 @@ class UnitParams(Sequence[ManagedParameter]):
         """
         # The old shards live until `move_shards`, since parameters still refer to them. The old
         # unsharded memory goes first, so that both are never there at once.
-        self.buffers = None
+        self._drop_buffers()
         with torch.inference_mode(False):
             buffers = UnitBuffers(
                 layout,
@@ -253,6 +248,10 @@ class UnitParams(Sequence[ManagedParameter]):
         self._create_unsharded(buffers)
         # Last: if anything above raises, `buffers` is None and the next use allocates again.
         self.buffers = buffers
+        self.is_in_place = buffers.in_place
+
+    def _drop_buffers(self) -> None:
+        self.buffers, self.is_in_place = None, False
 
     def move_shards(self) -> None:
         """Copy shards that lie elsewhere into the unit's memory, and make that their memory."""
@@ -265,25 +264,26 @@ class UnitParams(Sequence[ManagedParameter]):
                 self.flat.move(flat)
             for index, param in enumerate(self.plain):
                 param.move_shard(self.buffers.shards[index])
-        self._counted = None
-        if self.flat_layout is not None:
-            self._addresses = sum(map(torch.Tensor.data_ptr, self._sharded_tensors()))
+        self.num_changed += 1
+        self.watch.note_home()
 
     def read_privately(self) -> None:
         """Give unsharded parameters private memory, so that writes to them do not reach shards."""
         assert self.buffers is not None
         self.buffers.read_privately()
+        self.is_in_place = self.buffers.in_place
         self._create_unsharded(self.buffers)
 
     def read_in_place(self) -> None:
         """Let unsharded parameters be the memory of all ranks' shards again."""
         assert self.buffers is not None
         self.buffers.read_in_place()
+        self.is_in_place = self.buffers.in_place
         self._create_unsharded(self.buffers)
 
     def _create_unsharded(self, buffers: UnitBuffers) -> None:
         """Make the unsharded parameters over new memory, or move them there."""
-        self._counted = None
+        self.num_changed += 1
         # First: what users keep may be used again, and a `Switch` must not refer to old tensors.
         self.shown.release()
         for index, param in enumerate(self.plain):
@@ -297,10 +297,15 @@ class UnitParams(Sequence[ManagedParameter]):
         buffers.note_uses()
 
     @property
-    def have_moved(self) -> bool:
-        """Whether some shard is not over the unit's memory, or not the registered parameter.
+    def are_dtensors(self) -> bool:
+        """True if every parameter is sharded by itself, as a DTensor over the unit's memory."""
+        return self.flat_layout is None and self.extended is None and self.buffers is not None
 
-        `follow_replacements` and `move_shards` mend that.
+    def find_moved(self) -> bool:
+        """Return whether some shard is not over the unit's memory, or not the registered parameter.
+
+        `follow_replacements` and `move_shards` mend that. `ParamWatch.have_moved` asks where it sees
+        a difference.
         """
         buffers = self.buffers
         if buffers is None:
@@ -313,43 +318,6 @@ class UnitParams(Sequence[ManagedParameter]):
             if param.has_moved(shard):
                 return True
         return False
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether some unsharded parameters are the memory of all ranks' shards."""
-        return self.buffers is not None and self.buffers.in_place
-
-    def num_writes(self) -> int:
-        """Return the sum of the version counters of shards, to be compared with an earlier one.
-
-        Counts writes through a DTensor and through its local tensor. Writes through ``p.data`` and
-        ``torch._foreach_*`` on DTensors advance no counter.
-        """
-        return sum(map(_version, self._sharded_tensors()))
-
-    @property
-    def has_new_pieces(self) -> bool:
-        """Whether somebody gave a flat unit's shard other memory (``p.data = ...``).
-
-        A part of `have_moved` that is cheap enough to ask before each module's forward. Compares a
-        sum of addresses, so two shards that exchanged their memory would go unnoticed.
-        """
-        if self._addresses is None:
-            return False
-        return sum(map(torch.Tensor.data_ptr, self._sharded_tensors())) != self._addresses
-
-    def _sharded_tensors(self) -> list[torch.Tensor]:
-        """Return every tensor by which users write to shards, once each."""
-        if self._counted is None:
-            # A DTensor and its local tensor have a version counter each. In flat units both are the
-            # same tensor, which must not count twice.
-            tensors = [tensor for own in self.holders for tensor in (own.sharded, own.local)]
-            self._counted = list({id(tensor): tensor for tensor in tensors}.values())
-        return self._counted
-
-    def num_unsharded_writes(self) -> int:
-        """Return the sum of the version counters of unsharded parameters. See `num_writes`."""
-        return sum(map(_version, self.unsharded_locals))
 
     def check_unchanged(self) -> None:
         """Raise MisuseError if unsharded parameters were replaced since forward, before backward."""

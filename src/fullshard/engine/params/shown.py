@@ -13,13 +13,13 @@ import itertools
 import operator
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from fullshard.engine.guard.uses import Uses
 from fullshard.engine.nodes import is_captured
 from fullshard.engine.params.buffers import UnitBuffers
-from fullshard.engine.params.kept import KeptParameters
-from fullshard.engine.params.kept_views import KeptViews
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.params.stand_ins import StandIns, own_gradient
 
@@ -27,19 +27,20 @@ from fullshard.engine.params.stand_ins import StandIns, own_gradient
 class ShownForm:
     """Registers one unit's parameters in one form or another, and looks after the unsharded form.
 
-    may_switch: whether the unit knows of nothing that forbids a `Switch`. The parameters are asked
-        as well.
+    may_switch: the unit knows of nothing that forbids a `Switch`. The parameters are asked as well.
+    has_frozen: some parameter was frozen when the unsharded form was shown last.
     """
 
     def __init__(self) -> None:
         self._params: list[ManagedParameter] = []
         self.may_switch = False
+        self.has_frozen = True
         self._switch: Switch | None = None  # made when a form is shown, dropped on any change
-        self._num_switched = 0  # references of the switch to the parameters of `_kept`
+        self._num_switched = 0  # references of the switch to the parameters that `_uses` counts
         self._has_shadows = False  # `between`: attributes are not what is registered
         self._stand_ins: StandIns | None = None  # `gradients`
-        self._kept: KeptParameters | None = None
-        self._kept_views: KeptViews | None = None
+        self._uses: Uses | None = None
+        self._former: Uses | None = None  # what `_uses` goes on from
 
     def take(self, params: list[ManagedParameter]) -> None:
         """Show these parameters from now on, sharded."""
@@ -52,7 +53,7 @@ class ShownForm:
 
     def forget_views(self) -> None:
         """Forget what was learnt about views: the unit's parameters become others."""
-        self._kept_views = None
+        self._former = None
 
     def release(self) -> None:
         """Allow the use of what users keep. Called before the unsharded form gets other memory.
@@ -62,18 +63,12 @@ class ShownForm:
         """
         self.drop_switch()
         self.hide_gradients()
-        if self._kept is not None:
-            self._kept.restore()
-        if self._kept_views is not None:
-            self._kept_views.release()
+        if self._uses is not None:
+            self._uses.release()
 
     def look_after(self, plain: Sequence[ManagedParameter], buffers: UnitBuffers) -> None:
         """Look after the new unsharded form. Called before anybody but the unit refers to it."""
-        # Parameters that only moved to other memory are the same objects, and somebody may keep
-        # them. Then the baseline of before holds; a new one would count the keeper as the unit.
-        if self._kept is None or not self._kept.looks_after(plain):
-            self._kept = KeptParameters(plain)
-        self._kept_views = KeptViews(plain, buffers, self._kept_views)
+        self._uses = self._former = Uses(plain, buffers, self._former)
         # What somebody keeps was allowed by `release`, and has no memory until the next unshard.
         self.retire()
 
@@ -83,40 +78,44 @@ class ShownForm:
         Call it after `show_sharded`: while modules have the unsharded parameters registered, each
         would count as kept.
         """
-        if self._kept is not None and self._kept_views is not None:
-            self._kept.retire(self._num_switched)
-            self._kept_views.retire(after_forward=after_forward)
+        if self._uses is not None:
+            self._uses.retire(self._num_switched, after_forward=after_forward)
 
     # Showing a form
 
     def show_sharded(self) -> None:
         """Register the sharded parameters."""
-        self.hide_gradients()
+        if self._stand_ins is not None:
+            self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
+        if self._switch is not None and self._switch.show_sharded():
+            return
         # Users had the unsharded parameters in sight and may have frozen some of them. Later it could not be
         # told from what they do to the sharded ones.
-        self.follow_switch()
-        if self._switch is None:
-            for param in self._params:
-                if param.unsharded is not None:
-                    param.current_unsharded()
-        for each in (self._switch,) if self._switch is not None else self._registrars():
-            each.show_sharded()
+        self.drop_switch()
+        for param in self._params:
+            if param.unsharded is not None:
+                param.current_unsharded()
+            param.show_sharded()
 
     def show_unsharded(self) -> None:
         """Register the unsharded parameters, which have their memory again."""
         # First of all: what follows reads the parameters.
-        if self._kept is not None and self._kept_views is not None:
-            self._kept.restore()
-            self._kept_views.restore()
-        self.hide_gradients()
+        if self._uses is not None:
+            self._uses.restore()
+        if self._stand_ins is not None:
+            self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
+        if self._switch is not None and self._switch.show_unsharded():
+            return
         # Users had the sharded parameters in sight, and may have frozen some of them or unfrozen them since.
-        self.follow_switch()
-        for each in (self._switch,) if self._switch is not None else self._registrars():
-            each.show_unsharded()
+        self.drop_switch()
+        for param in self._params:
+            param.show_unsharded()
+        self.has_frozen = not all(param.requires_grad for param in self._params)
+        self._make_switch()
 
     def show_between(self) -> None:
         """Register the sharded parameters, and set modules' attributes to the unsharded ones.
@@ -149,27 +148,18 @@ class ShownForm:
             for slot in param.slots:
                 slot.drop_shadow()
 
-    def follow_switch(self) -> None:
-        """Drop the switch if parameters were frozen, made trainable or registered in more places."""
-        if self._switch is not None and not self._switch.is_current:
-            self.drop_switch()
-
     def drop_switch(self) -> None:
         """Forget the switch; the next form that is shown makes another one."""
         self._switch, self._num_switched = None, 0
 
-    def _registrars(self) -> Sequence["Switch | ManagedParameter"]:
-        """Return what registers a form: one new `Switch` if setting dictionary entries is enough.
-
-        Otherwise the parameters, each of which may have more to do.
-        """
+    def _make_switch(self) -> None:
+        """Show forms by a `Switch` from now on, if setting dictionary entries is enough."""
         if not self.may_switch or not all(param.is_only_registered for param in self._params):
-            return self._params
+            return
         self._switch = Switch(self._params)
-        # The switch is younger than the baseline of `kept`, so its references have to be told apart.
-        if self._kept is not None:
-            self._num_switched = sum(len(param.slots) for param in self._kept.params)
-        return (self._switch,)
+        # The switch is younger than the baseline of `_uses`, so its references have to be told apart.
+        if self._uses is not None:
+            self._num_switched = sum(len(param.slots) for param in self._uses.counted)
 
     # Gradients that autograd leaves on the unsharded form
 
@@ -220,40 +210,44 @@ class ShownForm:
             )
 
 
-_unsharded = operator.itemgetter(3)  # of an entry of `Switch._entries`
+_is_trained = operator.attrgetter("requires_grad")
+_parameter: Any = operator.itemgetter(2)  # of a place, its name, and what is registered there
 
 
 class Switch:
     """Shows all parameters of a unit in one form or the other, by setting dictionary entries.
 
     Does what `ManagedParameter.show_sharded` and `show_unsharded` do at a fraction of the cost: this
-    happens four times a step. Refers to each unsharded parameter once per slot; `kept` subtracts
+    happens four times a step. Refers to each unsharded parameter once per slot; `guard.uses` subtracts
     that.
     """
 
     def __init__(self, params: Sequence[ManagedParameter]) -> None:
-        self._entries = [
-            (slot.registry, slot.name, param.sharded, param.current_unsharded())
-            for param in params
-            for slot in param.slots
-        ]
         self._params = params
         self._slots = [param.slots for param in params]  # the lists themselves, which may grow
+        places = [(slot, param) for param in params for slot in param.slots]
+        self._sharded = [(slot.registry, slot.name, param.sharded) for slot, param in places]
+        self._unsharded = [
+            (slot.registry, slot.name, param.current_unsharded()) for slot, param in places
+        ]
+        self._trained = [param.requires_grad for _, param in places]
         self.is_plain = all(param.form.leaves_plain_gradients for param in params)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether no parameter was frozen, made trainable or registered in another place since."""
-        for _, _, sharded, unsharded in self._entries:
-            if sharded.requires_grad is not unsharded.requires_grad:
-                return False
-        return sum(map(len, self._slots)) == len(self._entries)
+    def _is_current(self) -> bool:
+        """Return whether no parameter was frozen, made trainable or registered in another place since."""
+        # By maps, which ask all of them in one go.
+        trained = self._trained
+        return (
+            list(map(_is_trained, map(_parameter, self._sharded))) == trained
+            and list(map(_is_trained, map(_parameter, self._unsharded))) == trained
+            and sum(map(len, self._slots)) == len(trained)
+        )
 
     @property
     def has_gradients(self) -> bool:
         """Whether autograd has accumulated a gradient that was not taken yet."""
         # Maps, not a comprehension: this is asked of every unit at the end of each backward.
-        gradients = map(own_gradient, map(_unsharded, self._entries))
+        gradients = map(own_gradient, map(_parameter, self._unsharded))
         return not all(map(operator.is_, gradients, itertools.repeat(None)))
 
     def take_gradients(self) -> list[torch.Tensor | None]:
@@ -270,10 +264,16 @@ class Switch:
             grads.append(grad)
         return grads
 
-    def show_sharded(self) -> None:
-        for registry, name, sharded, _ in self._entries:
-            registry[name] = sharded
+    def show_sharded(self) -> bool:
+        """Register the sharded parameters; return False, with nothing done, if the switch is outdated."""
+        is_current = self._is_current()
+        for registry, name, parameter in self._sharded if is_current else ():
+            registry[name] = parameter
+        return is_current
 
-    def show_unsharded(self) -> None:
-        for registry, name, _, unsharded in self._entries:
-            registry[name] = unsharded
+    def show_unsharded(self) -> bool:
+        """Register the unsharded parameters; return False, with nothing done, if it is outdated."""
+        is_current = self._is_current()
+        for registry, name, parameter in self._unsharded if is_current else ():
+            registry[name] = parameter
+        return is_current

@@ -110,7 +110,7 @@ def _reduce(self: Any, protocol: Any) -> Any:
 def _stand_in(kind: type) -> type:
     """Return a subclass with another ``grad``, of the same name.
 
-    It adds no slots: see `resharded`.
+    It adds no slots: see `guard.forbidden`.
     """
     namespace = {
         "__slots__": (),

@@ -1,0 +1,283 @@
+"""What a program has written to, moved or replaced of one unit's parameters since a moment.
+
+what a program does              noticed by                      when                    cost
+``p.data = ...``, ``to_empty``,  identity of what is registered  a pass begins           a few list comparisons
+``load_state_dict(assign=True)`` and of its memory               (`have_moved`)
+the same in a flat unit          sum of addresses                a module's forward      one sum
+                                                                 (`has_new_pieces`)
+a write to a shard               version counters, in sum        since the gather, since one sum each
+                                                                 the pass began
+a write to a whole parameter     version counters, in sum        at its reshard          one sum
+a write to a shard while the     contents of this rank's part    a pass begins           one comparison for each
+unit stays unsharded                                             (`is_gathered_outdated`) parameter
+
+Version counters miss writes through ``p.data`` and ``torch._foreach_*`` on DTensors: `checks.writes`
+compares contents in some passes, and samples of them in the others. Not noticed: two shards of a flat unit
+that exchange their memory.
+"""
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+_local: Callable[[nn.Parameter], torch.Tensor] = operator.attrgetter("_local_tensor")
+_shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+
+
+class Managed(Protocol):
+    """A parameter as `ParamWatch` knows it: `params.managed.ManagedParameter`."""
+
+    sharded: nn.Parameter
+    slots: Any
+
+    @property
+    def name(self) -> str: ...
+    def has_moved(self, memory: torch.Tensor) -> bool: ...
+
+
+class Memory(Protocol):
+    """The memory of a unit: `params.buffers.UnitBuffers`."""
+
+    shards: list[torch.Tensor]
+
+    def holds_shards(self) -> bool: ...
+
+
+class Watched(Protocol):
+    """The parameters of a unit: `params.of_unit.UnitParams`. For what is not said here, see there."""
+
+    plain: Any
+    unsharded_locals: list[torch.Tensor]
+    is_in_place: bool
+    num_changed: int
+    num_created: int
+    flat_layout: Any
+
+    @property
+    def are_dtensors(self) -> bool: ...
+    @property
+    def buffers(self) -> Any: ...
+    @property
+    def holders(self) -> Any: ...
+    def find_moved(self) -> bool: ...
+
+
+class ParamWatch:
+    """Watches one unit's parameters.
+
+    Its moments are the unit's last gather (`note_gather`), and the begin of a pass in which peers read in
+    place (`begin`).
+    """
+
+    def __init__(self, params: Watched) -> None:
+        self._params = params
+        self._collected = -1  # `params.num_changed` when the following was read
+        self._shards: list[torch.Tensor] = []  # every tensor by which users write to shards, once each
+        self._slots: list[list[Any]] = []  # the lists themselves, which may grow
+        self._registries: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._registered: list[nn.Parameter] = []
+        self._sharded: list[nn.Parameter] = []
+        self._locals: list[torch.Tensor] = []
+        self._shapes: list[torch.Size] = []
+        # Sum of the addresses of a flat unit's shards, when they were last in the unit's memory.
+        self._addresses: int | None = None
+        # Sums of version counters at the gather: of shards (None if nobody will ask), and of
+        # unsharded parameters, if they may stay unsharded.
+        self._at_gather: int | None = None
+        self._unsharded_at_gather = 0
+        # Version counters of unsharded parameters, one per plain parameter, up to which writes were
+        # warned of or meant to be lost. They are those of the tensors of `params.num_created ==
+        # _created`; -1 makes the next gather read them again.
+        self._known: list[int] = []
+        self._num_known = 0
+        self._created = -1
+        self._lost: set[str] = set()  # names of parameters that were warned of
+        self._at_begin = (0, 0)  # sums at the begin of a pass: shards, unsharded parameters
+
+    def _collect(self) -> None:
+        """Read which tensors and places to watch: some have become others."""
+        params = self._params
+        self._collected = params.num_changed
+        # A DTensor and its local tensor have a version counter each. In flat units both are the
+        # same tensor, which must not count twice.
+        tensors = [tensor for own in params.holders for tensor in (own.sharded, own.local)]
+        self._shards = list({id(tensor): tensor for tensor in tensors}.values())
+        self._slots = [param.slots for param in params.plain]
+        slots = [(slot, param) for param in params.plain for slot in param.slots]
+        self._registries = [slot.registry for slot, _ in slots]
+        self._names = [slot.name for slot, _ in slots]
+        self._registered = [param.sharded for _, param in slots]
+        self._sharded = [param.sharded for param in params.plain]
+        self._locals = [] if params.buffers is None else list(params.buffers.shards)
+        self._shapes = list(map(_shape, self._locals))
+
+    # Moved or replaced
+
+    @property
+    def have_moved(self) -> bool:
+        """True if some shard is not over the unit's memory, or not the registered parameter.
+
+        Raises StateError for a local tensor whose shape was changed in place.
+        """
+        params = self._params
+        if self._collected != params.num_changed:
+            self._collect()
+        if params.are_dtensors and sum(map(len, self._slots)) == len(self._names):
+            # All at once, by maps: nearly always the answer is no, for every unit in every pass.
+            is_same = operator.is_
+            registered = map(dict.get, self._registries, self._names)
+            if (
+                all(map(is_same, registered, self._registered))
+                and all(map(is_same, map(_local, self._sharded), self._locals))
+                and list(map(_shape, self._locals)) == self._shapes
+            ):
+                return False
+        return params.find_moved()
+
+    @property
+    def has_new_pieces(self) -> bool:
+        """True if somebody gave a flat unit's shard other memory (``p.data = ...``).
+
+        A part of `have_moved` that is cheap enough to ask before each module's forward.
+        """
+        return self._addresses is not None and self._sum_addresses() != self._addresses
+
+    def note_home(self) -> None:
+        """Take note that all shards are in the unit's memory."""
+        if self._params.flat_layout is not None:
+            self._addresses = self._sum_addresses()
+
+    def _sum_addresses(self) -> int:
+        if self._collected != self._params.num_changed:
+            self._collect()
+        return sum(map(torch.Tensor.data_ptr, self._shards))
+
+    # Written, by version counters
+
+    def num_writes(self) -> int:
+        """Return the sum of the version counters of shards, to be compared with an earlier one.
+
+        Counts writes through a DTensor and through its local tensor.
+        """
+        if self._collected != self._params.num_changed:
+            self._collect()
+        return sum(map(_version, self._shards))
+
+    def num_unsharded_writes(self) -> int:
+        """Return the sum of the version counters of unsharded parameters."""
+        return sum(map(_version, self._params.unsharded_locals))
+
+    def note_gather(self, *, early: bool, may_stay: bool) -> None:
+        """Take note of a gather that was started.
+
+        early: it was started before the module is called.
+        may_stay: what is gathered may stay unsharded after this iteration.
+        """
+        # Counting costs some time per parameter, so only where `changed_since_gather` is asked.
+        self._at_gather = self.num_writes() if early or may_stay else None
+        if may_stay:
+            self._unsharded_at_gather = self.num_unsharded_writes()
+        if self._created != self._params.num_created:
+            self._learn()
+
+    def note_stay(self) -> None:
+        """Take note that what was gathered stays unsharded, which the gather did not know."""
+        if self._at_gather is None:
+            self._at_gather = self.num_writes()
+        self._unsharded_at_gather = self.num_unsharded_writes()
+
+    @property
+    def changed_since_gather(self) -> bool:
+        """True if version counters show a write to shards since they were gathered."""
+        if self._collected != self._params.num_changed:
+            self._collect()
+        return self._at_gather is not None and sum(map(_version, self._shards)) != self._at_gather
+
+    def is_gathered_outdated(self, *, keeps_written: bool = False) -> bool:
+        """Return whether parameters that stayed unsharded have other values than this rank's shards.
+
+        Compares contents, unless the user has written to the unsharded parameters: those values
+        stay in use, as in PyTorch, until version counters show a write to shards. With
+        ``keeps_written`` they stay in use even then.
+        """
+        is_untouched = self.num_unsharded_writes() == self._unsharded_at_gather
+        if self.changed_since_gather and (is_untouched or not keeps_written):
+            return True
+        buffers: Memory | None = self._params.buffers
+        return is_untouched and buffers is not None and not buffers.holds_shards()
+
+    def begin(self) -> None:
+        """Take note that a pass begins in which nobody may write to what peers read in place."""
+        self._at_begin = self.num_writes(), self.num_unsharded_writes()
+
+    @property
+    def changed_since_begin(self) -> bool:
+        """True if version counters show a write, since `begin`, to what peers read in place."""
+        if not self._params.is_in_place:
+            return False
+        return self._at_begin != (self.num_writes(), self.num_unsharded_writes())
+
+    @property
+    def reached_peers(self) -> bool:
+        """True if unsharded parameters that are all ranks' shards were written to since `begin`.
+
+        A part of `changed_since_begin`. Every rank that runs the write notices it here, while only
+        the ranks whose shards have changed notice it by contents.
+        """
+        return self._params.is_in_place and self.num_unsharded_writes() != self._at_begin[1]
+
+    # Written to whole parameters, which is lost
+
+    @property
+    def will_lose(self) -> bool:
+        """True if unsharded parameters that are about to be freed were written to.
+
+        Not where they are the shards' memory: such writes are errors, see `changed_since_begin`.
+        The engine itself advances none of these counters, so a difference is always a user's write,
+        however long ago the last look was.
+        """
+        params = self._params
+        is_same = sum(map(_version, params.unsharded_locals)) == self._num_known
+        return not is_same and not params.is_in_place
+
+    def warn_of_writes(self, label: str) -> None:
+        """Warn of the writes that `will_lose` has found, with the names of the parameters."""
+        params = self._params
+        # The counters that are known belong to tensors that exist no more, or say nothing.
+        if self._created != params.num_created:
+            return
+        before = self._known
+        self._learn()
+        changed = zip(params.plain, before, self._known, strict=True)
+        self.warn_of_lost(label, [param.name for param, old, new in changed if old != new])
+
+    def warn_of_lost(self, label: str, names: Sequence[str]) -> None:
+        """Warn that writes to these unsharded parameters will be lost, once for each parameter."""
+        names = [name for name in names if name not in self._lost]
+        if not names:
+            return
+        self._lost.update(names)
+        warnings.warn(
+            f"{', '.join(names)} ({label}): written to while the module ran or was unsharded. The new "
+            "values are used until the parameters are resharded, and are lost then, as in PyTorch's "
+            "FSDP; in one process they would stay. Write to model.parameters() between steps, or leave "
+            "the parameter out of sharding (ignored_params).",
+            UserWarning,
+            stacklevel=2,
+        )
+
+    def excuse(self) -> None:
+        """Never warn of writes until now: users of ``unshard()`` know that they are lost."""
+        self._created = -1
+
+    def _learn(self) -> None:
+        """Take all writes to unsharded parameters until now for known."""
+        self._known = [tensor._version for tensor in self._params.unsharded_locals]
+        self._num_known = sum(self._known)
+        self._created = self._params.num_created
