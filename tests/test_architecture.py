@@ -62,7 +62,7 @@ IN_ENGINE = {
     "guard": {"references", "runtime"},
     "params": {"guard", "nodes", "references", "runtime", "unit_mesh"},
     "gradients": {"observer", "params", "references", "runtime"},
-    "checks": {"params", "restoring", "runtime", "unit", "unit_setup", "watchers"},
+    "checks": {"params", "restoring", "runtime", "unit", "watchers"},
 }
 
 

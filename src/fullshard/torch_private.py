@@ -140,7 +140,9 @@ with _to("announce this process to its peers, and name those that are lost"):
 with _to("tell whether collectives of a group are being coalesced"):
     from torch.distributed.distributed_c10d import _world as distributed_world
 
-    coalescing: Any = distributed_world.pg_coalesce_state  # by group; the dictionary that torch fills and empties
+    coalescing: Any = (
+        distributed_world.pg_coalesce_state
+    )  # by group; the dictionary that torch fills and empties
 
 # What names new process groups. None where torch lacks it: fullshard's collectives then share the
 # program's groups.
@@ -388,13 +390,13 @@ __all__ = [
     "are_transforms_active",
     "attach_out_of_memory_observer",
     "check_attributes",
+    "coalescing",
     "coalescing_manager",
     "compile_callback",
     "current_graph_task_id",
     "default_group",
     "default_store",
     "disable_dynamo",
-    "coalescing",
     "distributed_world",
     "dtensor_handlers",
     "forward_unimplemented",

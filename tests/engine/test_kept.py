@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.engine.module_state import state_of
 from fullshard.engine.guard import uses
+from fullshard.engine.module_state import state_of
 from tests.api import Api
 from tests.harness import on_ranks
 from tests.models import mlp

@@ -42,7 +42,7 @@ from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
 from fullshard.engine.checks.strays import num_updates, steps_of
-from fullshard.engine.unit_setup import comms_of
+from fullshard.engine.unit import comms_of
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.boxes import tiling_fault
 from fullshard.plan.paths import by_text

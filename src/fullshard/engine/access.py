@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.adoption import adopt, follow_changes
 from fullshard.engine.module_state import ModuleState, state_of_unit
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
@@ -27,9 +28,9 @@ def settle_to_read(unit: Unit) -> None:
     state = state_of_unit(unit)
     if state is None or not is_running(state, if_unknown=True):
         unit.settle()
-        unit.follow_changes()
+        follow_changes(unit)
     elif unit.is_sharded and unit.watch.have_moved:
-        unit.adopt()
+        adopt(unit)
 
 
 def settle_to_write(unit: Unit, call: str) -> None:
@@ -40,7 +41,7 @@ def settle_to_write(unit: Unit, call: str) -> None:
     _refuse_shown_whole(unit)
     refuse_while_used(unit, call)
     unit.settle()
-    unit.follow_changes()
+    follow_changes(unit)
 
 
 def refuse_while_used(unit: Unit, call: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.engine.adoption import make_unit, use_comm
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.params.managed import owner_of
 from fullshard.engine.params.slots import Slot
@@ -113,9 +114,9 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
         sharded = slots[0].current  # the copy that `copy_plain` has registered
         assert sharded is not None
         params.append(param.copy(sharded, slots))
-    other = Unit(params, unit.mesh, unit.device, unit.config)
+    other = make_unit(params, unit.mesh, unit.device, unit.config)
     if other.comm is not unit.comm:  # the user has set another than the config says
-        other.use_comm(unit.comm)
+        use_comm(other, unit.comm)
     if unit.reduce_group is not None:
         other.reduce_over(unit.reduce_group)
     return other

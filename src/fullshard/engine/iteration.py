@@ -30,17 +30,17 @@ from torch.autograd import profiler
 
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
+from fullshard.engine.adoption import adopt, follow_moves, leave
 from fullshard.engine.checks.path import Path
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.unused import UnusedWatch
 from fullshard.engine.checks.writes import WriteWatch
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
-from fullshard.engine.params.managed import Backward
 from fullshard.engine.observer import Observer, follow_profiler
+from fullshard.engine.params.managed import Backward
 from fullshard.engine.runtime import outside_transforms
-from fullshard.engine.unit import Phase, Unit
-from fullshard.engine.unit_setup import comms_of
+from fullshard.engine.unit import Phase, Unit, comms_of
 from fullshard.engine.watchers import watchers
 from fullshard.plan.paths import Phase as StepPhase
 from fullshard.plan.schedule import Recorder
@@ -134,7 +134,7 @@ class Iteration:
                 comm.prepare(needs.get(comm, []))
             except UnavailableError as reason:  # on every rank
                 for unit in self.units:
-                    unit.leave(comm, reason)
+                    leave(unit, comm, reason)
                 self.connect()  # again, for the process groups that took its place
                 return
 
@@ -231,7 +231,7 @@ class Iteration:
         for unit in self.units:
             if unit.phase is Phase.POST_FORWARD:
                 unit.reshard()  # kept for a backward that did not come, or comes with new weights
-            unit.follow_moves()
+            follow_moves(unit)
         # Decides what is gathered. Where something is in any case, all ranks run this forward.
         is_for_all = self._expects_backward or not all(is_whole(unit) for unit in self.units)
         self._stayed.drop_outdated(is_for_all=is_for_all)
@@ -297,7 +297,7 @@ class Iteration:
             return
         has_changed = unit.params.is_flat and unit.watch.has_new_pieces
         if has_changed:
-            unit.adopt()
+            adopt(unit)
         if (
             unit.phase is Phase.GATHERING  # early
             and not unit.is_held

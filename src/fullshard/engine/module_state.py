@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.adoption import adopt, follow_changes, move_parameters
 from fullshard.engine.checks.direct_gradients import watch_direct_gradients
 from fullshard.engine.checks.divisors import warn_of_divisors
 from fullshard.engine.checks.on_meta import refuse_meta_buffers
@@ -24,7 +25,6 @@ from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.restoring import naming_lack
 from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Unit
-from fullshard.engine.unit_setup import move_parameters
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.units import clean_name, lowest_common_unit, unit_around
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
@@ -258,7 +258,7 @@ class ModuleState:
         units = [unit for state in self._states for unit in state.units]
         for unit in units:
             with naming_lack(f"{unit.path}: first use", "Values are as they were."):
-                unit.adopt()
+                adopt(unit)
         own_modules = (module for state in self._states for module in state.own_modules())
         refuse_meta_buffers(root, own_modules, self.all_units[0].device)
         refuse_unwritten(root)
@@ -324,7 +324,7 @@ class ModuleState:
                     module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
         self._cast_buffers()
         if unit.params:
-            unit.adopt()  # another compute dtype is another layout
+            adopt(unit)  # another compute dtype is another layout
 
     def own_modules(self) -> list[nn.Module]:
         """Return the modules, and those below them that have no state of their own."""
@@ -393,7 +393,7 @@ class ModuleState:
             if any(param.local.is_meta for param in unit.params):
                 unit.params.follow_replacements()  # the first forward gives them the unit's memory
             else:
-                unit.follow_changes()
+                follow_changes(unit)
 
 
 @passing_through

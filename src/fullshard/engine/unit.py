@@ -3,21 +3,26 @@
 A unit moves between its phases and hands on its gradients; `hooks` and `iteration` decide when.
 """
 
+import dataclasses
 import enum
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
-from fullshard.comm.interface import Work
+from fullshard.comm.interface import Comm, Work
 from fullshard.comm.process_group import ProcessGroupComm
+from fullshard.comm.select import select_comm
 from fullshard.engine.gradients.in_flight import InFlight
+from fullshard.engine.gradients.reduction import UnitGradients
 from fullshard.engine.observer import Observer
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.managed import Backward, ManagedParameter
-from fullshard.engine.runtime import Lane, outside_transforms
+from fullshard.engine.params.of_unit import UnitParams
+from fullshard.engine.runtime import Lane, Runtime, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh
-from fullshard.engine.unit_setup import UnitComms, UnitSetup
 from fullshard.errors import StateError
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.trace import Kind
@@ -54,7 +59,33 @@ class Model(Protocol):
     def begin_backward(self) -> object: ...
 
 
-class Unit(UnitSetup):
+class UnitComms(NamedTuple):
+    """The communication of a unit over its shard axis and over its replicate axis."""
+
+    shard: Comm
+    replicate: Comm
+
+
+def choose_comms(mesh: UnitMesh, device: torch.device, config: UnitConfig) -> UnitComms:
+    """Choose how a unit communicates. Every rank has to call it.
+
+    Raises CommError if the communication that was asked for cannot be had. Call it before anything
+    is changed, so that the error leaves the module as it was.
+    """
+    shards_on = torch.device("cpu") if config.offload_to_cpu else device
+    return UnitComms(
+        select_comm(
+            mesh.shard_group,
+            device,
+            config.comm,
+            shards_on=shards_on,
+            replicas=mesh.replicate_group,
+        ),
+        select_comm(mesh.replicate_group, device, config.comm),
+    )
+
+
+class Unit:
     """Parameters sharded over one mesh, and the phase they are in.
 
     is_held: True from a user's ``unshard()`` to the next reshard; the user may have written to the
@@ -63,6 +94,8 @@ class Unit(UnitSetup):
     is_ordered: gathers are in order with writes (see `checks.writes`, Note: Ordered gathers).
     is_joined: a module around it gathers and frees it (see `joined`).
     model: a weak reference to the root's state; returns None before the model's first use.
+    comm, replicate_comm: the communication over the shard axis and over the replicate axis.
+    reduce_group: another process group of the same ranks, for reduce-scatters; None for the same.
     awaits_backward: it stays unsharded for a backward that outputs did not announce.
     is_written: gathers stay ordered, since the program writes to the parameters during a pass.
     """
@@ -76,7 +109,25 @@ class Unit(UnitSetup):
         layout: UnitLayout | None = None,
         comms: UnitComms | None = None,
     ) -> None:
-        super().__init__(params, mesh, device, config, layout, comms)
+        """Make a unit without memory: see `adoption.make_unit`.
+
+        layout: a flat layout, which never changes; None plans one by rows.
+        comms: the result of `choose_comms` for this unit; None chooses now.
+        """
+        self.mesh = mesh
+        self.device = device
+        self.config = config
+        self.name = ""
+        self.entered_as = "root"  # in the flight record, the same on every rank
+        self.gather_label = "root: all-gather"
+        self.is_root = False
+        self.runtime = Runtime.of(device)
+        self._scratch = self.runtime.scratch  # held, so that it is freed with the last unit
+        comms = comms or choose_comms(mesh, device, config)
+        self.comm, self.replicate_comm = comms.shard, comms.replicate
+        self.reduce_group: dist.ProcessGroup | None = None
+        self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
+        self.params = UnitParams(params, mesh, device, layout)
         self.phase = Phase.SHARDED
         self.is_held = False
         self.is_whole = False
@@ -93,7 +144,12 @@ class Unit(UnitSetup):
         self._works: list[Work] = []  # parts of the gather under way that are to be waited for
         self._gathered: torch.Event | None = None  # with streams: the gather under way is over
         self._post_forward: ProcessGroupComm | None = None  # of reshard_after_forward=N, made once
-        self._adopt_unless_on_meta()
+        self.claim()
+
+    def claim(self) -> None:
+        """Let the parameters know whose they are."""
+        for param in self.params:
+            param.unit = weakref.ref(self)
 
     def _to(self, phase: Phase) -> None:
         """Change the phase; nothing else assigns it. Asserts that `TRANSITIONS` allows it."""
@@ -101,6 +157,76 @@ class Unit(UnitSetup):
         self.phase = phase
         if phase is Phase.SHARDED or phase is Phase.POST_FORWARD:
             self.is_held = self.awaits_backward = False
+
+    # Options and names
+
+    def configure(self, **changes: object) -> None:
+        """Replace options of the unit's configuration, by field name of `UnitConfig`."""
+        self.config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]
+        if "mp_policy" in changes:
+            self.gradients.unreduced.replace()  # the dtype of sums may be another now
+
+    def become_root(self) -> None:
+        """Make this a unit of the root module, with the options that are the root's alone."""
+        self.is_root = True
+        if self.config.cast_root_inputs is not None:
+            policy = dataclasses.replace(
+                self.config.mp_policy, cast_forward_inputs=self.config.cast_root_inputs
+            )
+            self.configure(mp_policy=policy)
+
+    @property
+    def keeps_after_forward(self) -> bool:
+        """Whether parameters stay unsharded from forward to backward."""
+        option = self.config.reshard_after_forward
+        return self.is_root if option is None else option is False
+
+    def set_name(self, name: str) -> None:
+        """Set the name: the path of the unit's module in the model, empty for the root."""
+        self.name = name
+        self._enter_as(self.path)
+
+    def set_model(self, number: int) -> None:
+        """Set which of the models of its group of ranks this is, from 0: units of others may have its name."""
+        if number:
+            self._enter_as(f"{self.path} of model {number + 1}")
+
+    def _enter_as(self, text: str) -> None:
+        self.entered_as, self.gather_label = text, f"{text}: all-gather"
+        self.gradients.set_label(self.path, text)
+
+    @property
+    def path(self) -> str:
+        """The unit's name in messages, the same on every rank."""
+        return self.name or "root"
+
+    @property
+    def label(self) -> str:
+        """The unit's path and this rank, for messages."""
+        return f"{self.path} (rank {dist.get_rank()})"
+
+    # Parts
+
+    def plan_layout(self, params: Sequence[ManagedParameter] | None = None) -> UnitLayout:
+        """Plan the memory of the unit's plain parameters, or of those among ``params`` instead."""
+        if params is None:
+            plain = self.params.plain
+        else:
+            plain = [param for param in params if not param.is_extended]
+        return self.params.layout(self.comm, self.config.mp_policy, plain)
+
+    def reduce_over(self, group: dist.ProcessGroup | None) -> None:
+        """Reduce-scatter over another group of the same ranks; None for the shard group."""
+        self.reduce_group = group
+        self.gradients.buckets.use_comms(shard=self.reduce_comm)
+
+    @property
+    def reduce_comm(self) -> Comm:
+        if self.reduce_group is None or not isinstance(self.comm, ProcessGroupComm):
+            return self.comm
+        return self.comm.over(self.reduce_group)
+
+    # Phases
 
     @property
     def is_sharded(self) -> bool:
@@ -204,9 +330,7 @@ class Unit(UnitSetup):
     def refetch(self) -> None:
         """Gather again, since the shards have changed after the gather. Every rank has to do it."""
         self.settle()  # ends the first gather: it may still be writing to the same buffer
-        self._start_gather(
-            f"{self.gather_label} again, as it was written to", early=False
-        )
+        self._start_gather(f"{self.gather_label} again, as it was written to", early=False)
 
     @property
     def gathering(self) -> list[torch.Tensor]:
@@ -386,32 +510,6 @@ class Unit(UnitSetup):
 
     # What others did to the parameters since
 
-    def follow_changes(self) -> None:
-        """Adopt shards that others moved or replaced. Peers must not read before this is done.
-
-        Parameters that stayed unsharded are freed if the shards were written to since.
-        """
-        # In this order: contents are compared with the adopted shards, and adopting copies values
-        # into the unit's memory, which is no write that the pass has to answer for.
-        self.follow_moves()
-        if self.is_outdated:
-            self.reshard()
-        if self.params.is_in_place:
-            self.watch.begin()
-
-    def follow_moves(self) -> None:
-        """Adopt shards that others moved or replaced, and end a gather that no pass used."""
-        if self.is_whole:
-            return  # the whole parameters are registered, which are no replacements
-        params, gradients = self.params, self.gradients
-        gradients.unreduced.begin()
-        if self.phase is Phase.GATHERING and not self.is_held:
-            self.settle()  # gathered early for a pass that left the unit out; a step may have come
-        if gradients.frees_unused:
-            gradients.free_unused()
-        if params.all and self.watch.have_moved:
-            self.adopt()
-
     @property
     def is_outdated(self) -> bool:
         """Whether what stayed unsharded differs from the shards, as far as this rank sees.
@@ -512,6 +610,11 @@ class Unit(UnitSetup):
         if self.observer is not None:
             self.observer.end()
         return in_flight
+
+
+def comms_of(units: Sequence[Unit]) -> list[Comm]:
+    """Return every communication that the units use, once each, in the order of the units."""
+    return list(dict.fromkeys(comm for u in units for comm in (u.comm, u.replicate_comm)))
 
 
 def _unknown() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fullshard.comm.interface import shard_views
 from fullshard.comm.outside_steps import broadcast_object, run_collective
 from fullshard.comm.process_group import ProcessGroupComm
+from fullshard.engine.adoption import follow_changes
 from fullshard.engine.params.buffers import whole_views
 from fullshard.engine.precision import differentiable_tensors
 from fullshard.engine.unit import Unit
@@ -176,7 +177,7 @@ def whole_parameters(units: Sequence[Unit], options: WholeOptions) -> Iterator[N
                 "parameter to show or write back. Use its module's unshard()."
             )
     for unit in units:
-        unit.follow_changes()
+        follow_changes(unit)
         unit.settle()
     with contextlib.ExitStack() as stack:  # which undoes the rest even if undoing one raises
         for unit in units:

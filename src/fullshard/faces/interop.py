@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.engine.adoption import adopt
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import ManagedParameter
@@ -221,7 +222,7 @@ class FlatHandle(_View):
         unit = self._shown
         for holder in {id(param.holder): param.holder for param in unit.params}.values():
             holder.sharded.data = holder.sharded.data.to(dtype)
-        unit.adopt()
+        adopt(unit)
 
 
 def wrapped_state(module: nn.Module) -> nn.Module | None:

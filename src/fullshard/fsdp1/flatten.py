@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.adoption import make_unit
 from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
 from fullshard.engine.params.form import ParamForm
 from fullshard.engine.params.slots import Slot
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, UnitComms
 from fullshard.engine.unit_mesh import UnitMesh
-from fullshard.engine.unit_setup import UnitComms
 from fullshard.errors import ShardingError
 from fullshard.faces.annotated import leave_unchecked
 from fullshard.faces.coverage import CoveredParameters, name_below, qualified_names
@@ -63,7 +63,7 @@ def flat_unit(
         parameter._fsdp_flattened = True  # type: ignore[attr-defined] # PyTorch's mark, for libraries
         managed.append(_managed(parameter, slots, form, owned[index], holder))
     name_below([module], managed)
-    unit = Unit(managed, mesh, device, config, layout, comms)
+    unit = make_unit(managed, mesh, device, config, layout, comms)
     if unit.params.flat is not None:
         unit.params.flat.sharded._fqns = names_below(module, unit)  # type: ignore[attr-defined]
     return unit

@@ -20,8 +20,7 @@ from fullshard.engine.hooks import Hooks
 from fullshard.engine.module_state import state_of
 from fullshard.engine.restoring import restoring
 from fullshard.engine.runtime import eager, passing_through
-from fullshard.engine.unit import Unit
-from fullshard.engine.unit_setup import choose_comms
+from fullshard.engine.unit import Unit, choose_comms
 from fullshard.engine.whole import refusing_backward
 from fullshard.errors import MisuseError, StateError
 from fullshard.faces.coverage import covered_modules, ignored_names

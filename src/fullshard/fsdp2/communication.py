@@ -21,6 +21,7 @@ from fullshard.comm.collectives import (
 )
 from fullshard.comm.own_group import keeping_order
 from fullshard.comm.process_group import ProcessGroupComm
+from fullshard.engine.adoption import use_comm
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
 
@@ -38,7 +39,7 @@ def use_collectives(
     if isinstance(unit.comm, CollectivesComm):
         gather = unit.comm.gather if gather is None else gather
         reduce = unit.comm.reduce if reduce is None else reduce
-    unit.use_comm(CollectivesComm(group, unit.device, gather=gather, reduce=reduce))
+    use_comm(unit, CollectivesComm(group, unit.device, gather=gather, reduce=reduce))
 
 
 def use_separate_reduce_groups(units: Iterable[Unit], *, enable: bool) -> None:
@@ -86,7 +87,7 @@ def use_process_group_memory(unit: Unit, method: str, *, enable: bool) -> None:
             reduce=ProcessGroupAllocReduceScatter(group),
         )
     elif isinstance(unit.comm, CollectivesComm):
-        unit.use_comm(ProcessGroupComm(group, unit.device))
+        use_comm(unit, ProcessGroupComm(group, unit.device))
 
 
 def use_symmetric_memory(unit: Unit, method: str, backend: Literal["NCCL"]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from typing_extensions import deprecated
 
 from fullshard.comm.collectives import AllGather, ReduceScatter
+from fullshard.engine.adoption import follow_changes
 from fullshard.engine.checks.room import refuse_lack_of_memory
 from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
 from fullshard.engine.hooks import Hooks, hooks_of
@@ -436,7 +437,7 @@ def start_unshard(units: Sequence[Unit]) -> UnshardHandle:
     # Two fences: peers have written their shards before anybody reads, and nobody still reads when
     # the caller goes on and may write.
     for unit in units:
-        unit.follow_changes()
+        follow_changes(unit)
         unit.read_privately()
         unit.comm.fence(f"{unit.path}: unshard")
     for unit in units:

@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.comm.select import default_comm
+from fullshard.engine.adoption import make_unit
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.form import ParamForm
 from fullshard.engine.restoring import restoring
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import choose_comms
 from fullshard.engine.unit_mesh import UnitMesh
-from fullshard.engine.unit_setup import choose_comms
 from fullshard.errors import ShardingError, UnsupportedError
 from fullshard.faces.annotated import annotated_form
 from fullshard.faces.coverage import (
@@ -123,7 +123,9 @@ def make_units(
             ]
             name_below(roots, managed)
             units.append((managed, place, device, own_config))
-        made = [Unit(*arguments, comms=own) for arguments, own in zip(units, comms, strict=True)]
+        made = [
+            make_unit(*arguments, comms=own) for arguments, own in zip(units, comms, strict=True)
+        ]
     # Nothing below allocates memory of parameters, so nothing below has to be restored.
     parameters.connect_ties()
     state = Hooks(roots, made)

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.access import is_running
+from fullshard.engine.guard.forbidden import manager_of_placeholder
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.module_state import state_of_unit
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.params.managed import ManagedParameter, manager_of
-from fullshard.engine.guard.forbidden import manager_of_placeholder
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import gather_one

@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fullshard.engine.guard.forbidden import manager_of_placeholder
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.params.managed import ManagedParameter, manager_of
-from fullshard.engine.guard.forbidden import manager_of_placeholder
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import WholeOptions, bits, whole_parameters
 from fullshard.errors import MisuseError, UnsupportedError

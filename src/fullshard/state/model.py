@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.access import settle_to_read, settle_to_write
+from fullshard.engine.adoption import follow_changes
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.params.flat import FLAT_PARAM, HiddenParameter
@@ -195,7 +196,7 @@ def after_loading(module: nn.Module, incompatible: Any) -> None:
     unit = _unit(module)
     if not unit.is_whole:
         _hide_pieces(unit)
-        unit.follow_changes()
+        follow_changes(unit)
     for names in incompatible:
         names[:] = [clean_name(name) for name in names]
 

@@ -30,8 +30,7 @@ from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.params.stand_ins import own_gradient
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.unit import Unit
-from fullshard.engine.unit_setup import comms_of
+from fullshard.engine.unit import Unit, comms_of
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name
 from fullshard.watch.describe import format_nbytes

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.unit import Unit
-from fullshard.engine.unit_setup import comms_of
+from fullshard.engine.unit import Unit, comms_of
 from fullshard.watch.memory import MemoryCategory
 
 CATEGORIES = (

@@ -7,8 +7,7 @@ import torch
 from fullshard.engine.checks.alike import FreezeWatch, check_alike
 from fullshard.engine.checks.debugging import StepChecks, check_step
 from fullshard.engine.checks.order import ForwardOrder
-from fullshard.engine.unit import Unit
-from fullshard.engine.unit_setup import comms_of
+from fullshard.engine.unit import Unit, comms_of
 from fullshard.plan.paths import Moment, Phase
 
 

@@ -23,8 +23,7 @@ class StayedUnits:
         self._stayed = [
             unit
             for unit in self._units
-            if unit.phase >= Phase.UNSHARDED
-            and not unit.params.is_in_place
+            if unit.phase >= Phase.UNSHARDED and not unit.params.is_in_place
         ]
 
     def drop_outdated(self, *, is_for_all: bool) -> None:
@@ -35,9 +34,7 @@ class StayedUnits:
         outdated unit stands for all, so that ranks are likely to do the same.
         """
         outdated = {
-            unit
-            for unit in self._units
-            if unit.phase >= Phase.UNSHARDED and unit.is_outdated
+            unit for unit in self._units if unit.phase >= Phase.UNSHARDED and unit.is_outdated
         }
         if is_for_all and self._stayed:
             # Resharded on this rank alone: by a load, say, or an exception in its own evaluation.

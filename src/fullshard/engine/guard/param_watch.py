@@ -77,7 +77,9 @@ class ParamWatch:
     def __init__(self, params: Watched) -> None:
         self._params = params
         self._collected = -1  # `params.num_changed` when the following was read
-        self._shards: list[torch.Tensor] = []  # every tensor by which users write to shards, once each
+        self._shards: list[
+            torch.Tensor
+        ] = []  # every tensor by which users write to shards, once each
         self._slots: list[list[Any]] = []  # the lists themselves, which may grow
         self._registries: list[dict[str, Any]] = []
         self._names: list[str] = []

@@ -151,7 +151,7 @@ class Uses:
             new baseline would count that as the unit's.
         """
         self._params, self._memory = params, memory
-        self._references = (
+        self._references: _References = (
             former._references
             if former is not None and former._references.are_of(params)
             else _References(params)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.guard.forbidden import forbid_use
 from fullshard.engine.params.form import ParamForm
 from fullshard.engine.params.managed import (
     Count,
@@ -27,7 +28,6 @@ from fullshard.engine.params.managed import (
     ShardHolder,
     mark_owner,
 )
-from fullshard.engine.guard.forbidden import forbid_use
 from fullshard.engine.params.slots import Slot
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, flat_gradient_dtypes
