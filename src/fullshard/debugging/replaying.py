@@ -166,7 +166,7 @@ class _Part:
         finally:
             tape.end()
             for unit, config in zip(self._units, settings, strict=True):
-                unit.config = config
+                unit.set_config(config)
         return _Replayed(self._rank, tuple(self._compared), tuple(self._notes))
 
     def _run(self, tape: Tape, events: Sequence[Event]) -> None:

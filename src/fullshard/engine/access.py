@@ -55,7 +55,7 @@ def refuse_while_used(unit: Unit, call: str) -> None:
 
 
 def is_running(state: ModuleState, *, if_unknown: bool) -> bool:
-    """Whether a forward or backward of the model runs. For ``if_unknown`` see `Iteration.is_running`."""
+    """Return whether a forward or backward of the model runs. For ``if_unknown`` see `Iteration.is_running`."""
     iteration = state.known_iteration
     return iteration is not None and iteration.is_running(if_unknown=if_unknown)
 

@@ -46,7 +46,6 @@ class Finalization:
 
     @property
     def waits(self) -> bool:
-        """Whether the program ends the backward that runs or ran last."""
         return self._mode is True
 
     @property
@@ -124,7 +123,7 @@ class Finalization:
         return self._units[0].label
 
     def trains(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer updates parameters of this model."""
+        """Return whether an optimizer updates parameters of this model."""
         own = {id(holder.sharded) for unit in self._units for holder in unit.params.holders}
         return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
 

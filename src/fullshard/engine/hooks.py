@@ -244,7 +244,7 @@ class Hooks(ModuleState):
 
     @property
     def _is_fake(self) -> bool:
-        """Whether the shards are fake themselves, and so is all that the engine does with them."""
+        """True if the shards are fake themselves, and so is all that the engine does with them."""
         some: Any = next((p for module in self.modules for p in module.parameters()), None)
         return is_fake(getattr(some, "_local_tensor", some))
 
@@ -271,6 +271,8 @@ class Hooks(ModuleState):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs with one autograd node on those that require a gradient."""
+        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # nearly always
+            return (mark_after_backward(self, args) if args[0].requires_grad else args), kwargs
         inputs = differentiable_tensors(args)
         if kwargs:
             inputs += differentiable_tensors(kwargs)
@@ -291,7 +293,7 @@ class Hooks(ModuleState):
         """Free a module's parameters; return its outputs, marked for backward and cast."""
         if self.shows_whole:
             return refusing_backward(output)
-        policy = self.policy
+        policy = self.all_units[0].config.mp_policy
         if self._faked:
             self._faked.pop().undo()
             return cast_outputs(policy, output)
@@ -317,7 +319,8 @@ class Hooks(ModuleState):
                     assert isinstance(state, Hooks)
                     output = state._complete_forward(iteration, output)
             iteration.end_forward()
-        output = cast_outputs(policy, output)
+        if policy.output_dtype is not None:
+            output = cast_outputs(policy, output)
         if is_root:
             for watcher in tuple(watchers):
                 watcher.forward_ends(iteration, output)
@@ -330,7 +333,10 @@ class Hooks(ModuleState):
         outputs: list[torch.Tensor] = []
         may_follow = False  # a backward, for which outputs that are not differentiable say nothing
         if torch.is_grad_enabled():
-            outputs = differentiable_tensors(output)
+            if isinstance(output, torch.Tensor):  # nearly always
+                outputs = [output] if output.requires_grad else []
+            else:
+                outputs = differentiable_tensors(output)
             may_follow = not are_transforms_active()
         units = self.units
         if may_follow:
@@ -394,7 +400,7 @@ class Hooks(ModuleState):
 
     # 4. A gradient reaches an output: unshard for backward
 
-    def begin_backward(self) -> Iteration:
+    def begin_backward(self) -> None:
         """Begin the backward pass of the model, and see that 7 comes, unless that was done.
 
         Whatever comes first calls it: 4, 6, or a gradient on an unsharded parameter. So 7 takes every
@@ -409,7 +415,6 @@ class Hooks(ModuleState):
                     unit.params.follow_trained()  # a forward that is computed again records what it would have
             # Each access makes a new bound method, to which nobody else refers: see `begin_backward`.
             iteration.begin_backward(self.end_backward)
-        return iteration
 
     @eager
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor:
@@ -418,8 +423,10 @@ class Hooks(ModuleState):
         Called for each output; all but the first call of a pass do nothing. Raises MisuseError if
         parameters were replaced since forward.
         """
-        # First: a backward that raised leaves states in PRE_BACKWARD, as if this had been done.
-        iteration = self.begin_backward()
+        iteration = self.iteration() or self.initialise()
+        if iteration.backward.end() is None:
+            # First: a backward that raised leaves states in PRE_BACKWARD, as if this had been done.
+            self.begin_backward()
         if self.training_state is TrainingState.PRE_BACKWARD:
             return grad
         self.training_state = TrainingState.PRE_BACKWARD
@@ -451,13 +458,16 @@ class Hooks(ModuleState):
     @eager
     def after_backward(self) -> None:
         """Take the units' gradients, free their parameters, and start reducing."""
-        iteration = self.begin_backward()
+        iteration = self.iteration() or self.initialise()
+        if iteration.backward.end() is None:
+            self.begin_backward()
         if self.training_state is TrainingState.FORWARD:
             return  # this backward is called in the module's forward, which goes on to use them
         self.training_state = TrainingState.POST_BACKWARD
         for unit in reversed(self.units):
             iteration.after_backward(unit)
-        iteration.free_joined(self.joined)
+        if self.joined:
+            iteration.free_joined(self.joined)
 
     # Between 4 and 7: a gradient of `live.gathered`, which is not part of any module's backward
 

@@ -264,7 +264,9 @@ class Iteration:
         joined: units inside it that are gathered with its own. prefetches: whether the order of the
         last pass decides what is gathered early.
         """
-        is_recomputation = self.is_in_backward  # backward has its own order, and its own checks
+        is_recomputation = (
+            self.backward.end() is not None
+        )  # backward has its own order, and its own checks
         if not is_recomputation:
             self._path.enter(units, is_training=is_training)
         for unit in units:  # all are started before the first is waited for
@@ -311,7 +313,9 @@ class Iteration:
         Flat units are prefetched on request (``forward_prefetch=True``): in watched passes as well.
         """
         may_be_early = not unit.is_joined and (not unit.is_ordered or unit.params.is_flat)
-        if may_be_early and unit.phase < Phase.GATHERING and unit.gains_from_prefetch:
+        if not may_be_early or unit.phase >= Phase.GATHERING:
+            return
+        if unit.comm.overlaps or unit.gains_from_prefetch:
             self.start_forward_unshard(unit)
 
     def start_forward_unshard(self, unit: Unit) -> None:
@@ -327,7 +331,7 @@ class Iteration:
         joined: units inside it that were gathered with its own. is_differentiable: whether an output
         requires a gradient; None if gradients are enabled and none of them does. Raises StateError if somebody wrote to parameters that peers read in place.
         """
-        if self.is_in_backward:
+        if self.backward.end() is not None:
             return  # a recomputation, whose parameters are needed in the backward that follows
         if self.observer is not None:
             self.observer.leave(Kind.FORWARD, units)
@@ -410,16 +414,17 @@ class Iteration:
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering the unit whose forward came before that of ``unit``."""
-        previous = self._recorder.start_backward(self._number[id(unit)])
-        if previous is None or self.units[previous].is_joined:
+        number = self._recorder.start_backward(self._number[id(unit)])
+        if number is None:
             return
-        if not self.units[previous].gains_from_prefetch:
+        previous = self.units[number]
+        if previous.is_joined or not (previous.comm.overlaps or previous.gains_from_prefetch):
             return
         when = unit.config.backward_prefetch
         if when is BackwardPrefetch.BACKWARD_PRE:
-            self.start_backward_unshard(self.units[previous])
+            self.start_backward_unshard(previous)
         elif when is BackwardPrefetch.BACKWARD_POST:
-            self._prefetch_after[id(unit)] = self.units[previous]
+            self._prefetch_after[id(unit)] = previous
 
     def start_backward_unshard(self, unit: Unit) -> None:
         """Start gathering a unit for backward, unless the user said that it needs no parameters."""
@@ -621,7 +626,7 @@ def _free(unit: Unit) -> None:
 
 
 def _is_running(frame: types.FrameType) -> bool:
-    """Whether a function has yet to return or raise. Drops the variables of one that has."""
+    """Return whether a function has yet to return or raise. Drops the variables of one that has."""
     try:
         frame.clear()
     except RuntimeError:  # raised for a frame that is executing

@@ -41,5 +41,4 @@ def _may_be_skipped(state: ModuleState) -> bool:
 
 
 def _needs_all(unit: Unit) -> bool:
-    """Whether the unit's gather waits for all ranks."""
     return not unit.comm.gathers_alone or unit.params.extended is not None

@@ -98,12 +98,11 @@ class ModuleState:
 
     @property
     def is_running(self) -> bool:
-        """Whether the module's forward or backward is under way."""
         return self.training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
     @property
     def shows_whole(self) -> bool:
-        """Whether copies of its whole parameters are shown now (see `whole`)."""
+        """True if copies of its whole parameters are shown now (see `whole`)."""
         for unit in self.all_units:  # noqa: SIM110  (asked twice per forward)
             if unit.is_whole:
                 return True
@@ -146,7 +145,6 @@ class ModuleState:
 
     @property
     def is_root(self) -> bool:
-        """Whether this is the root of a model, which its first use has made it."""
         return self._own_iteration is not None
 
     @property
@@ -165,7 +163,7 @@ class ModuleState:
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether the next backward is the last of its iteration; True unless the user says so."""
+        """True if the next backward is the last of its iteration; True unless the user says so."""
         iteration = self.iteration()
         value: bool = (
             self._pending.get("is_last_backward", True)
@@ -208,7 +206,6 @@ class ModuleState:
 
     @property
     def has_manual_finalization(self) -> bool:
-        """Whether the program ends the model's backwards."""
         iteration = self.iteration()
         if iteration is None:
             return bool(self._pending.get("manual_finalization"))
@@ -414,7 +411,6 @@ def state_of_unit(unit: Unit) -> ModuleState | None:
 
 
 def is_anything_sharded() -> bool:
-    """Whether this process has a sharded module, of either API."""
     return len(_owners) > 0
 
 

@@ -243,7 +243,7 @@ def watch_output(state: State, tensor: torch.Tensor) -> None:
 
 
 def is_captured(leaf: torch.Tensor) -> bool:
-    """Whether `torch.autograd.grad` is running, and returns the gradient of this leaf."""
+    """Return whether `torch.autograd.grad` is running, and returns the gradient of this leaf."""
     if current_graph_task_id() == -1:
         return False  # no backward: a pipeline schedule asks for the reduction itself
     node = torch.autograd.graph.get_gradient_edge(leaf).node

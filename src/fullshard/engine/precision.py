@@ -75,7 +75,6 @@ def replace_differentiable(tree: Any, replacements: Iterator[torch.Tensor]) -> A
 
 
 def _are_tensors(values: tuple[Any, ...]) -> bool:
-    """Whether all are tensors: by far the most common arguments of a module."""
     for value in values:  # noqa: SIM110  (a third of the cost of `all`)
         if not isinstance(value, torch.Tensor):
             return False
@@ -87,7 +86,7 @@ def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _is_plain_dataclass(leaf: Any) -> bool:
-    """Whether this is an instance of a dataclass that pytree does not know how to flatten."""
+    """Return whether this is an instance of a dataclass that pytree does not know how to flatten."""
     return (
         hasattr(type(leaf), "__dataclass_fields__")
         and not isinstance(leaf, type)

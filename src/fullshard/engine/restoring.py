@@ -81,7 +81,7 @@ class _Tensor:
 
 
 def _is_over(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Whether a tensor has the memory, shape and strides of ``data``."""
+    """Return whether a tensor has the memory, shape and strides of ``data``."""
     return (
         tensor.untyped_storage()._cdata == data.untyped_storage()._cdata
         and tensor.shape == data.shape
@@ -140,7 +140,7 @@ def naming_lack(what: str, then: str) -> Iterator[None]:
 
 
 def is_lack(error: BaseException) -> bool:
-    """Whether an exception says that memory or open files are lacking."""
+    """Return whether an exception says that memory or open files are lacking."""
     if isinstance(error, OSError):
         return error.errno in _LACKS
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):

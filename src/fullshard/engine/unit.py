@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,12 +53,6 @@ TRANSITIONS = {
 }
 
 
-class Model(Protocol):
-    """The state of the root module, as its units call it: `hooks.Hooks`."""
-
-    def begin_backward(self) -> object: ...
-
-
 class UnitComms(NamedTuple):
     """The communication of a unit over its shard axis and over its replicate axis."""
 
@@ -88,12 +82,13 @@ def choose_comms(mesh: UnitMesh, device: torch.device, config: UnitConfig) -> Un
 class Unit:
     """Parameters sharded over one mesh, and the phase they are in.
 
+    keeps_after_forward: parameters stay unsharded from forward to backward.
     is_held: True from a user's ``unshard()`` to the next reshard; the user may have written to the
         unsharded parameters.
     is_whole: True while copies of the whole parameters are shown, in any phase (see `whole`).
     is_ordered: gathers are in order with writes (see `checks.writes`, Note: Ordered gathers).
     is_joined: a module around it gathers and frees it (see `joined`).
-    model: a weak reference to the root's state; returns None before the model's first use.
+    model: a weak reference to the root's state (`hooks.Hooks`); returns None before the model's first use.
     comm, replicate_comm: the communication over the shard axis and over the replicate axis.
     reduce_group: another process group of the same ranks, for reduce-scatters; None for the same.
     awaits_backward: it stays unsharded for a backward that outputs did not announce.
@@ -116,11 +111,11 @@ class Unit:
         """
         self.mesh = mesh
         self.device = device
-        self.config = config
         self.name = ""
         self.entered_as = "root"  # in the flight record, the same on every rank
         self.gather_label = "root: all-gather"
         self.is_root = False
+        self.set_config(config)
         self.runtime = Runtime.of(device)
         self._scratch = self.runtime.scratch  # held, so that it is freed with the last unit
         comms = comms or choose_comms(mesh, device, config)
@@ -138,7 +133,7 @@ class Unit:
         self.observer: Observer | None = None
         self.watch = self.params.watch
         self._awaits_step = False  # unsharded while gradients wait for an optimizer
-        self.model: Callable[[], Model | None] = _unknown
+        self.model: Callable[[], Any] = _unknown
         self.backward = Backward()  # of its model, once that is known
         self._is_exposed = False  # users may write to unsharded parameters: never read in place
         self._works: list[Work] = []  # parts of the gather under way that are to be waited for
@@ -162,24 +157,25 @@ class Unit:
 
     def configure(self, **changes: object) -> None:
         """Replace options of the unit's configuration, by field name of `UnitConfig`."""
-        self.config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]
+        self.set_config(dataclasses.replace(self.config, **changes))  # type: ignore[arg-type]
         if "mp_policy" in changes:
             self.gradients.unreduced.replace()  # the dtype of sums may be another now
+
+    def set_config(self, config: UnitConfig) -> None:
+        """Set all options at once."""
+        self.config = config
+        option = config.reshard_after_forward
+        self.keeps_after_forward = self.is_root if option is None else option is False
 
     def become_root(self) -> None:
         """Make this a unit of the root module, with the options that are the root's alone."""
         self.is_root = True
+        self.set_config(self.config)
         if self.config.cast_root_inputs is not None:
             policy = dataclasses.replace(
                 self.config.mp_policy, cast_forward_inputs=self.config.cast_root_inputs
             )
             self.configure(mp_policy=policy)
-
-    @property
-    def keeps_after_forward(self) -> bool:
-        """Whether parameters stay unsharded from forward to backward."""
-        option = self.config.reshard_after_forward
-        return self.is_root if option is None else option is False
 
     def set_name(self, name: str) -> None:
         """Set the name: the path of the unit's module in the model, empty for the root."""
@@ -230,7 +226,6 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the phase is SHARDED: no gather is under way, nothing is kept for backward."""
         return self.phase is Phase.SHARDED
 
     @property
@@ -278,9 +273,7 @@ class Unit:
             works = []
         self._works = works
         self._awaits_step = False
-        option = self.config.reshard_after_forward  # as `keeps_after_forward` reads it
-        may_stay = self.is_root if option is None else option is False
-        may_stay = may_stay or not self.config.reshard_after_backward
+        may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
         # `is_held` is set before `unshard` where a user asks for the gather.
         self.watch.note_gather(early=early, may_stay=may_stay or self.is_held)
         self._to(Phase.GATHERING)
@@ -341,7 +334,7 @@ class Unit:
 
     @property
     def gains_from_prefetch(self) -> bool:
-        """Whether unsharding early helps: bytes move, and they do so without the host."""
+        """True if unsharding early helps: bytes move, and they do so without the host."""
         if self.comm.overlaps:
             return True
         buffers = self.params.buffers
@@ -416,7 +409,12 @@ class Unit:
         params = self.params
         assert params.buffers is not None
         # Before `_to`, which clears `is_held`, and so says no more who has unsharded them.
-        self._check_written(after_forward=after_forward)
+        if self.is_held:
+            self.watch.excuse()  # `unshard` documents that writes are lost
+        elif after_forward and torch.is_grad_enabled():
+            pass  # counters stay until backward, and one look per step is enough
+        elif not params.is_in_place and self.watch.will_lose:
+            self.watch.warn_of_writes(self.label)
         keeps = params.buffers.keeps_storage = self.config.keep_unsharded_storage
         smaller = after_forward and self.mesh.post_forward is not None
         if smaller and (comm := self._post_forward_comm()) is not None:
@@ -426,7 +424,8 @@ class Unit:
                 assert isinstance(param, DTensorParameter)
                 param.show_post_forward(kept[index], self.mesh.post_forward)
             self._to(Phase.POST_FORWARD)
-            params.shown.retire(after_forward=True)
+            if params.shown.uses is not None:
+                params.shown.uses.retire(params.shown.num_switched, after_forward=True)
             return
         # Nobody waits for the device, which may still read it: [Note: Lanes] in `runtime`, rule 1.
         params.buffers.free_unsharded()
@@ -436,7 +435,9 @@ class Unit:
         self._to(Phase.SHARDED)
         # After `show_sharded`: it counts references to unsharded parameters, and those of the
         # modules would look as if somebody kept them.
-        params.shown.retire(after_forward=after_forward)
+        uses = params.shown.uses
+        if uses is not None:
+            uses.retire(params.shown.num_switched, after_forward=after_forward)
         if self.observer is not None:
             self.observer.changed(self)
 
@@ -446,19 +447,12 @@ class Unit:
         assert self.params.buffers is not None
         self.params.buffers.drop_kept()
         self.params.shown.show_sharded()
-        self.params.shown.retire()
+        shown = self.params.shown
+        if shown.uses is not None:
+            shown.uses.retire(shown.num_switched)
         self._to(Phase.SHARDED)
         if self.observer is not None:
             self.observer.changed(self)
-
-    def _check_written(self, *, after_forward: bool) -> None:
-        """Warn of writes to unsharded parameters, which are lost when those are freed."""
-        if self.is_held:
-            self.watch.excuse()  # `unshard` documents that they are lost
-        elif after_forward and torch.is_grad_enabled():
-            return  # counters stay until backward, and one look per step is enough
-        elif self.watch.will_lose:
-            self.watch.warn_of_writes(self.label)
 
     def _post_forward_comm(self) -> ProcessGroupComm | None:
         """Return the group of ``reshard_after_forward=N``; None if unset, useless or impossible."""
@@ -512,7 +506,7 @@ class Unit:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether what stayed unsharded differs from the shards, as far as this rank sees.
+        """True if what stayed unsharded differs from the shards, as far as this rank sees.
 
         Other ranks may see something else; `checks.stayed` lets them agree.
         """
@@ -535,12 +529,11 @@ class Unit:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether unsharded parameters are the shared memory that holds all ranks' shards."""
         return self.params.is_in_place
 
     @property
     def may_be_in_place(self) -> bool:
-        """Whether they are read there, or will be if nobody writes to them while the model runs."""
+        """True if they are read there, or will be if nobody writes to them while the model runs."""
         buffers = self.params.buffers
         return buffers is not None and buffers.may_be_in_place and not self._is_exposed
 

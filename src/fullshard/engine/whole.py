@@ -190,7 +190,6 @@ def whole_parameters(units: Sequence[Unit], options: WholeOptions) -> Iterator[N
 
 
 def is_first(unit: Unit) -> bool:
-    """Whether this is the first rank of a unit's mesh."""
     return unit.mesh.plan.shard_rank == 0 and unit.mesh.plan.replicate_rank == 0
 
 

@@ -49,7 +49,7 @@ class StayedUnits:
 
 
 def is_whole(unit: Unit) -> bool:
-    """Whether this rank has the unit's whole parameters, and memory that no peer writes to."""
+    """Return whether this rank has the unit's whole parameters, and memory that no peer writes to."""
     if unit.is_unsharded and not unit.is_in_place:
         return True
     return unit.mesh.plan.shard_size == 1 or not unit.params

@@ -146,7 +146,7 @@ class _Sample:
 
     @property
     def has_changed(self) -> bool:
-        """Whether any of the shards has other contents now."""
+        """True if any of the shards has other contents now."""
         if not all(map(torch.equal, self.before, self.views)):
             return True
         return bool(self.large) and not all(map(torch.equal, self._sums, _fingerprints(self.large)))
@@ -164,7 +164,7 @@ def refuse_write(unit: Unit) -> None:
 
 
 def _may_be_ordered(unit: Unit) -> bool:
-    """Whether the unit is at rest, has contents to compare, and runs on all ranks."""
+    """Return whether the unit is at rest, has contents to compare, and runs on all ranks."""
     # An ordered gather has all ranks meet, and one that skips the unit would not come.
     runs_everywhere = not unit.config.reduces_unused
     shards = unit.params.shard_memory
@@ -190,7 +190,7 @@ def _set_ordered(unit: Unit, *, ordered: bool) -> None:
 
 
 def _is_in_use(unit: Unit) -> bool:
-    """Whether a graph, or a program, refers to unsharded parameters in private memory."""
+    """Return whether a graph, or a program, refers to unsharded parameters in private memory."""
     buffers = unit.params.buffers
     if buffers is None or not unit.comm.reads_in_place:
         return False
@@ -198,7 +198,7 @@ def _is_in_use(unit: Unit) -> bool:
 
 
 def _has_readers(unit: Unit) -> bool:
-    """Whether peers have a part of it. Who has all of it reads nothing of others, nor gathers early."""
+    """Return whether peers have a part of it. Who has all of it reads nothing of others, nor gathers early."""
     return unit.mesh.plan.shard_size > 1
 
 

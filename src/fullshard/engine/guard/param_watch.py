@@ -18,6 +18,7 @@ that exchange their memory.
 
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -52,10 +53,6 @@ class Watched(Protocol):
     """The parameters of a unit: `params.of_unit.UnitParams`. For what is not said here, see there."""
 
     plain: Any
-    unsharded_locals: list[torch.Tensor]
-    is_in_place: bool
-    num_changed: int
-    num_created: int
     flat_layout: Any
 
     @property
@@ -75,11 +72,29 @@ class ParamWatch:
     """
 
     def __init__(self, params: Watched) -> None:
-        self._params = params
-        self._collected = -1  # `params.num_changed` when the following was read
-        self._shards: list[
-            torch.Tensor
-        ] = []  # every tensor by which users write to shards, once each
+        # Weak: the parameters own this. Memory has to be freed at once when they go.
+        self._reference: Callable[[], Watched | None] = weakref.ref(params)
+        self.forget()
+        # Sum of the addresses of a flat unit's shards, when they were last in the unit's memory.
+        self._addresses: int | None = None
+        # Sums of version counters at the gather: of shards (None if nobody will ask), and of
+        # unsharded parameters, if they may stay unsharded.
+        self._at_gather: int | None = None
+        self._unsharded_at_gather = 0
+        # The unsharded parameters, one per plain parameter, and their version counters up to which
+        # writes were warned of or meant to be lost; unless `_is_known`, the next gather reads them.
+        self._whole: list[torch.Tensor] = []
+        self._known: list[int] = []
+        self._num_known = 0
+        self._is_known = False
+        self._lost: set[str] = set()  # names of parameters that were warned of
+        self._at_begin = (0, 0)  # sums at the begin of a pass: shards, unsharded parameters
+
+    def forget(self) -> None:
+        """Forget which tensors there are: some become others, and those of before are freed."""
+        self._has_collected = False
+        # Every tensor by which users write to shards, once each.
+        self._shards: list[torch.Tensor] = []
         self._slots: list[list[Any]] = []  # the lists themselves, which may grow
         self._registries: list[dict[str, Any]] = []
         self._names: list[str] = []
@@ -87,25 +102,18 @@ class ParamWatch:
         self._sharded: list[nn.Parameter] = []
         self._locals: list[torch.Tensor] = []
         self._shapes: list[torch.Size] = []
-        # Sum of the addresses of a flat unit's shards, when they were last in the unit's memory.
-        self._addresses: int | None = None
-        # Sums of version counters at the gather: of shards (None if nobody will ask), and of
-        # unsharded parameters, if they may stay unsharded.
-        self._at_gather: int | None = None
-        self._unsharded_at_gather = 0
-        # Version counters of unsharded parameters, one per plain parameter, up to which writes were
-        # warned of or meant to be lost. They are those of the tensors of `params.num_created ==
-        # _created`; -1 makes the next gather read them again.
-        self._known: list[int] = []
-        self._num_known = 0
-        self._created = -1
-        self._lost: set[str] = set()  # names of parameters that were warned of
-        self._at_begin = (0, 0)  # sums at the begin of a pass: shards, unsharded parameters
+        self._are_dtensors = False
+
+    @property
+    def _params(self) -> Watched:
+        params = self._reference()
+        assert params is not None
+        return params
 
     def _collect(self) -> None:
-        """Read which tensors and places to watch: some have become others."""
+        """Read which tensors and places to watch."""
         params = self._params
-        self._collected = params.num_changed
+        self._has_collected = True
         # A DTensor and its local tensor have a version counter each. In flat units both are the
         # same tensor, which must not count twice.
         tensors = [tensor for own in params.holders for tensor in (own.sharded, own.local)]
@@ -118,6 +126,7 @@ class ParamWatch:
         self._sharded = [param.sharded for param in params.plain]
         self._locals = [] if params.buffers is None else list(params.buffers.shards)
         self._shapes = list(map(_shape, self._locals))
+        self._are_dtensors = params.are_dtensors
 
     # Moved or replaced
 
@@ -127,10 +136,9 @@ class ParamWatch:
 
         Raises StateError for a local tensor whose shape was changed in place.
         """
-        params = self._params
-        if self._collected != params.num_changed:
+        if not self._has_collected:
             self._collect()
-        if params.are_dtensors and sum(map(len, self._slots)) == len(self._names):
+        if self._are_dtensors and sum(map(len, self._slots)) == len(self._names):
             # All at once, by maps: nearly always the answer is no, for every unit in every pass.
             is_same = operator.is_
             registered = map(dict.get, self._registries, self._names)
@@ -140,7 +148,7 @@ class ParamWatch:
                 and list(map(_shape, self._locals)) == self._shapes
             ):
                 return False
-        return params.find_moved()
+        return self._params.find_moved()
 
     @property
     def has_new_pieces(self) -> bool:
@@ -156,7 +164,7 @@ class ParamWatch:
             self._addresses = self._sum_addresses()
 
     def _sum_addresses(self) -> int:
-        if self._collected != self._params.num_changed:
+        if not self._has_collected:
             self._collect()
         return sum(map(torch.Tensor.data_ptr, self._shards))
 
@@ -167,13 +175,17 @@ class ParamWatch:
 
         Counts writes through a DTensor and through its local tensor.
         """
-        if self._collected != self._params.num_changed:
+        if not self._has_collected:
             self._collect()
         return sum(map(_version, self._shards))
 
     def num_unsharded_writes(self) -> int:
         """Return the sum of the version counters of unsharded parameters."""
-        return sum(map(_version, self._params.unsharded_locals))
+        return sum(map(_version, self._whole))
+
+    def take_whole(self, whole: list[torch.Tensor]) -> None:
+        """Watch these unsharded parameters, which are new or have other memory."""
+        self._whole, self._is_known = whole, False
 
     def note_gather(self, *, early: bool, may_stay: bool) -> None:
         """Take note of a gather that was started.
@@ -185,7 +197,7 @@ class ParamWatch:
         self._at_gather = self.num_writes() if early or may_stay else None
         if may_stay:
             self._unsharded_at_gather = self.num_unsharded_writes()
-        if self._created != self._params.num_created:
+        if not self._is_known:
             self._learn()
 
     def note_stay(self) -> None:
@@ -197,7 +209,7 @@ class ParamWatch:
     @property
     def changed_since_gather(self) -> bool:
         """True if version counters show a write to shards since they were gathered."""
-        if self._collected != self._params.num_changed:
+        if not self._has_collected:
             self._collect()
         return self._at_gather is not None and sum(map(_version, self._shards)) != self._at_gather
 
@@ -221,8 +233,6 @@ class ParamWatch:
     @property
     def changed_since_begin(self) -> bool:
         """True if version counters show a write, since `begin`, to what peers read in place."""
-        if not self._params.is_in_place:
-            return False
         return self._at_begin != (self.num_writes(), self.num_unsharded_writes())
 
     @property
@@ -232,7 +242,7 @@ class ParamWatch:
         A part of `changed_since_begin`. Every rank that runs the write notices it here, while only
         the ranks whose shards have changed notice it by contents.
         """
-        return self._params.is_in_place and self.num_unsharded_writes() != self._at_begin[1]
+        return self.num_unsharded_writes() != self._at_begin[1]
 
     # Written to whole parameters, which is lost
 
@@ -240,23 +250,19 @@ class ParamWatch:
     def will_lose(self) -> bool:
         """True if unsharded parameters that are about to be freed were written to.
 
-        Not where they are the shards' memory: such writes are errors, see `changed_since_begin`.
+        Not asked where they are the shards' memory: such writes are errors, see `changed_since_begin`.
         The engine itself advances none of these counters, so a difference is always a user's write,
         however long ago the last look was.
         """
-        params = self._params
-        is_same = sum(map(_version, params.unsharded_locals)) == self._num_known
-        return not is_same and not params.is_in_place
+        return sum(map(_version, self._whole)) != self._num_known
 
     def warn_of_writes(self, label: str) -> None:
         """Warn of the writes that `will_lose` has found, with the names of the parameters."""
-        params = self._params
-        # The counters that are known belong to tensors that exist no more, or say nothing.
-        if self._created != params.num_created:
+        if not self._is_known:  # the counters are of tensors that exist no more, or say nothing
             return
         before = self._known
         self._learn()
-        changed = zip(params.plain, before, self._known, strict=True)
+        changed = zip(self._params.plain, before, self._known, strict=True)
         self.warn_of_lost(label, [param.name for param, old, new in changed if old != new])
 
     def warn_of_lost(self, label: str, names: Sequence[str]) -> None:
@@ -276,10 +282,10 @@ class ParamWatch:
 
     def excuse(self) -> None:
         """Never warn of writes until now: users of ``unshard()`` know that they are lost."""
-        self._created = -1
+        self._is_known = False
 
     def _learn(self) -> None:
         """Take all writes to unsharded parameters until now for known."""
-        self._known = [tensor._version for tensor in self._params.unsharded_locals]
+        self._known = [tensor._version for tensor in self._whole]
         self._num_known = sum(self._known)
-        self._created = self._params.num_created
+        self._is_known = True

@@ -19,8 +19,8 @@ bytes, and allocated by resizing it back; the tensors over it are not touched. T
   of the parameters, or backward raises "modified by an inplace operation". So the parameters are no
   views of the buffer that the all-gather writes to: views share a version counter, two tensors
   `set_` to one storage (`tensor_over`) do not.
-- A program can keep a parameter or a view of one while there is no memory under it. `kept` and
-  `kept_views` make the use of such a tensor an error.
+- A program can keep a parameter or a view of one while there is no memory under it:
+  `guard.uses` makes the use of such a tensor an error.
 """
 
 import dataclasses
@@ -146,7 +146,7 @@ class UnitBuffers:
 
     @property
     def moves(self) -> bool:
-        """Whether unsharding moves data. It does not if all parameters are read in place."""
+        """True if unsharding moves data. It does not if all parameters are read in place."""
         return self._moves or bool(self._post_forward_shards)
 
     def unsharded(self, index: int) -> torch.Tensor:
@@ -177,7 +177,7 @@ class UnitBuffers:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether graphs or user code refer to the private buffers beside the unit."""
+        """True if graphs or user code refer to the private buffers beside the unit."""
         return self._uses() > self._own_uses
 
     def unsharded_storages(self) -> list[torch.UntypedStorage]:
@@ -234,7 +234,7 @@ class UnitBuffers:
         return sum(storage_uses(each.flat.untyped_storage()._cdata) for each in self._unsharded)
 
     def holds_shards(self) -> bool:
-        """Whether this rank's part of the unsharded parameters still equals its shards.
+        """Return whether this rank's part of the unsharded parameters still equals its shards.
 
         Compares contents: version counters miss ``p.data.mul_()`` and ``torch._foreach_*``. Other
         ranks' parts are not compared, so ranks may come to different answers.
@@ -376,7 +376,7 @@ class UnitBuffers:
         self._moves = any(unsharded.nbytes for unsharded in bound)
 
     def _is_readable_in_place(self, buffer: ShardBuffer) -> bool:
-        """Whether a bucket's direct parameters may be read in the shards' memory.
+        """Return whether a bucket's direct parameters may be read in the shards' memory.
 
         They have to be readable (ranks of one host share it), on the compute device, and stored in
         the dtype that is computed with.

@@ -239,7 +239,7 @@ if dtensor_handlers is not None:
 
 
 def has_extension(local: torch.Tensor, name: str) -> bool:
-    """Whether a shard defines its own all-gather, by two methods.
+    """Return whether a shard defines its own all-gather, by two methods.
 
     Raises MisuseError if it has only one of them, or a third one without both.
     """
@@ -258,7 +258,7 @@ def has_extension(local: torch.Tensor, name: str) -> bool:
 
 
 def releases_outputs(local: torch.Tensor, name: str) -> bool:
-    """Whether a shard with its own all-gather needs what was gathered no more once it is unsharded.
+    """Return whether a shard with its own all-gather needs what was gathered no more once it is unsharded.
 
     Raises MisuseError if its method says anything else than True or False.
     """

@@ -337,7 +337,7 @@ class FlatHolder:
         return local
 
     def is_at(self, flat: torch.Tensor) -> bool:
-        """Whether the flat parameter is registered (or nothing is) and lies over ``flat``."""
+        """Return whether the flat parameter is registered (or nothing is) and lies over ``flat``."""
         current = self.slot.current
         shard = self.sharded
         return (

@@ -55,12 +55,12 @@ class ParamForm:
 
     @property
     def leaves_plain_gradients(self) -> bool:
-        """Whether what autograd leaves is what the unit reduces, as it is."""
+        """True if what autograd leaves is what the unit reduces, as it is."""
         return self.unsharded is None and self.unfinished is None
 
     @property
     def reduces_elsewhere(self) -> bool:
-        """Whether a full gradient may be a partial sum over other ranks than the unit's."""
+        """True if a full gradient may be a partial sum over other ranks than the unit's."""
         if self.unfinished is not None:
             pairs = zip(self.unfinished.left.placements, self.unfinished.finished, strict=True)
             return any(has.is_partial() and has != wanted for has, wanted in pairs)

@@ -127,12 +127,11 @@ class ManagedParameter(abc.ABC):
 
     @property
     def is_only_registered(self) -> bool:
-        """Whether a form is shown by setting one dictionary entry per slot, and by nothing else."""
+        """True if a form is shown by setting one dictionary entry per slot, and by nothing else."""
         return not any(slot.by_setattr for slot in self.slots)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained: what users say of the sharded form."""
         return self.sharded.requires_grad
 
     @property
@@ -142,7 +141,7 @@ class ManagedParameter(abc.ABC):
 
     @property
     def is_extended(self) -> bool:
-        """Whether it is gathered by its own method (``fsdp_pre_all_gather``), or has to be."""
+        """True if it is gathered by its own method (``fsdp_pre_all_gather``), or has to be."""
         return False
 
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
@@ -343,7 +342,7 @@ class ManagedParameter(abc.ABC):
 
     @property
     def is_trained_too_late(self) -> bool:
-        """Whether the sharded form was unfrozen since the whole one was shown, which is frozen."""
+        """True if the sharded form was unfrozen since the whole one was shown, which is frozen."""
         unsharded = self.unsharded
         return (
             not self._required_grad
@@ -398,7 +397,7 @@ class ManagedParameter(abc.ABC):
         return (self.sharded, self.unsharded, self._whole)
 
     def replaces(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is an object that the sharded form has taken the place of.
+        """Return whether a parameter is an object that the sharded form has taken the place of.
 
         That is an original or an unsharded form: an optimizer that updates it trains nothing. A copy
         has the attributes of what it was copied from, but another ``id``, so it does not count.
@@ -410,7 +409,7 @@ class ManagedParameter(abc.ABC):
 
     @property
     def is_replaced(self) -> bool:
-        """Whether somebody has registered another parameter in place of its forms, in any slot."""
+        """True if somebody has registered another parameter in place of its forms, in any slot."""
         return any(map(self._is_other, (slot.current for slot in self.slots)))
 
     def _is_other(self, current: nn.Parameter | None) -> bool:
@@ -439,7 +438,7 @@ class ManagedParameter(abc.ABC):
         return others[0]
 
     def has_moved(self, memory: torch.Tensor) -> bool:
-        """Whether another parameter is registered, or the shard is not over ``memory`` any more."""
+        """Return whether another parameter is registered, or the shard is not over ``memory`` any more."""
         return self.is_replaced or not self.is_at(memory)
 
     @abc.abstractmethod
@@ -451,7 +450,7 @@ class ManagedParameter(abc.ABC):
 
     @abc.abstractmethod
     def is_at(self, memory: torch.Tensor) -> bool:
-        """Whether this rank's shard is over ``memory``, the unit's, and looks like it."""
+        """Return whether this rank's shard is over ``memory``, the unit's, and looks like it."""
 
     @abc.abstractmethod
     def move_shard(self, target: torch.Tensor) -> None:

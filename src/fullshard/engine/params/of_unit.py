@@ -41,9 +41,8 @@ class UnitParams(Sequence[ManagedParameter]):
     unsharded_locals: the unsharded plain parameters as plain tensors: this rank's local tensor where
         one is a DTensor.
     is_in_place: some unsharded parameters are the memory of all ranks' shards.
-    num_created: how often the unsharded parameters were made or given other memory.
-    num_changed: advances wherever a parameter becomes another object or gets another local tensor.
-    watch: notices what a program does to them.
+    watch: notices what a program does to them; forgets what it knows wherever a parameter becomes another
+        object or gets another local tensor.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class UnitParams(Sequence[ManagedParameter]):
         self.shown = ShownForm()
         self.unsharded_locals: list[torch.Tensor] = []
         self.is_in_place = False
-        self.num_changed = self.num_created = 0
         self.watch = ParamWatch(self)
         self.take(params)
 
@@ -88,7 +86,7 @@ class UnitParams(Sequence[ManagedParameter]):
     def take(self, params: Sequence[ManagedParameter]) -> None:
         """Replace the parameters. The caller has to call `allocate` next."""
         self.all = list(params)
-        self.num_changed += 1
+        self.watch.forget()
         for param in self.all:
             param.shard_group = self._mesh.shard_group
         self.shown.take(self.all)
@@ -107,12 +105,11 @@ class UnitParams(Sequence[ManagedParameter]):
 
     @property
     def has_post_hooks(self) -> bool:
-        """Whether a hook follows a parameter's reduction, such as an optimizer in backward."""
+        """True if a hook follows a parameter's reduction, such as an optimizer in backward."""
         return any(holder.post_accumulate_hooks for holder in self.holders)
 
     @property
     def has_sharded_gradients(self) -> bool:
-        """Whether anything that an optimizer updates has a gradient."""
         return any(holder.sharded.grad is not None for holder in self.holders)
 
     @property
@@ -174,7 +171,6 @@ class UnitParams(Sequence[ManagedParameter]):
 
     @property
     def are_trained(self) -> bool:
-        """Whether at least one of them is."""
         return any(param.requires_grad for param in self.all)
 
     def follow_replacements(self) -> None:
@@ -183,7 +179,7 @@ class UnitParams(Sequence[ManagedParameter]):
         Raises StateError for one that does not fit.
         """
         self.shown.drop_switch()
-        self.num_changed += 1
+        self.watch.forget()
         for param in self.all:
             param.follow_replacement()
             sharded = param.holder.sharded
@@ -195,7 +191,7 @@ class UnitParams(Sequence[ManagedParameter]):
 
     @property
     def is_split(self) -> bool:
-        """Whether ``plain`` and ``extended`` still say which parameters define their all-gather.
+        """True if ``plain`` and ``extended`` still say which parameters define their all-gather.
 
         Users may turn shards into such tensors until the first use.
         """
@@ -264,7 +260,7 @@ class UnitParams(Sequence[ManagedParameter]):
                 self.flat.move(flat)
             for index, param in enumerate(self.plain):
                 param.move_shard(self.buffers.shards[index])
-        self.num_changed += 1
+        self.watch.forget()
         self.watch.note_home()
 
     def read_privately(self) -> None:
@@ -283,7 +279,7 @@ class UnitParams(Sequence[ManagedParameter]):
 
     def _create_unsharded(self, buffers: UnitBuffers) -> None:
         """Make the unsharded parameters over new memory, or move them there."""
-        self.num_changed += 1
+        self.watch.forget()
         # First: what users keep may be used again, and a `Switch` must not refer to old tensors.
         self.shown.release()
         for index, param in enumerate(self.plain):
@@ -291,7 +287,7 @@ class UnitParams(Sequence[ManagedParameter]):
         # This list has a reference to each of them from now on, so it is filled before `look_after`
         # counts references, and changed nowhere else.
         self.unsharded_locals = [*map(_local_of, self.plain)]
-        self.num_created += 1
+        self.watch.take_whole(self.unsharded_locals)
         # Both take what is referred to now for the unit's own: nobody else has seen the tensors.
         self.shown.look_after(self.plain, buffers)
         buffers.note_uses()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fullshard.engine.guard.uses import Uses
 from fullshard.engine.nodes import is_captured
@@ -28,6 +29,10 @@ class ShownForm:
     """Registers one unit's parameters in one form or another, and looks after the unsharded form.
 
     may_switch: the unit knows of nothing that forbids a `Switch`. The parameters are asked as well.
+    uses: who refers to the unsharded form; None while there is none. After each reshard `Uses.retire`
+        makes the use of what somebody keeps an error: after `show_sharded`, as modules that have the
+        unsharded parameters registered would count too.
+    num_switched: references of the switch to the parameters that ``uses`` counts.
     has_frozen: some parameter was frozen when the unsharded form was shown last.
     """
 
@@ -36,11 +41,11 @@ class ShownForm:
         self.may_switch = False
         self.has_frozen = True
         self._switch: Switch | None = None  # made when a form is shown, dropped on any change
-        self._num_switched = 0  # references of the switch to the parameters that `_uses` counts
+        self.num_switched = 0
         self._has_shadows = False  # `between`: attributes are not what is registered
         self._stand_ins: StandIns | None = None  # `gradients`
-        self._uses: Uses | None = None
-        self._former: Uses | None = None  # what `_uses` goes on from
+        self.uses: Uses | None = None
+        self._former: Uses | None = None  # what `uses` goes on from
 
     def take(self, params: list[ManagedParameter]) -> None:
         """Show these parameters from now on, sharded."""
@@ -63,23 +68,14 @@ class ShownForm:
         """
         self.drop_switch()
         self.hide_gradients()
-        if self._uses is not None:
-            self._uses.release()
+        if self.uses is not None:
+            self.uses.release()
 
     def look_after(self, plain: Sequence[ManagedParameter], buffers: UnitBuffers) -> None:
         """Look after the new unsharded form. Called before anybody but the unit refers to it."""
-        self._uses = self._former = Uses(plain, buffers, self._former)
+        self.uses = self._former = Uses(plain, buffers, self._former)
         # What somebody keeps was allowed by `release`, and has no memory until the next unshard.
-        self.retire()
-
-    def retire(self, *, after_forward: bool = False) -> None:
-        """Make the use of unsharded parameters that somebody keeps an error, after each reshard.
-
-        Call it after `show_sharded`: while modules have the unsharded parameters registered, each
-        would count as kept.
-        """
-        if self._uses is not None:
-            self._uses.retire(self._num_switched, after_forward=after_forward)
+        self.uses.retire(self.num_switched)
 
     # Showing a form
 
@@ -89,7 +85,8 @@ class ShownForm:
             self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
-        if self._switch is not None and self._switch.show_sharded():
+        switch = self._switch
+        if switch is not None and switch.show(switch.sharded):
             return
         # Users had the unsharded parameters in sight and may have frozen some of them. Later it could not be
         # told from what they do to the sharded ones.
@@ -102,13 +99,14 @@ class ShownForm:
     def show_unsharded(self) -> None:
         """Register the unsharded parameters, which have their memory again."""
         # First of all: what follows reads the parameters.
-        if self._uses is not None:
-            self._uses.restore()
+        if self.uses is not None:
+            self.uses.restore()
         if self._stand_ins is not None:
             self.hide_gradients()
         if self._has_shadows:
             self._drop_shadows()
-        if self._switch is not None and self._switch.show_unsharded():
+        switch = self._switch
+        if switch is not None and switch.show(switch.unsharded):
             return
         # Users had the sharded parameters in sight, and may have frozen some of them or unfrozen them since.
         self.drop_switch()
@@ -150,16 +148,16 @@ class ShownForm:
 
     def drop_switch(self) -> None:
         """Forget the switch; the next form that is shown makes another one."""
-        self._switch, self._num_switched = None, 0
+        self._switch, self.num_switched = None, 0
 
     def _make_switch(self) -> None:
         """Show forms by a `Switch` from now on, if setting dictionary entries is enough."""
         if not self.may_switch or not all(param.is_only_registered for param in self._params):
             return
         self._switch = Switch(self._params)
-        # The switch is younger than the baseline of `_uses`, so its references have to be told apart.
-        if self._uses is not None:
-            self._num_switched = sum(len(param.slots) for param in self._uses.counted)
+        # The switch is younger than the baseline of `uses`, so its references have to be told apart.
+        if self.uses is not None:
+            self.num_switched = sum(len(param.slots) for param in self.uses.counted)
 
     # Gradients that autograd leaves on the unsharded form
 
@@ -168,14 +166,15 @@ class ShownForm:
 
         May be collective and raises StateError: see `ManagedParameter.take_gradient`.
         """
-        self.hide_gradients()  # else `.grad` would be that of the sharded parameter
+        if self._stand_ins is not None:
+            self.hide_gradients()  # else `.grad` would be that of the sharded parameter
         if self._switch is not None and self._switch.is_plain:
             return self._switch.take_gradients()
         return [param.take_gradient() for param in self._params]
 
     @property
     def has_gradients(self) -> bool:
-        """Whether autograd has accumulated a gradient that was not taken yet."""
+        """True if autograd has accumulated a gradient that was not taken yet."""
         if self._switch is not None:
             return self._switch.has_gradients
         tensors = [param.unsharded for param in self._params if param.unsharded is not None]
@@ -217,6 +216,8 @@ _parameter: Any = operator.itemgetter(2)  # of a place, its name, and what is re
 class Switch:
     """Shows all parameters of a unit in one form or the other, by setting dictionary entries.
 
+    sharded, unsharded: both forms, each place with its registry and name.
+
     Does what `ManagedParameter.show_sharded` and `show_unsharded` do at a fraction of the cost: this
     happens four times a step. Refers to each unsharded parameter once per slot; `guard.uses` subtracts
     that.
@@ -226,28 +227,35 @@ class Switch:
         self._params = params
         self._slots = [param.slots for param in params]  # the lists themselves, which may grow
         places = [(slot, param) for param in params for slot in param.slots]
-        self._sharded = [(slot.registry, slot.name, param.sharded) for slot, param in places]
-        self._unsharded = [
+        self.sharded = [(slot.registry, slot.name, param.sharded) for slot, param in places]
+        self.unsharded = [
             (slot.registry, slot.name, param.current_unsharded()) for slot, param in places
         ]
         self._trained = [param.requires_grad for _, param in places]
         self.is_plain = all(param.form.leaves_plain_gradients for param in params)
 
-    def _is_current(self) -> bool:
-        """Return whether no parameter was frozen, made trainable or registered in another place since."""
-        # By maps, which ask all of them in one go.
+    def show(self, form: Sequence[tuple[dict[str, Any], str, nn.Parameter]]) -> bool:
+        """Register parameters, ``sharded`` or ``unsharded``. Return False, with nothing done, if outdated.
+
+        It is if a parameter was frozen, made trainable or registered in another place since.
+        """
         trained = self._trained
-        return (
-            list(map(_is_trained, map(_parameter, self._sharded))) == trained
-            and list(map(_is_trained, map(_parameter, self._unsharded))) == trained
-            and sum(map(len, self._slots)) == len(trained)
-        )
+        # By maps, which ask all of them in one go.
+        if (
+            list(map(_is_trained, map(_parameter, self.sharded))) != trained
+            or list(map(_is_trained, map(_parameter, self.unsharded))) != trained
+            or sum(map(len, self._slots)) != len(trained)
+        ):
+            return False
+        for registry, name, parameter in form:
+            registry[name] = parameter
+        return True
 
     @property
     def has_gradients(self) -> bool:
-        """Whether autograd has accumulated a gradient that was not taken yet."""
+        """True if autograd has accumulated a gradient that was not taken yet."""
         # Maps, not a comprehension: this is asked of every unit at the end of each backward.
-        gradients = map(own_gradient, map(_parameter, self._unsharded))
+        gradients = map(own_gradient, map(_parameter, self.unsharded))
         return not all(map(operator.is_, gradients, itertools.repeat(None)))
 
     def take_gradients(self) -> list[torch.Tensor | None]:
@@ -263,17 +271,3 @@ class Switch:
                 unsharded.grad = None
             grads.append(grad)
         return grads
-
-    def show_sharded(self) -> bool:
-        """Register the sharded parameters; return False, with nothing done, if the switch is outdated."""
-        is_current = self._is_current()
-        for registry, name, parameter in self._sharded if is_current else ():
-            registry[name] = parameter
-        return is_current
-
-    def show_unsharded(self) -> bool:
-        """Register the unsharded parameters; return False, with nothing done, if it is outdated."""
-        is_current = self._is_current()
-        for registry, name, parameter in self._unsharded if is_current else ():
-            registry[name] = parameter
-        return is_current

@@ -27,7 +27,6 @@ class Slot:
         return self.registry.get(self.name)
 
     def is_same(self, other: "Slot") -> bool:
-        """Whether both are one place: a module may stand in several."""
         return self.registry is other.registry and self.name == other.name
 
     def register(self, parameter: nn.Parameter) -> None:
