@@ -11,7 +11,7 @@ import torch
 
 from fullshard.comm.interface import Work
 from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.engine.gradients.in_flight import InFlight
+from fullshard.engine.gradients.queue import InFlight
 from fullshard.engine.observer import Observer
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.managed import ManagedParameter

@@ -17,7 +17,7 @@ from fullshard.comm.interface import Comm
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import leave_peer_memory, select_comm
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.engine.gradients.reduction import UnitGradients
+from fullshard.engine.gradients.unit_gradients import UnitGradients
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.params.of_unit import UnitParams
 from fullshard.engine.runtime import Runtime, outside_transforms

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm.interface import Comm
-from fullshard.engine.gradients.deposits import BucketGradients
+from fullshard.engine.gradients.deposits import BucketGradients, GradientShards
 from fullshard.engine.gradients.recipe import Recipe, make_recipe, wire_dtype
-from fullshard.engine.gradients.shards import GradientShards
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.builders import rows_layout

@@ -32,10 +32,12 @@
 
 import itertools
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fullshard.comm.hooked import reduce_by_hook
 from fullshard.comm.interface import Comm
@@ -46,10 +48,13 @@ from fullshard.engine.gradients.accumulation import (
     Unreduced,
 )
 from fullshard.engine.gradients.buckets import GradientBuckets
-from fullshard.engine.gradients.deposits import BucketGradients, PartialSum, run_gradient_hooks
-from fullshard.engine.gradients.in_flight import BucketInFlight, InFlight
-from fullshard.engine.gradients.presence import PresenceWatch
-from fullshard.engine.gradients.shards import GradientShards
+from fullshard.engine.gradients.deposits import (
+    BucketGradients,
+    GradientShards,
+    PartialSum,
+    run_gradient_hooks,
+)
+from fullshard.engine.gradients.queue import BucketInFlight, InFlight
 from fullshard.engine.params.managed import ShardHolder
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
 from fullshard.plan.mesh import MeshPlan
@@ -459,3 +464,36 @@ def _round(total: torch.Tensor, dtype: torch.dtype) -> None:
         # In blocks that stay in cache. On other devices at once, since each block costs a launch.
         for block in total.split(_BLOCK_NUMEL) if total.is_cpu else (total,):
             block.copy_(block.to(dtype))
+
+
+class PresenceWatch:
+    """Looks, for one unit, whether a gradient is missing that other ranks may have. Warns once."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def look(
+        self,
+        buckets: GradientBuckets,
+        bucket: BucketGradients,
+        full: Sequence[torch.Tensor | None],
+        config: UnitConfig,
+    ) -> None:
+        """Warn of a trained parameter without a gradient. full: this rank's gradients of the bucket."""
+        if buckets.shard_comm.tells_presence and buckets.replicate_comm.tells_presence:
+            return
+        if self._has_warned:
+            return
+        if bucket.bucket.is_flat or config.reduces_unused:
+            return  # every trained parameter gets one
+        for index, grad in zip(bucket.indices, full, strict=True):
+            if grad is None and buckets.params[index].sharded.requires_grad:
+                self._has_warned = True
+                warnings.warn(
+                    f"{buckets.params[index].name} got no gradient on rank {dist.get_rank()}, and over "
+                    f"{buckets.shard_comm.name} ranks do not tell each other which parameters have one. If "
+                    "another rank has one, this rank's part is not updated, which is wrong. Freeze it, or call "
+                    "set_unused(module, 'zero').",
+                    stacklevel=2,
+                )
+                return
