@@ -130,7 +130,7 @@ class Unit(UnitSetup):
         buffers, extended = self.params.buffers, self.params.extended
         assert buffers is not None
         if self.observer is not None:
-            self.observer.begin(Kind.ALL_GATHER, self.gradients)
+            self.observer.begin(Kind.ALL_GATHER, self)
         works = buffers.start_unshard(label, ordered=self.is_ordered)
         if extended is not None:
             # The lane first waits for compute: the optimizer has written the shards there, and it
@@ -164,7 +164,7 @@ class Unit(UnitSetup):
     @outside_transforms
     def _use_gathered(self) -> None:
         if self.observer is not None:
-            self.observer.begin(Kind.WAIT_ALL_GATHER, self.gradients)
+            self.observer.begin(Kind.WAIT_ALL_GATHER, self)
         self._finish_gather()
         if self.params.extended is not None:
             # Makes unsharded parameters of what was gathered, so before they are registered.
@@ -385,13 +385,11 @@ class Unit(UnitSetup):
         """Adopt shards that others moved or replaced, and end a gather that no pass used."""
         if self.is_whole:
             return  # the whole parameters are registered, which are no replacements
-        params, gradients = self.params, self.gradients
-        gradients.unreduced.begin()
+        params = self.params
+        self.gradients.begin_forward()
         if self.phase is Phase.GATHERING and not self.is_held:
             self.settle()  # gathered early for a pass that left the unit out; a step may have come
         params.shown.follow_switch()
-        if gradients.frees_unused:
-            gradients.free_unused()
         if params.all and params.have_moved:
             self.adopt()
 
@@ -485,15 +483,7 @@ class Unit(UnitSetup):
 
     def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
         """Start reducing these gradients and what was accumulated; None if there is nothing."""
-        complete = self.gradients.complete(grads, self.config)
-        if complete is None:
-            return None
-        if self.observer is not None:
-            self.observer.begin(Kind.REDUCE_SCATTER, self.gradients)
-        in_flight = self.gradients.start(complete, self.config)
-        if self.observer is not None:
-            self.observer.end()
-        return in_flight
+        return self.gradients.reduce(grads, self)
 
 
 def _unknown() -> None:

@@ -275,7 +275,7 @@ class UnitSetup(abc.ABC):
 
     def _enter_as(self, text: str) -> None:
         self.entered_as = text
-        self.gradients.set_label(self.path, text)
+        self.gradients.buckets.forget_recipes()  # they contain it
 
     @property
     def path(self) -> str:

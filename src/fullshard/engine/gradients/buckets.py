@@ -168,6 +168,7 @@ class GradientBuckets:
                     reduce_dtype=reduce_dtype,
                     shard_rank=self._mesh.shard_rank,
                     runtime=self._runtime,
+                    owed=self.owed,
                     alive=self.alive,
                 )
                 for bucket, indices, reduce_dtype in self._divide(trainable)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import itertools
+import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -127,9 +128,13 @@ class BucketGradients:
         reduce_dtype: torch.dtype,
         shard_rank: int,
         runtime: Runtime,
+        owed: set[int],
         alive: weakref.WeakSet[GradientShards],
     ) -> None:
-        """Begin without memory. ``alive``: a set to which every piece of memory is added."""
+        """Begin without memory.
+
+        owed: `GradientBuckets.owed`. alive: a set to which every piece of memory is added.
+        """
         self.bucket = bucket
         self.indices = list(indices)
         self.holders = list(holders)
@@ -142,6 +147,7 @@ class BucketGradients:
         self.has_one_holder = bucket.is_flat and not isinstance(holders[0], ManagedParameter)
         self._shard_rank = shard_rank
         self._runtime = runtime
+        self._owed = owed
         self._alive = alive
 
     @property
@@ -181,19 +187,49 @@ class BucketGradients:
         if self.bucket.shard_nbytes > KEPT_NBYTES:
             self.pool = [shards for shards in self.pool if not self._is_unused(shards)]
 
-    def takers(self, owed: Collection[ManagedParameter]) -> tuple[bool, ...]:
+    def takers(self) -> tuple[bool, ...]:
         """Return, for each holder of a flat bucket, whether it gets a gradient: zeros, if need be.
 
-        It does if this rank owns elements of it, and it is trainable or one of ``owed``. No rank is
-        asked whether it had a gradient: a flat buffer is reduced as a whole, as in PyTorch's FSDP1.
+        It does if this rank owns elements of it, and it is trainable or owed one. No rank is asked
+        whether it had a gradient: a flat buffer is reduced as a whole, as in PyTorch's FSDP1.
         """
-        owners = {param.holder for param in owed}
+        are_owed = [index in self._owed for index in self.indices]
+        if self.has_one_holder:
+            are_owed = [any(are_owed)]
         return tuple(
-            (holder.sharded.requires_grad or holder in owners) and holder.sharded.numel() > 0
-            for holder in self.holders
+            (holder.sharded.requires_grad or is_owed) and holder.sharded.numel() > 0
+            for holder, is_owed in zip(self.holders, are_owed, strict=True)
         )
 
-    def add_partial(self, other: "BucketGradients") -> None:
+    def put_off(
+        self, total: torch.Tensor, present: tuple[bool, ...], *, takers: tuple[bool, ...] | None
+    ) -> None:
+        """Keep a sum over the shard axis, in scratch memory, for a later all-reduce.
+
+        present: for each holder, whether any rank of the shard axis had a gradient. takers: as in
+        `queue.BucketInFlight`.
+        """
+        self.partial = PartialSum(total, present)
+        # Everybody in the bucket is owed, with or without a gradient: replicas may differ in that,
+        # and the sizes of the next reduction follow from who is owed.
+        owed = present if takers is not None else (True,) * len(self.holders)
+        if self.has_one_holder:
+            owed *= len(self.indices)
+        self._owed.update(itertools.compress(self.indices, owed))
+
+    def add_waiting(self, total: torch.Tensor, present: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Add the sum that waits for its all-reduce, if there is one, to a newer one, in place.
+
+        present: for each holder, whether the newer one has a gradient; returns it for both.
+        """
+        if self.partial is None:
+            return present
+        waiting, self.partial = self.partial, None
+        total.add_(waiting.total)
+        self._runtime.scratch.give(waiting.total)
+        return tuple(map(operator.or_, present, waiting.present))
+
+    def take_over(self, other: "BucketGradients") -> None:
         """Add the sums that wait in a bucket of another choice of parameters, where both have one.
 
         For parameters that were frozen or unfrozen between micro-batches. ``other`` stays unchanged.

@@ -1,8 +1,7 @@
-"""From the gradients autograd leaves on unsharded parameters to those on sharded ones.
+"""A unit's gradients, from the full ones that autograd leaves to those on sharded parameters.
 
-    start    take full gradients, hand them to the reduce-scatter       (after a unit's backward)
-    finish   all-reduce over the replicate axis, divide, set ``.grad``  (one unit later, or at the
-             end of backward: ranks that are a little apart do not wait for each other)
+`UnitGradients.reduce` hands full gradients to the reduce-scatter after the unit's backward. What it
+returns is under way: `queue` finishes it and gives parameters their gradients.
 
 [Note: Missing gradients] Autograd leaves None on a parameter that a rank did not use. What follows:
 
@@ -30,11 +29,8 @@
   were kept take part in it (`GradientBuckets.owed`), even if they were frozen meanwhile.
 """
 
-import itertools
-import operator
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,32 +47,19 @@ from fullshard.engine.gradients.buckets import GradientBuckets
 from fullshard.engine.gradients.deposits import (
     BucketGradients,
     GradientShards,
-    PartialSum,
     run_gradient_hooks,
 )
-from fullshard.engine.gradients.queue import BucketInFlight, InFlight
+from fullshard.engine.gradients.queue import BucketInFlight, InFlight, ReducedUnit
 from fullshard.engine.params.managed import ShardHolder
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
 from fullshard.plan.mesh import MeshPlan
+from fullshard.plan.trace import Kind
 from fullshard.policies import UnitConfig
-
-_BLOCK_NUMEL = 1 << 16  # so many elements stay in cache
-
-
-class CompleteGradients(NamedTuple):
-    """Full gradients that are ready to be reduced: one per parameter, or None.
-
-    is_wide: whether they are sums of several backwards, in the reduce dtype.
-    """
-
-    grads: list[torch.Tensor | None]
-    is_wide: bool
 
 
 class UnitGradients:
     """Reduces one unit's gradients and keeps their memory.
 
-    label: how messages and profilers call the unit.
     buckets: which gradients travel together.
     unreduced: full gradients that wait for a later backward to reduce them.
     """
@@ -88,72 +71,18 @@ class UnitGradients:
         replicate_comm: Comm,
         runtime: Runtime,
     ) -> None:
-        self.label = ""
-        self._entered_as = ""
         self.runtime = runtime
         self.buckets = GradientBuckets(mesh, shard_comm, replicate_comm, runtime)
         self.unreduced = Unreduced()
         self._mesh = mesh
-        self._presence = PresenceWatch()
+        self._has_warned = False  # of a gradient that other ranks may have
 
-    def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add full gradients, one per parameter or None, to what waits for a later reduction.
+    def reduce(self, grads: list[torch.Tensor | None], unit: ReducedUnit) -> InFlight | None:
+        """Start reducing full gradients, plus what was accumulated before. Collective.
 
-        Sums of flat units have the dtype that autograd computes in, since users see them; others
-        have the reduce dtype, as in PyTorch.
-        """
-        self.buckets.owe_trainable()
-        self.unreduced.add(grads, self._new_accumulation)
-
-    def _new_accumulation(self) -> Accumulation:
-        params, flat_layout = self.buckets.params, self.buckets.flat_layout
-        if flat_layout is None:
-            return RowsAccumulation(params, self.buckets.sum_dtypes())
-        return FlatAccumulation(flat_layout, params, self.runtime.device)
-
-    def set_label(self, label: str, entered_as: str) -> None:
-        """Change how messages and profilers call the unit."""
-        self.label, self._entered_as = label, entered_as
-        self.buckets.forget_recipes()  # they contain the label
-
-    @property
-    def accumulated(self) -> list[torch.Tensor]:
-        """All that backwards have added up, each element once: gradients, and sums that wait."""
-        unreduced = self.unreduced
-        aside = unreduced.reduced_aside  # first: it forgets what users have dropped
-        holders = dict.fromkeys(param.holder for param in self.buckets.params)
-        reduced = [h.local_grad for h in holders if not unreduced.shows(h)]
-        grads = [grad for grad in reduced if grad is not None]
-        return [*unreduced.memory, *aside, *self.partial_sums, *grads]
-
-    @property
-    def has_hidden(self) -> bool:
-        """Whether sums wait that users do not see as ``.grad``, and so cannot drop there."""
-        is_shown = self.buckets.flat_layout is not None
-        return self.has_partial or (self.unreduced.is_holding and not is_shown)
-
-    def lend_unreduced(self) -> None:
-        """Let autograd add to what `accumulate` keeps, in place, in the backward that begins."""
-        # Sums are plain tensors: inside `torch.func` transforms they belong to no level.
-        if self.unreduced.is_holding:
-            outside_transforms(self.unreduced.lend)()
-
-    def drop_unreduced(self) -> None:
-        """Forget all that earlier backwards left to be reduced later: sums over shards, and full ones."""
-        self.drop_partial()
-        self.take_unreduced()
-
-    def take_unreduced(self) -> list[torch.Tensor | None]:
-        """Return what `accumulate` kept, one sum per parameter or None, and forget it."""
-        return self.unreduced.take(keep_memory=not self.frees_unused)
-
-    def complete(
-        self, grads: list[torch.Tensor | None], config: UnitConfig
-    ) -> CompleteGradients | None:
-        """Return what has to be reduced: these gradients, plus what was accumulated before.
-
-        Returns None if nothing has to be, which must be so on all ranks or on none (see the module's
-        [Note: Missing gradients]), or if one rank's gradients have become ``.grad`` as they are.
+        grads: one per parameter, or None. Sums over the shard axis are under way when this returns.
+        Returns None if nothing has to be reduced, which must be so on all ranks or on none (see the
+        module's [Note: Missing gradients]), or if one rank's gradients have become ``.grad``.
         """
         is_wide = False
         if self.unreduced.is_holding:  # the same on every rank: it follows from calls
@@ -162,12 +91,18 @@ class UnitGradients:
             is_wide = self.buckets.flat_layout is None
         else:
             self.unreduced.note_reduced()
-        if not _has_any(grads) and not self._must_reduce(config):
+        if not _has_any(grads) and not self._must_reduce(unit.config):
             return None
         self.buckets.follow(grads)
-        if self._mesh.data_parallel_size == 1 and self._hand_over_all(grads, config):
+        if self._mesh.data_parallel_size == 1 and self._hand_over_all(grads, unit):
             return None
-        return CompleteGradients(grads, is_wide)
+        observer = unit.observer
+        if observer is not None:
+            observer.begin(Kind.REDUCE_SCATTER, unit)
+        in_flight = self._start(grads, unit, accumulated=is_wide)
+        if observer is not None:
+            observer.end()
+        return in_flight
 
     def _must_reduce(self, config: UnitConfig) -> bool:
         """Whether there is something to reduce even without any gradient. The same on all ranks."""
@@ -175,12 +110,13 @@ class UnitGradients:
             return True
         return config.all_reduce_grads and self.has_partial
 
-    def _hand_over_all(self, grads: Sequence[torch.Tensor | None], config: UnitConfig) -> bool:
+    def _hand_over_all(self, grads: Sequence[torch.Tensor | None], unit: ReducedUnit) -> bool:
         """With one data-parallel rank, set full gradients as ``.grad`` without copying them.
 
         Returns False, and does nothing, if they have to be scaled, cast, moved, handed to a user's
         reduction or joined to one flat gradient first.
         """
+        config = unit.config
         if self._mesh.data_parallel_size > 1 or config.gradient_divide_factor not in (None, 1.0):
             return False
         if config.comm_hook or config.all_reduce_hook or config.reduces_unused:
@@ -188,7 +124,7 @@ class UnitGradients:
         buckets = self.buckets.current()
         # All are asked before the first is handed over: a unit goes one way or the other as a whole.
         for each in buckets:
-            recipe = self.buckets.recipe(each, config, accumulated=False, label=self._entered_as)
+            recipe = self.buckets.recipe(each, config, accumulated=False, label=unit.entered_as)
             if (
                 not recipe.is_final
                 or recipe.reduce_dtype != each.bucket.dtype
@@ -223,43 +159,42 @@ class UnitGradients:
         for hook in holder.post_accumulate_hooks:
             hook(holder.sharded)
 
-    def start(self, complete: CompleteGradients, config: UnitConfig) -> InFlight:
-        """Start reducing what `complete` returned. Collective.
-
-        Sums over the shard axis are under way when this returns; `finish` waits for them.
-        """
-        grads, accumulated = complete
+    def _start(
+        self, grads: list[torch.Tensor | None], unit: ReducedUnit, *, accumulated: bool
+    ) -> InFlight:
+        """Start the reduce-scatters. accumulated: gradients are sums, in the reduce dtype."""
         if not self.runtime.has_streams:
             with no_grad():
-                buckets = self._start_buckets(grads, config, accumulated=accumulated)
-            # After the buckets and their takers were chosen by it, before `finish`, which may owe
-            # gradients again.
-            self.buckets.owed.clear()
-            return InFlight(self, buckets, [])
-        # The lane waits for compute, which has yet to form the gradients. Memory that is allocated
-        # inside, scratch and gradients, belongs to the lane.
-        with self.runtime.following(Lane.REDUCE), no_grad():
-            buckets = self._start_buckets(grads, config, accumulated=accumulated)
+                buckets = self._start_buckets(grads, unit, accumulated=accumulated)
+            still_read = []
+        else:
+            # The lane waits for compute, which has yet to form the gradients. Memory that is
+            # allocated inside, scratch and gradients, belongs to the lane.
+            with self.runtime.following(Lane.REDUCE), no_grad():
+                buckets = self._start_buckets(grads, unit, accumulated=accumulated)
+            # Full gradients belong to compute. They are held until it has waited for the lane: freed
+            # now, they would be given to compute again and written to while the lane reads them.
+            still_read = list(grads)
+        # After the buckets and their takers were chosen by it, before the queue finishes what was
+        # started, which may owe gradients again.
         self.buckets.owed.clear()
-        # Full gradients belong to compute. They are held until it has waited for the lane: freed
-        # now, they would be given to compute again and written to while the lane reads them.
-        return InFlight(self, buckets, list(grads))
+        return InFlight(unit, buckets, still_read)
 
     def _start_buckets(
-        self, grads: Sequence[torch.Tensor | None], config: UnitConfig, *, accumulated: bool
+        self, grads: Sequence[torch.Tensor | None], unit: ReducedUnit, *, accumulated: bool
     ) -> list[BucketInFlight]:
         """Start the reduce-scatter of every bucket, in the same order on all ranks."""
-        in_flight = []
+        in_flight, config = [], unit.config
         buckets = self.buckets.current()
-        # Before anything is reduced: `_reduce_replicas` looks for what waits in these buckets only.
+        # Before anything is reduced: a reduction looks for what waits in its own bucket only.
         if self._mesh.replicate_size > 1:
             self._carry_partial(buckets)
         for each in buckets:
             full = [grads[index] for index in each.indices]
-            self._presence.look(self.buckets, each, full, config)
+            self._warn_of_missing(each, full, config)
             # Sums have the reduce dtype already, and what came wider is not to be rounded.
             is_wide = accumulated or each.comes_wider(full)
-            recipe = self.buckets.recipe(each, config, accumulated=is_wide, label=self._entered_as)
+            recipe = self.buckets.recipe(each, config, accumulated=is_wide, label=unit.entered_as)
             bucket = each.bucket
             shards, total = each.destination(recipe)
             if config.comm_hook is not None:
@@ -268,67 +203,35 @@ class UnitGradients:
                 reduction = self.buckets.shard_comm.reduce_scatter(
                     bucket, full, total, recipe.over_shards
                 )
-            owed = (
-                [self.buckets.params[index] for index in self.buckets.owed]
-                if bucket.is_flat
-                else ()
-            )
-            takers = each.takers(owed) if bucket.is_flat else None
+            takers = each.takers() if bucket.is_flat else None
             in_flight.append(BucketInFlight(each, recipe, reduction, total, shards, takers))
         return in_flight
 
-    def finish(self, in_flight: InFlight) -> None:
-        """Wait for the sums over the shard axis and do what follows. Collective with replicas.
+    def _warn_of_missing(
+        self, bucket: BucketGradients, full: Sequence[torch.Tensor | None], config: UnitConfig
+    ) -> None:
+        """Warn, once, of a trained parameter without a gradient that other ranks may have.
 
-        On a device the host does not wait: this gives the lane its work, and records its end.
+        Most ways of communicating send along which gradients a rank has. Where the host would have
+        to wait for its device for that (NCCL), and with custom collectives, each rank goes by its
+        own: if only other ranks used a parameter, this rank's part of it is not updated.
         """
-        if not self.runtime.has_streams:
-            with no_grad():
-                for item in in_flight.buckets:
-                    self._finish_bucket(item)
+        buckets = self.buckets
+        if buckets.shard_comm.tells_presence and buckets.replicate_comm.tells_presence:
             return
-        # `on`, not `following`: the lane needs nothing of compute but what `start` has waited for.
-        with self.runtime.on(Lane.REDUCE), no_grad():
-            for item in in_flight.buckets:
-                self._finish_bucket(item)
-            in_flight.event = self.runtime.record()
-
-    def _finish_bucket(self, item: BucketInFlight) -> None:
-        """Sum over replicas, round, run the user's hook and give parameters their gradients.
-
-        In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
-        will be; what it changes is not rounded again.
-        """
-        present: tuple[bool, ...] | None
-        present, recipe = item.reduction.wait(), item.recipe
-        # Most reductions end here.
-        if recipe.is_deposited:
-            item.gradients.deposit(item.total, item.shards, present)
-            return
-        # From here on `present` says who gets a gradient. See [Note: Missing gradients].
-        config = recipe.config
-        if item.takers is not None:
-            present = item.takers
-        elif config.reduces_unused:
-            present = (True,) * len(present)
-        present = self._reduce_replicas(item, present)
-        if present is None:  # put off; `total` waits in the bucket
-            return
-        _round(item.total, recipe.reduce_dtype)
-        self._run_hook(item.total, config)
-        if config.keep_low_precision_grads:
-            item.gradients.deposit_low(item.total, recipe.reduce_dtype, present)
-        else:
-            item.gradients.deposit(item.total, item.shards, present)
-
-    def flat_gradients(self) -> list[torch.Tensor | None]:
-        """Return the memory of the gradients, 1-D, one per bucket; None where it is not ours."""
-        return [each.in_use for each in self.buckets.current()]
-
-    @property
-    def partial_sums(self) -> list[torch.Tensor]:
-        """The sums over the shard axis that wait for their all-reduce."""
-        return [each.partial.total for each in self.buckets.known if each.partial is not None]
+        if self._has_warned or bucket.bucket.is_flat or config.reduces_unused:
+            return  # in a flat bucket, and with `reduces_unused`, every trained parameter gets one
+        for index, grad in zip(bucket.indices, full, strict=True):
+            if grad is None and buckets.params[index].sharded.requires_grad:
+                self._has_warned = True
+                warnings.warn(
+                    f"{buckets.params[index].name} got no gradient on rank {dist.get_rank()}, and over "
+                    f"{buckets.shard_comm.name} ranks do not tell each other which parameters have one. If "
+                    "another rank has one, this rank's part is not updated, which is wrong. Freeze it, or call "
+                    "set_unused(module, 'zero').",
+                    stacklevel=2,
+                )
+                return
 
     def _carry_partial(self, buckets: Sequence[BucketGradients]) -> None:
         """Move sums that wait for their all-reduce from other buckets to those of this reduction.
@@ -339,29 +242,55 @@ class UnitGradients:
         for each in self.buckets.known:
             if each.partial is not None and each not in buckets:
                 for bucket in buckets:
-                    bucket.add_partial(each)
+                    bucket.take_over(each)
                 self.runtime.scratch.give(each.partial.total)  # added to another by now
                 each.partial = None
 
-    @property
-    def pooled(self) -> list[GradientShards]:
-        """The memory of reduced gradients: in use, or kept for the next step."""
-        return [shards for each in self.buckets.known for shards in each.pool]
+    def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add full gradients, one per parameter or None, to what waits for a later reduction.
+
+        Sums of flat units have the dtype that autograd computes in, since users see them; others
+        have the reduce dtype, as in PyTorch.
+        """
+        self.buckets.owe_trainable()
+        self.unreduced.add(grads, self._new_accumulation)
+
+    def _new_accumulation(self) -> Accumulation:
+        params, flat_layout = self.buckets.params, self.buckets.flat_layout
+        if flat_layout is None:
+            return RowsAccumulation(params, self.buckets.sum_dtypes())
+        return FlatAccumulation(flat_layout, params, self.runtime.device)
 
     @property
-    def shard_nbytes(self) -> int:
-        """Bytes of gradient shards: in use, being made, or kept for the next step."""
-        return sum(shards.flat.nbytes for shards in self.buckets.alive)
+    def accumulated(self) -> list[torch.Tensor]:
+        """All that backwards have added up, each element once: gradients, and sums that wait."""
+        unreduced = self.unreduced
+        aside = unreduced.reduced_aside  # first: it forgets what users have dropped
+        holders = dict.fromkeys(param.holder for param in self.buckets.params)
+        reduced = [h.local_grad for h in holders if not unreduced.shows(h)]
+        grads = [grad for grad in reduced if grad is not None]
+        return [*unreduced.memory, *aside, *self.partial_sums, *grads]
 
     @property
-    def overlaps(self) -> bool:
-        """Whether a sum over the shard axis that was started goes on without this process's help."""
-        return self.buckets.shard_comm.overlaps
+    def has_hidden(self) -> bool:
+        """Whether sums wait that users do not see as ``.grad``, and so cannot drop there."""
+        is_shown = self.buckets.flat_layout is not None
+        return self.has_partial or (self.unreduced.is_holding and not is_shown)
 
-    @property
-    def are_on_host(self) -> bool:
-        """Whether sharded gradients are on the host, offloaded or because all is."""
-        return bool(self.buckets.params) and self.buckets.params[0].local.is_cpu
+    def lend_unreduced(self) -> None:
+        """Let autograd add to what `accumulate` keeps, in place, in the backward that begins."""
+        # Sums are plain tensors: inside `torch.func` transforms they belong to no level.
+        if self.unreduced.is_holding:
+            outside_transforms(self.unreduced.lend)()
+
+    def drop_unreduced(self) -> None:
+        """Forget all that earlier backwards left to be reduced later: sums over shards, and full ones."""
+        self.drop_partial()
+        self.take_unreduced()
+
+    def take_unreduced(self) -> list[torch.Tensor | None]:
+        """Return what `accumulate` kept, one sum per parameter or None, and forget it."""
+        return self.unreduced.take(keep_memory=not self.frees_unused)
 
     @property
     def frees_unused(self) -> bool:
@@ -373,13 +302,16 @@ class UnitGradients:
         and for gradients that are offloaded, memory is kept: new one costs page faults, or pinning.
         """
         if self.runtime.has_streams:
-            return not self.are_on_host
+            are_on_host = bool(self.buckets.params) and self.buckets.params[0].local.is_cpu
+            return not are_on_host
         return self.buckets.shard_comm.overlaps
 
-    def free_unused(self) -> None:
-        """Free gradient memory that nobody uses, except where it is small."""
-        for each in self.buckets.known:
-            each.free_unused()
+    def begin_forward(self) -> None:
+        """Take note that a forward of the model begins, and free large memory that nobody uses."""
+        self.unreduced.begin()
+        if self.frees_unused:
+            for each in self.buckets.known:
+                each.free_unused()
 
     @property
     def has_partial(self) -> bool:
@@ -392,60 +324,24 @@ class UnitGradients:
         for each in self.buckets.known:
             each.partial = None
 
-    def _reduce_replicas(
-        self, item: BucketInFlight, present: tuple[bool, ...]
-    ) -> tuple[bool, ...] | None:
-        """Sum over the replicate axis, in place, and divide. Collective, unless it is put off.
+    def flat_gradients(self) -> list[torch.Tensor | None]:
+        """Return the memory of the gradients, 1-D, one per bucket; None where it is not ours."""
+        return [each.in_use for each in self.buckets.current()]
 
-        present: for each holder, whether a rank of this replica had a gradient. Returns the same for
-        all replicas together, or None if the all-reduce is put off.
-        """
-        bucket, recipe, total = item.gradients, item.recipe, item.total
-        if self._mesh.replicate_size == 1 or recipe.config.comm_hook is not None:
-            return present
-        # Added before the all-reduce, so that one serves all micro-batches, and before it is put off
-        # once more, so that there is never more than one sum that waits.
-        if bucket.partial is not None:
-            present = tuple(map(operator.or_, present, bucket.partial.present))
-            total.add_(bucket.partial.total)
-            self.runtime.scratch.give(bucket.partial.total)
-            bucket.partial = None
-        if not recipe.config.all_reduce_grads:
-            bucket.partial = PartialSum(total, present)
-            # Everybody in the bucket is owed, with or without a gradient: replicas may differ in
-            # that, and the sizes of the next reduction follow from who is owed.
-            owed = present if item.takers is not None else (True,) * len(present)
-            owners = set(itertools.compress(bucket.holders, owed))
-            self.buckets.owed.update(
-                i for i in bucket.indices if self.buckets.params[i].holder in owners
-            )
-            return None
-        # Flags travel only where replicas do not know the answer anyway.
-        is_agreed = item.takers is not None or recipe.config.reduces_unused
-        flags = () if is_agreed else present
-        reduction = self.buckets.replicate_comm.all_reduce(total, flags, recipe.over_replicas)
-        present = reduction.wait() or present
-        if recipe.divisor != 1.0:
-            total.div_(recipe.divisor)
-        return present
+    @property
+    def partial_sums(self) -> list[torch.Tensor]:
+        """The sums over the shard axis that wait for their all-reduce."""
+        return [each.partial.total for each in self.buckets.known if each.partial is not None]
 
-    def _run_hook(self, total: torch.Tensor, config: UnitConfig) -> None:
-        """Call the user's all-reduce hook on a finished sum, which it may change in place.
+    @property
+    def pooled(self) -> list[GradientShards]:
+        """The memory of reduced gradients: in use, or kept for the next step."""
+        return [shards for each in self.buckets.known for shards in each.pool]
 
-        On its own stream, if the user gave one; the lane goes on after it.
-        """
-        if config.all_reduce_hook is None:
-            return
-        stream = config.all_reduce_hook_stream
-        if stream is None or not self.runtime.has_streams:
-            config.all_reduce_hook(total)
-            return
-        before = self.runtime.record()
-        with stream:
-            self.runtime.wait(before)
-            config.all_reduce_hook(total)
-            after = self.runtime.record()
-        self.runtime.wait(after)
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of gradient shards: in use, being made, or kept for the next step."""
+        return sum(shards.flat.nbytes for shards in self.buckets.alive)
 
 
 def _has_any(grads: Sequence[torch.Tensor | None]) -> bool:
@@ -453,47 +349,3 @@ def _has_any(grads: Sequence[torch.Tensor | None]) -> bool:
         if grad is not None:
             return True
     return False
-
-
-def _round(total: torch.Tensor, dtype: torch.dtype) -> None:
-    """Round a sum that was formed in a wider dtype to the reduce dtype's precision, in place.
-
-    Keeping it wider would cost nothing, but losses would drift from those that PyTorch gives.
-    """
-    if dtype.itemsize < total.itemsize:
-        # In blocks that stay in cache. On other devices at once, since each block costs a launch.
-        for block in total.split(_BLOCK_NUMEL) if total.is_cpu else (total,):
-            block.copy_(block.to(dtype))
-
-
-class PresenceWatch:
-    """Looks, for one unit, whether a gradient is missing that other ranks may have. Warns once."""
-
-    def __init__(self) -> None:
-        self._has_warned = False
-
-    def look(
-        self,
-        buckets: GradientBuckets,
-        bucket: BucketGradients,
-        full: Sequence[torch.Tensor | None],
-        config: UnitConfig,
-    ) -> None:
-        """Warn of a trained parameter without a gradient. full: this rank's gradients of the bucket."""
-        if buckets.shard_comm.tells_presence and buckets.replicate_comm.tells_presence:
-            return
-        if self._has_warned:
-            return
-        if bucket.bucket.is_flat or config.reduces_unused:
-            return  # every trained parameter gets one
-        for index, grad in zip(bucket.indices, full, strict=True):
-            if grad is None and buckets.params[index].sharded.requires_grad:
-                self._has_warned = True
-                warnings.warn(
-                    f"{buckets.params[index].name} got no gradient on rank {dist.get_rank()}, and over "
-                    f"{buckets.shard_comm.name} ranks do not tell each other which parameters have one. If "
-                    "another rank has one, this rank's part is not updated, which is wrong. Freeze it, or call "
-                    "set_unused(module, 'zero').",
-                    stacklevel=2,
-                )
-                return
