@@ -103,18 +103,22 @@ class Phase(enum.Enum):
 class Unreduced:
     """The gradients of one unit that wait for a later reduction, and memory for the next ones.
 
+    is_holding: whether sums wait for a reduction. is_empty: whether there is not even memory.
+
     All ranks are in the same phase, so they agree on whether there is something to reduce: the phase
     follows from what programs call, not from which gradients exist on a rank.
     """
 
     def __init__(self) -> None:
-        self._phase = Phase.EMPTY
         self._accumulation: Accumulation | None = None  # None in EMPTY alone
+        self._to(Phase.EMPTY)
 
-    @property
-    def is_holding(self) -> bool:
-        """Whether sums wait for a reduction."""
-        return self._phase is Phase.HOLDING or self._phase is Phase.OUTDATED
+    def _to(self, phase: Phase) -> None:
+        """Change the phase; nothing else assigns it."""
+        self._phase = phase
+        # Attributes, not properties: every unit is asked for them several times in a step.
+        self.is_empty = phase is Phase.EMPTY
+        self.is_holding = phase is Phase.HOLDING or phase is Phase.OUTDATED
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -145,7 +149,7 @@ class Unreduced:
         if self._accumulation is None:
             self._accumulation = make()
         if self._phase is not Phase.OUTDATED:
-            self._phase = Phase.HOLDING
+            self._to(Phase.HOLDING)
         self._accumulation.add(grads)
 
     def lend(self) -> None:
@@ -166,13 +170,13 @@ class Unreduced:
         if self._phase is Phase.OUTDATED or not keep_memory:
             self._let_go()
         else:
-            self._phase = Phase.TAKEN
+            self._to(Phase.TAKEN)
         return accumulation.take()
 
     def begin(self) -> None:
         """Take note that a forward of the model begins."""
         if self._phase is Phase.TAKEN:
-            self._phase = Phase.SPARE
+            self._to(Phase.SPARE)
 
     def note_reduced(self) -> None:
         """Take note of a reduction without sums: the program no longer accumulates.
@@ -186,12 +190,13 @@ class Unreduced:
         """Let the next sums be made anew: parameters, layout or dtype may have changed."""
         if self.is_holding:
             # Sums that wait are of the old parameters; they are completed and reduced as they are.
-            self._phase = Phase.OUTDATED
+            self._to(Phase.OUTDATED)
         else:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._accumulation, self._phase = None, Phase.EMPTY
+        self._accumulation = None
+        self._to(Phase.EMPTY)
 
 
 class Accumulation(Protocol):

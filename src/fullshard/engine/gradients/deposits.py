@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.interface import shard_views
 from fullshard.engine.gradients.recipe import Recipe
-from fullshard.engine.params.buffers import KEPT_NBYTES
 from fullshard.engine.params.flat import show_gradient
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.references import python_uses, storage_uses, tensor_uses
@@ -60,8 +59,10 @@ class GradientShards:
         )
         self.views = [self.flat] if as_one else shard_views(bucket, self.flat, rank)
         self.wrapped = [wrap(view) for wrap, view in zip(wraps, self.views, strict=True)]
-        # All of them are made once and kept, so that the baseline below counts them.
+        # All of them are made once and kept, so that the baseline below counts them. Views are what
+        # `to_local` returns without gradients.
         self._storages = [view.untyped_storage() for view in self.views]
+        self._objects = [*self.wrapped, *self.views, *self._storages]
         self._addresses = [storage._cdata for storage in self._storages]
         # Last, when every reference of this object is there.
         self._own_uses = self._uses() if tensor_uses is not None else 0
@@ -71,8 +72,8 @@ class GradientShards:
         """Whether nobody else refers to the gradients or their memory; False if torch cannot say."""
         return tensor_uses is not None and self._uses() == self._own_uses
 
-    def is_unused_except_on(self, shards: Iterable[torch.Tensor]) -> bool:
-        """Whether nobody else does, except for the ``.grad`` of the given shards.
+    def is_unused_but_on(self, holders: Sequence[ShardHolder]) -> bool:
+        """Whether nobody else does, except for the ``.grad`` of the holders' local shards.
 
         `step_on_shards` sets that in a step and leaves it there. It is read by the next step alone,
         which sets it anew, so it need not keep the memory from being used again.
@@ -80,16 +81,16 @@ class GradientShards:
         if tensor_uses is None:
             return False
         others = self._uses() - self._own_uses
-        return others == 0 or others == sum(
-            shard.grad is view for shard, view in zip(shards, self.views, strict=True)
+        if not others:
+            return True
+        return others == sum(
+            holder.local.grad is view for holder, view in zip(holders, self.views, strict=True)
         )
 
     def _uses(self) -> int:
         """Count references to the gradients and their memory, from Python and from C++ (``.grad``)."""
-        tensors, storages = self.wrapped, self._storages
-        uses = sum(map(python_uses, tensors)) + sum(map(python_uses, storages))
-        uses += sum(map(python_uses, self.views))  # what `to_local` returns without gradients
-        return uses + sum(map(tensor_uses, tensors)) + sum(map(storage_uses, self._addresses))
+        uses = sum(map(python_uses, self._objects)) + sum(map(tensor_uses, self.wrapped))
+        return uses + sum(map(storage_uses, self._addresses))
 
 
 @dataclasses.dataclass(slots=True)
@@ -139,7 +140,7 @@ class BucketGradients:
         self.indices = list(indices)
         self.holders = list(holders)
         self.reduce_dtype = reduce_dtype
-        self._may_be_wider = reduce_dtype.itemsize > bucket.compute_dtype.itemsize
+        self.may_be_wider = reduce_dtype.itemsize > bucket.compute_dtype.itemsize
         self._has_come_wider = False
         self.partial: PartialSum | None = None
         self.recipe: Recipe | None = None
@@ -175,7 +176,7 @@ class BucketGradients:
         ones come wider sends less, and all get a DivergenceError. Backends that sum get the reduce
         dtype in any case.
         """
-        if self._may_be_wider and not self._has_come_wider:
+        if self.may_be_wider and not self._has_come_wider:
             size = self.bucket.compute_dtype.itemsize
             self._has_come_wider = any(
                 grad is not None and grad.dtype.itemsize > size for grad in full
@@ -183,9 +184,8 @@ class BucketGradients:
         return self._has_come_wider
 
     def free_unused(self) -> None:
-        """Free pooled memory that nobody uses, except where it is small."""
-        if self.bucket.shard_nbytes > KEPT_NBYTES:
-            self.pool = [shards for shards in self.pool if not self._is_unused(shards)]
+        """Free pooled memory that nobody uses."""
+        self.pool = [shards for shards in self.pool if not shards.is_unused_but_on(self.holders)]
 
     def takers(self) -> tuple[bool, ...]:
         """Return, for each holder of a flat bucket, whether it gets a gradient: zeros, if need be.
@@ -264,9 +264,13 @@ class BucketGradients:
         the sum. Gradient memory is chosen if the sum may be formed there (`Recipe.is_final`) and
         there is no gradient to add it to. `deposit` gives scratch back.
         """
-        if recipe.is_final and not self.has_gradient:
-            shards = self._take(self._runtime.device)
-            return shards, shards.flat
+        if recipe.is_final:
+            for holder in self.holders:  # `has_gradient`, without the call
+                if holder.sharded.grad is not None:
+                    break
+            else:
+                shards = self._take(self._runtime.device)
+                return shards, shards.flat
         return None, self._runtime.scratch.take(self.bucket.shard_numel, recipe.total_dtype)
 
     def deposit(
@@ -357,7 +361,7 @@ class BucketGradients:
     def _take(self, device: torch.device) -> GradientShards:
         """Return gradient memory on a device that nobody uses: pooled if there is, else new."""
         for position, shards in enumerate(self.pool):
-            if shards.device == device and self._is_unused(shards):
+            if shards.device == device and shards.is_unused_but_on(self.holders):
                 return self.pool.pop(position)
         # A user's gradient must be no inference tensor, wherever the first reduction happens.
         with torch.inference_mode(False):
@@ -371,9 +375,6 @@ class BucketGradients:
             )
         self._alive.add(shards)
         return shards
-
-    def _is_unused(self, shards: GradientShards) -> bool:
-        return shards.is_unused_except_on(holder.local for holder in self.holders)
 
     def _is_in_use(self, shards: GradientShards) -> bool:
         """Whether this memory is the gradients of all holders that own any elements."""

@@ -111,7 +111,8 @@ class ReductionQueue:
     def add(self, in_flight: InFlight, *, keep: int) -> None:
         """Take over a reduction that was started; finish all but the last ``keep``."""
         self._started.append(in_flight)
-        self.finish(keep=keep)
+        if len(self._started) > keep or self._finished:
+            self.finish(keep=keep)
 
     def finish(self, *, keep: int = 0) -> None:
         """Finish all but the last ``keep`` reductions. Collective with replicas."""
@@ -180,42 +181,46 @@ class ReductionQueue:
 
 def _finish(in_flight: InFlight) -> torch.Event | None:
     """Finish a reduction; return the event at its end, None without streams."""
-    unit = in_flight.unit
+    unit, buckets = in_flight.unit, in_flight.buckets
     runtime = unit.runtime
     if not runtime.has_streams:
         with no_grad():
-            for item in in_flight.buckets:
-                _finish_bucket(item, unit)
+            _finish_buckets(buckets, unit)
         return None
     # `on`, not `following`: the lane needs nothing of compute but what the start has waited for.
     with runtime.on(Lane.REDUCE), no_grad():
-        for item in in_flight.buckets:
-            _finish_bucket(item, unit)
+        _finish_buckets(buckets, unit)
         return runtime.record()
 
 
-def _finish_bucket(item: BucketInFlight, unit: ReducedUnit) -> None:
+def _finish_buckets(buckets: Sequence[BucketInFlight], unit: ReducedUnit) -> None:
+    """Wait for the sums over the shard axis, and give parameters their gradients."""
+    for item in buckets:
+        present = item.reduction.wait()
+        if item.recipe.is_deposited:  # most reductions end here
+            item.gradients.deposit(item.total, item.shards, present)
+        else:
+            _finish_sum(item, present, unit)
+
+
+def _finish_sum(item: BucketInFlight, present: tuple[bool, ...], unit: ReducedUnit) -> None:
     """Sum over replicas, round, run the user's hook and give parameters their gradients.
 
     In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
     will be; what it changes is not rounded again.
     """
-    present: tuple[bool, ...] | None
-    present, recipe = item.reduction.wait(), item.recipe
-    # Most reductions end here.
-    if recipe.is_deposited:
-        item.gradients.deposit(item.total, item.shards, present)
-        return
-    # From here on `present` says who gets a gradient. See `unit_gradients`, Note: Missing gradients.
+    recipe = item.recipe
     config = recipe.config
+    # From here on `present` says who gets a gradient. See `unit_gradients`, Note: Missing gradients.
     if item.takers is not None:
         present = item.takers
     elif config.reduces_unused:
         present = (True,) * len(present)
     if recipe.sums_replicas:
-        present = _sum_replicas(item, present, unit.replicate_comm)
-        if present is None:  # put off; `total` waits in the bucket
+        of_all = _sum_replicas(item, present, unit.replicate_comm)
+        if of_all is None:  # put off; `total` waits in the bucket
             return
+        present = of_all
     _round(item.total, recipe.reduce_dtype)
     _run_hook(item.total, config, unit.runtime)
     if config.keep_low_precision_grads:

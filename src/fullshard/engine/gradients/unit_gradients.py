@@ -29,6 +29,8 @@ returns is under way: `queue` finishes it and gives parameters their gradients.
   were kept take part in it (`GradientBuckets.owed`), even if they were frozen meanwhile.
 """
 
+import itertools
+import operator
 import warnings
 from collections.abc import Sequence
 
@@ -56,6 +58,8 @@ from fullshard.plan.mesh import MeshPlan
 from fullshard.plan.trace import Kind
 from fullshard.policies import UnitConfig
 
+_NONES = itertools.repeat(None)
+
 
 class UnitGradients:
     """Reduces one unit's gradients and keeps their memory.
@@ -75,6 +79,7 @@ class UnitGradients:
         self.buckets = GradientBuckets(mesh, shard_comm, replicate_comm, runtime)
         self.unreduced = Unreduced()
         self._mesh = mesh
+        self._is_alone = mesh.data_parallel_size == 1
         self._has_warned = False  # of a gradient that other ranks may have
 
     def reduce(self, grads: list[torch.Tensor | None], unit: ReducedUnit) -> InFlight | None:
@@ -89,17 +94,36 @@ class UnitGradients:
             self.accumulate(grads)
             grads = self.take_unreduced()
             is_wide = self.buckets.flat_layout is None
-        else:
+        elif not self.unreduced.is_empty:
             self.unreduced.note_reduced()
-        if not _has_any(grads) and not self._must_reduce(unit.config):
-            return None
-        self.buckets.follow(grads)
-        if self._mesh.data_parallel_size == 1 and self._hand_over_all(grads, unit):
+        for grad in grads:
+            if grad is not None:
+                break
+        else:
+            if not self._must_reduce(unit.config):
+                return None
+        if self.buckets.takes_any:
+            self.buckets.follow(grads)
+        if self._is_alone and self._hand_over_all(grads, unit):
             return None
         observer = unit.observer
         if observer is not None:
             observer.begin(Kind.REDUCE_SCATTER, unit)
-        in_flight = self._start(grads, unit, accumulated=is_wide)
+        if not self.runtime.has_streams:
+            with no_grad():
+                buckets = self._start(grads, unit, accumulated=is_wide)
+            in_flight = InFlight(unit, buckets, [])
+        else:
+            # The lane waits for compute, which has yet to form the gradients. Memory that is
+            # allocated inside, scratch and gradients, belongs to the lane.
+            with self.runtime.following(Lane.REDUCE), no_grad():
+                buckets = self._start(grads, unit, accumulated=is_wide)
+            # Full gradients belong to compute. They are held until it has waited for the lane: freed
+            # now, they would be given to compute again and written to while the lane reads them.
+            in_flight = InFlight(unit, buckets, list(grads))
+        # After the buckets and their takers were chosen by it, before the queue finishes what was
+        # started, which may owe gradients again.
+        self.buckets.owed.clear()
         if observer is not None:
             observer.end()
         return in_flight
@@ -160,27 +184,6 @@ class UnitGradients:
             hook(holder.sharded)
 
     def _start(
-        self, grads: list[torch.Tensor | None], unit: ReducedUnit, *, accumulated: bool
-    ) -> InFlight:
-        """Start the reduce-scatters. accumulated: gradients are sums, in the reduce dtype."""
-        if not self.runtime.has_streams:
-            with no_grad():
-                buckets = self._start_buckets(grads, unit, accumulated=accumulated)
-            still_read = []
-        else:
-            # The lane waits for compute, which has yet to form the gradients. Memory that is
-            # allocated inside, scratch and gradients, belongs to the lane.
-            with self.runtime.following(Lane.REDUCE), no_grad():
-                buckets = self._start_buckets(grads, unit, accumulated=accumulated)
-            # Full gradients belong to compute. They are held until it has waited for the lane: freed
-            # now, they would be given to compute again and written to while the lane reads them.
-            still_read = list(grads)
-        # After the buckets and their takers were chosen by it, before the queue finishes what was
-        # started, which may owe gradients again.
-        self.buckets.owed.clear()
-        return InFlight(unit, buckets, still_read)
-
-    def _start_buckets(
         self, grads: Sequence[torch.Tensor | None], unit: ReducedUnit, *, accumulated: bool
     ) -> list[BucketInFlight]:
         """Start the reduce-scatter of every bucket, in the same order on all ranks."""
@@ -190,12 +193,17 @@ class UnitGradients:
         if self._mesh.replicate_size > 1:
             self._carry_partial(buckets)
         for each in buckets:
-            full = [grads[index] for index in each.indices]
-            self._warn_of_missing(each, full, config)
-            # Sums have the reduce dtype already, and what came wider is not to be rounded.
-            is_wide = accumulated or each.comes_wider(full)
-            recipe = self.buckets.recipe(each, config, accumulated=is_wide, label=unit.entered_as)
             bucket = each.bucket
+            full = list(map(grads.__getitem__, each.indices))
+            if self.buckets.hides_presence and not all(map(operator.is_not, full, _NONES)):
+                self._warn_of_missing(each, full, config)
+            # Sums have the reduce dtype already, and what came wider is not to be rounded.
+            is_wide = accumulated or (each.may_be_wider and each.comes_wider(full))
+            recipe = each.recipe
+            if recipe is None or recipe.config is not config or recipe.accumulated is not is_wide:
+                recipe = self.buckets.recipe(
+                    each, config, accumulated=is_wide, label=unit.entered_as
+                )
             shards, total = each.destination(recipe)
             if config.comm_hook is not None:
                 reduction = reduce_by_hook(config.comm_hook, bucket, full, total)
@@ -217,8 +225,6 @@ class UnitGradients:
         own: if only other ranks used a parameter, this rank's part of it is not updated.
         """
         buckets = self.buckets
-        if buckets.shard_comm.tells_presence and buckets.replicate_comm.tells_presence:
-            return
         if self._has_warned or bucket.bucket.is_flat or config.reduces_unused:
             return  # in a flat bucket, and with `reduces_unused`, every trained parameter gets one
         for index, grad in zip(bucket.indices, full, strict=True):
@@ -285,8 +291,11 @@ class UnitGradients:
 
     def drop_unreduced(self) -> None:
         """Forget all that earlier backwards left to be reduced later: sums over shards, and full ones."""
-        self.drop_partial()
-        self.take_unreduced()
+        self.buckets.owed.clear()
+        for each in self.buckets.known:
+            each.partial = None
+        if self.unreduced.is_holding:
+            self.take_unreduced()
 
     def take_unreduced(self) -> list[torch.Tensor | None]:
         """Return what `accumulate` kept, one sum per parameter or None, and forget it."""
@@ -308,21 +317,16 @@ class UnitGradients:
 
     def begin_forward(self) -> None:
         """Take note that a forward of the model begins, and free large memory that nobody uses."""
-        self.unreduced.begin()
-        if self.frees_unused:
-            for each in self.buckets.known:
+        if not self.unreduced.is_empty:
+            self.unreduced.begin()
+        if self.buckets.large and self.frees_unused:
+            for each in self.buckets.large:
                 each.free_unused()
 
     @property
     def has_partial(self) -> bool:
         """Whether sums over the shard axis wait for their all-reduce."""
         return bool(self.partial_sums)
-
-    def drop_partial(self) -> None:
-        """Forget sums that were not all-reduced yet, and which parameters are owed one."""
-        self.buckets.owed.clear()
-        for each in self.buckets.known:
-            each.partial = None
 
     def flat_gradients(self) -> list[torch.Tensor | None]:
         """Return the memory of the gradients, 1-D, one per bucket; None where it is not ours."""
@@ -342,10 +346,3 @@ class UnitGradients:
     def shard_nbytes(self) -> int:
         """Bytes of gradient shards: in use, being made, or kept for the next step."""
         return sum(shards.flat.nbytes for shards in self.buckets.alive)
-
-
-def _has_any(grads: Sequence[torch.Tensor | None]) -> bool:
-    for grad in grads:  # noqa: SIM110  (a third of the cost of `any`)
-        if grad is not None:
-            return True
-    return False
