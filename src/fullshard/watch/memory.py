@@ -217,7 +217,7 @@ def _in_flight(iteration: Iteration | None) -> Iterator[tuple[Unit, MemoryCatego
     """Yield the tensors that reductions under way hold, each with the unit it belongs to."""
     if iteration is None:
         return
-    for reduction in iteration.reductions.held:
+    for reduction in iteration.reductions.under_way:
         unit = cast(Unit, reduction.unit)
         for tensor in reduction.results:
             yield unit, MemoryCategory.GRADIENT_SHARDS, tensor

@@ -81,11 +81,10 @@ class GradientShards:
         if tensor_uses is None:
             return False
         others = self._uses() - self._own_uses
-        if not others:
+        if others == 0:
             return True
-        return others == sum(
-            holder.local.grad is view for holder, view in zip(holders, self.views, strict=True)
-        )
+        pairs = zip(holders, self.views, strict=True)
+        return others == sum(holder.local.grad is view for holder, view in pairs)
 
     def _uses(self) -> int:
         """Count references to the gradients and their memory, from Python and from C++ (``.grad``)."""

@@ -90,11 +90,11 @@ class InFlight(NamedTuple):
 class ReductionQueue:
     """Finishes and releases reductions, oldest first.
 
-    max_held: how many reductions may hold memory, as long as the oldest of them is finished.
+    max_under_way: how many reductions may hold memory, as long as the oldest of them is finished.
     """
 
     def __init__(self) -> None:
-        self.max_held = 1
+        self.max_under_way = 1
         self.observer: Observer | None = None
         self._started: collections.deque[InFlight] = collections.deque()
         self._finished: collections.deque[InFlight] = (
@@ -104,7 +104,7 @@ class ReductionQueue:
         self._copied: tuple[Runtime, torch.Event | None] | None = None
 
     @property
-    def held(self) -> Sequence[InFlight]:
+    def under_way(self) -> Sequence[InFlight]:
         """The reductions that hold memory: not released yet, oldest first."""
         return [*self._finished, *self._started]
 
@@ -130,8 +130,8 @@ class ReductionQueue:
                 observer.end()
         # A finished one still holds full gradients that its lane reads. Releasing it makes compute
         # wait for the lane, since the allocator gives freed memory to compute at once. Later is
-        # better for time, earlier for memory: `max_held` chooses.
-        while self._finished and len(self._finished) + len(started) > self.max_held:
+        # better for time, earlier for memory: `max_under_way` chooses.
+        while self._finished and len(self._finished) + len(started) > self.max_under_way:
             self._release_first()
 
     def release(self) -> None:
@@ -165,7 +165,7 @@ class ReductionQueue:
         Waits for collectives under way, whose memory must not go before. Where nothing runs by
         itself there is nothing to wait for, and the peers may never come.
         """
-        for in_flight in self.held:
+        for in_flight in self.under_way:
             runtime = in_flight.unit.runtime
             with runtime.on(Lane.REDUCE):
                 if in_flight.end is None and in_flight.unit.comm.overlaps:

@@ -40,7 +40,6 @@ import torch.distributed as dist
 from fullshard.comm.hooked import reduce_by_hook
 from fullshard.comm.interface import Comm
 from fullshard.engine.gradients.accumulation import (
-    Accumulation,
     FlatAccumulation,
     RowsAccumulation,
     Unreduced,
@@ -261,7 +260,7 @@ class UnitGradients:
         self.buckets.owe_trainable()
         self.unreduced.add(grads, self._new_accumulation)
 
-    def _new_accumulation(self) -> Accumulation:
+    def _new_accumulation(self) -> RowsAccumulation | FlatAccumulation:
         params, flat_layout = self.buckets.params, self.buckets.flat_layout
         if flat_layout is None:
             return RowsAccumulation(params, self.buckets.sum_dtypes())
@@ -271,11 +270,11 @@ class UnitGradients:
     def accumulated(self) -> list[torch.Tensor]:
         """All that backwards have added up, each element once: gradients, and sums that wait."""
         unreduced = self.unreduced
-        aside = unreduced.reduced_aside  # first: it forgets what users have dropped
+        covered = unreduced.covered  # first: it forgets what users have dropped
         holders = dict.fromkeys(param.holder for param in self.buckets.params)
         reduced = [h.local_grad for h in holders if not unreduced.shows(h)]
         grads = [grad for grad in reduced if grad is not None]
-        return [*unreduced.memory, *aside, *self.partial_sums, *grads]
+        return [*unreduced.memory, *covered, *self.partial_sums, *grads]
 
     @property
     def has_hidden(self) -> bool:
