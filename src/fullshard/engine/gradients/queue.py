@@ -97,9 +97,8 @@ class ReductionQueue:
         self.max_under_way = 1
         self.observer: Observer | None = None
         self._started: collections.deque[InFlight] = collections.deque()
-        self._finished: collections.deque[InFlight] = (
-            collections.deque()
-        )  # older; with streams only
+        # Older than those, and with streams only: elsewhere, what is finished holds nothing.
+        self._finished: collections.deque[InFlight] = collections.deque()
         # Where the last released one that copies gradients to host memory ends: `release` waits.
         self._copied: tuple[Runtime, torch.Event | None] | None = None
 
