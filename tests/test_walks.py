@@ -118,5 +118,5 @@ def test_gradient_passes_the_files_that_are_listed(api: Api) -> None:
     road, notes = _listed("A gradient, from autograd to `.grad`")
     unlisted = sorted(found - {*road, *notes})
     assert not unlisted
-    assert {"engine/iteration.py", "engine/gradients/reduction.py"} <= found  # it was watched
+    assert {"engine/iteration.py", "engine/gradients/unit_gradients.py"} <= found  # it was watched
     assert len(road) <= 9

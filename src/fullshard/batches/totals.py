@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.batches.agreeing import HostCopy, refuse_differing, refuse_mixed
+from fullshard.batches.marks import GradientMarks
 from fullshard.comm.outside_steps import run_collective
-from fullshard.engine.gradients.marks import GradientMarks
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of_unit
 from fullshard.engine.params.managed import manager_of

@@ -23,6 +23,7 @@ class Region:
     """1-D memory of one equal part per rank, with views of the parameters in it.
 
     kind: number of elements and dtype, by which regions are pooled.
+    matrices: the memory with one row per part, by the number of parts.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -31,7 +32,7 @@ class Region:
         self.is_pooled = memory.numel() * memory.itemsize <= _POOLED_NBYTES
         self._places: dict[tuple[object, bool], list[Views]] = {}
         self._sources: dict[object, Views] = {}
-        self._matrices: dict[int, torch.Tensor] = {}
+        self.matrices: dict[int, torch.Tensor] = {}
 
     def places(self, bucket: BucketLayout, *, packed_only: bool = True) -> list[Views]:
         """Return for each parameter the views of the region that hold its shards.
@@ -62,13 +63,6 @@ class Region:
                 )
             ]
         return sources
-
-    def rows(self, num_rows: int) -> torch.Tensor:
-        """Return the memory as a matrix of ``num_rows`` rows, one per part."""
-        matrix = self._matrices.get(num_rows)
-        if matrix is None:
-            matrix = self._matrices[num_rows] = self.memory.view(num_rows, -1)
-        return matrix
 
 
 class Regions:
@@ -204,10 +198,24 @@ def copy_in_gradients(
     start = len(bucket.direct) if packed_only else 0
     if start:
         grads = grads[start:]
-    if region.is_pooled and bucket.is_gapless and _copy_in_at_once(bucket, grads, region, start):
-        if divisor != 1.0:
-            region.memory.div_(divisor)
-        return
+    numel, dtype = region.kind
+    all_numel = bucket.shard_size * (bucket.packed_numel if start else bucket.shard_numel)
+    # By one operation, if all gradients are there, of the region's dtype, and it holds nothing else.
+    if region.is_pooled and bucket.is_gapless and numel == all_numel:
+        for grad in grads:
+            if grad is None or grad.dtype is not dtype:
+                break
+        else:
+            # Cuts each gradient into one chunk per rank along dim 0, and puts each rank's chunks
+            # together.
+            rows = region.matrices.get(bucket.shard_size)
+            if rows is None:
+                rows = region.memory.view(bucket.shard_size, -1)
+                region.matrices[bucket.shard_size] = rows
+            torch._chunk_cat(grads, 0, bucket.shard_size, out=rows)  # type: ignore[arg-type]
+            if divisor != 1.0:
+                region.memory.div_(divisor)
+            return
     all_places = region.places(bucket, packed_only=packed_only)
     targets: Views = []
     sources: Views = []
@@ -267,25 +275,6 @@ def wire_gradient(
         return torch.zeros(param.spec.numel, dtype=dtype, device=device)
     wire = grad.contiguous().view(-1).to(dtype)
     return wire if divisor == 1.0 else wire / divisor
-
-
-def _copy_in_at_once(
-    bucket: BucketLayout, grads: Sequence[torch.Tensor | None], region: Region, start: int
-) -> bool:
-    """Fill a region by one operation. Return False, with nothing done, if that is not possible.
-
-    It is possible if all gradients are there, of the region's dtype, and the region holds nothing
-    else. start: index in the bucket of the parameter that ``grads[0]`` belongs to.
-    """
-    numel, dtype = region.kind
-    if numel != bucket.shard_size * (bucket.packed_numel if start else bucket.shard_numel):
-        return False
-    sources = [grad for grad in grads if grad is not None and grad.dtype is dtype]
-    if len(sources) < len(grads):
-        return False
-    # Cuts each gradient into one chunk per rank along dim 0, and puts each rank's chunks together.
-    torch._chunk_cat(sources, 0, bucket.shard_size, out=region.rows(bucket.shard_size))
-    return True
 
 
 def _places(bucket: BucketLayout, region: torch.Tensor, *, packed_only: bool) -> list[Views]:

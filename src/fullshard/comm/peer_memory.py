@@ -18,8 +18,10 @@ ring (see `ring`, which orders writers and readers by counters). Each rank then 
 all parts, in rank order, block by block.
 """
 
+import itertools
 import math
 import mmap
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -164,7 +166,7 @@ class PeerMemoryComm(Comm):
         stretch = self._ring.claim(self.staged_nbytes(bucket, how.wire_dtype), how.label)
         header_nbytes = round_up(len(grads), LINE)
         payload_numel = self.size * bucket.shard_numel
-        self._stage_flags(stretch, [grad is not None for grad in grads])
+        self._stage_flags(stretch, list(map(operator.is_not, grads, itertools.repeat(None))))
         # For all ranks, into this rank's part alone. The gradients may be freed after it.
         copy_in_gradients(
             bucket,
@@ -197,13 +199,17 @@ class PeerMemoryComm(Comm):
 
     def _stage_flags(self, stretch: Stretch, present: Sequence[bool]) -> None:
         """Write which gradients this rank has: one byte per parameter, at the stretch's start."""
-        flags = self._part(stretch, self.rank, 0, len(present), torch.uint8)
-        flags.copy_(torch.tensor(present, dtype=torch.uint8, device="cpu"))
+        assert self._staging is not None
+        start = self.rank * self._part_nbytes + stretch.start
+        self._staging[start : start + len(present)] = bytes(present)
 
     def _combined_flags(self, stretch: Stretch, num_params: int) -> tuple[bool, ...]:
         """Return for each parameter whether any rank has a gradient."""
-        everyones = self._parts(stretch, 0, num_params, torch.uint8)
-        return tuple(torch.stack(everyones).any(0).tolist())
+        staging = self._staging
+        assert staging is not None
+        starts = range(stretch.start, self.size * self._part_nbytes, self._part_nbytes)
+        everyones = [staging[start : start + num_params] for start in starts]
+        return tuple(map(any, zip(*everyones, strict=True)))
 
     def fence(self, label: str) -> None:
         self.memory.barrier(label)

@@ -23,7 +23,7 @@ adds what its streams have to wait for.
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -36,8 +36,7 @@ from fullshard.plan.sizes import round_up
 LINE = 64
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Bytes [start, stop) of every rank's part, which hold reduction number ``sequence``."""
 
     sequence: int
@@ -45,20 +44,24 @@ class Stretch:
     stop: int
 
 
-class Order:
-    """Hooks for what has to be ordered besides counters. On the CPU, that is nothing."""
+class Order(Protocol):
+    """What has to be ordered besides counters. On the CPU, that is nothing."""
 
     def before_post(self, sequence: int) -> None:
         """Run when this rank has staged a reduction, before its counter says so."""
+        ...
 
     def before_read(self, sequence: int) -> None:
         """Run when all ranks have posted a reduction, before this rank reads their parts."""
+        ...
 
     def before_release(self, sequence: int) -> None:
         """Run when this rank has read a reduction, before its counter says so."""
+        ...
 
     def before_reuse(self, sequence: int) -> None:
         """Run when all ranks have read a reduction, before this rank writes to its stretch."""
+        ...
 
 
 class Ring:
@@ -81,7 +84,7 @@ class Ring:
         self.nbytes = 0
         self._memory = memory
         self._enlarge = enlarge
-        self._order = order or Order()
+        self._order = order
         self._max_under_way = max_under_way
         self._next = 0  # byte at which the next stretch begins if it fits before the end
         self._sequence = 0  # number of the last reduction that was claimed; the first one is 1
@@ -110,25 +113,28 @@ class Ring:
         # collective, and they would wait for ever.
         self._memory.ledger.enter(label, nbytes)
         nbytes = round_up(nbytes, LINE)
-        try:
-            self._reserve(nbytes)
-        # `prepare` was told less, and in the middle of backward it is too late for another way.
-        except UnavailableError as reason:
-            raise CommError(
-                f"{label}: {reason}. Raise the limit, or use set_default_comm('process_group')."
-            ) from reason
+        if nbytes > self.nbytes:
+            try:
+                self._reserve(nbytes)
+            # `prepare` was told less, and in the middle of backward it is too late for another way.
+            except UnavailableError as reason:
+                raise CommError(
+                    f"{label}: {reason}. Raise the limit, or use set_default_comm('process_group')."
+                ) from reason
         # A stretch never wraps around the end, since a reduction is one contiguous tensor.
         start = self._next if self._next + nbytes <= self.nbytes else 0
         stop = start + nbytes
-        held = [
-            each.sequence for each in self._stretches if each.start < stop and start < each.stop
-        ]
+        # The latest is enough: sums are formed in order, so what came before it is consumed too.
+        latest = 0
+        for each in reversed(self._stretches):
+            if each.start < stop and start < each.stop:
+                latest = each.sequence
+                break
         if self._max_under_way is not None:
             # The reduction that used this one's turn of events and flags (see `device_memory`).
-            held.append(self._sequence + 1 - self._max_under_way)
-        # The latest is enough: sums are formed in order, so what came before it is consumed too.
-        if held and max(held) > 0:
-            self._wait_consumed(max(held), label)
+            latest = max(latest, self._sequence + 1 - self._max_under_way)
+        if latest > 0:
+            self._wait_consumed(latest, label)
         self._sequence += 1
         self._next = stop
         stretch = Stretch(self._sequence, start, stop)
@@ -143,7 +149,8 @@ class Ring:
         finish: forms this rank's sum, and returns for each parameter whether any rank had a
             gradient. Called once, when all ranks have posted.
         """
-        self._order.before_post(stretch.sequence)
+        if self._order is not None:
+            self._order.before_post(stretch.sequence)
         # `set` makes the terms visible first: a rank that reads the counter may read them.
         self._memory.set(SharedMemory.POSTED, stretch.sequence)
         pending = PendingSum(self, stretch.sequence, finish, label)
@@ -157,17 +164,20 @@ class Ring:
         while self._pending and self._pending[0].sequence <= sequence:
             pending = self._pending.popleft()
             self._memory.wait_all(SharedMemory.POSTED, pending.sequence, pending.label)
-            self._order.before_read(pending.sequence)
+            if self._order is not None:
+                self._order.before_read(pending.sequence)
             pending.result = pending.finish()
             # Only now: the counter allows other ranks to overwrite their parts.
-            self._order.before_release(pending.sequence)
+            if self._order is not None:
+                self._order.before_release(pending.sequence)
             self._memory.set(SharedMemory.CONSUMED, pending.sequence)
 
     def abandon(self) -> None:
         """Drop the sums that will never be formed, after an exception."""
         # Their counter moves on all the same: peers that go on would wait for it in `claim`.
         self._pending.clear()
-        self._order.before_release(self._sequence)
+        if self._order is not None:
+            self._order.before_release(self._sequence)
         self._memory.set(SharedMemory.CONSUMED, self._sequence)
 
     def _reserve(self, nbytes: int) -> None:
@@ -184,9 +194,11 @@ class Ring:
     def _wait_consumed(self, sequence: int, label: str) -> None:
         """Return once all ranks have read every reduction up to ``sequence``."""
         # This rank's own sums first: others wait for its counter as it waits for theirs.
-        self.finish_through(sequence)
+        if self._pending:
+            self.finish_through(sequence)
         self._memory.wait_all(SharedMemory.CONSUMED, sequence, label)
-        self._order.before_reuse(sequence)
+        if self._order is not None:
+            self._order.before_reuse(sequence)
         while self._stretches and self._stretches[0].sequence <= sequence:
             self._stretches.popleft()
 

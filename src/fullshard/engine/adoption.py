@@ -165,12 +165,10 @@ def follow_moves(unit: Unit) -> None:
     """Adopt shards that others moved or replaced, and end a gather that no pass used."""
     if unit.is_whole:
         return  # the whole parameters are registered, which are no replacements
-    params, gradients = unit.params, unit.gradients
-    gradients.unreduced.begin()
+    params = unit.params
+    unit.gradients.begin_forward()
     if unit.phase is Phase.GATHERING and not unit.is_held:
         unit.settle()  # gathered early for a pass that left the unit out; a step may have come
-    if gradients.frees_unused:
-        gradients.free_unused()
     if params.all and unit.watch.have_moved:
         adopt(unit)
 

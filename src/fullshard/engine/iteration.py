@@ -124,7 +124,7 @@ class Iteration:
         self._fenced = [comm for comm in sharing if type(comm).fence is not Comm.fence]
         self._comms = comms
         buffers = (unit.config.reduce_scatter_max_input_buffers for unit in self.units)
-        self.reductions.max_held = max(buffers, default=1)
+        self.reductions.max_under_way = max(buffers, default=1)
         needs: dict[Any, list[int]] = {}
         for unit in self.units:
             for comm, nbytes in unit.gradients.buckets.needs().items():

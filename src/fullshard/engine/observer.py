@@ -25,7 +25,7 @@ on_root: list[Callable[[Any], None]] = []
 class Observer(Protocol):
     """Gets the calls of the engine that are listed above.
 
-    units: `Unit` objects. of: the `UnitGradients` of the unit concerned, whose ``label`` names it.
+    units: `Unit` objects. of: the unit concerned, if it is one alone.
     """
 
     def begin(self, kind: Kind, of: Any = None) -> None: ...
@@ -56,7 +56,7 @@ class ProfilerLabels:
         if not profiler._is_profiler_enabled:
             self._open.append(None)  # for the `end` that follows, as calls nest
             return
-        name = "" if of is None else f" ({of.label})"
+        name = "" if of is None else f" ({of.path})"
         label = profiler.record_function(f"{_LABELS[kind]}{name}")
         self._open.append(label)
         label.__enter__()

@@ -1,7 +1,7 @@
 """Counts of references to a tensor or to its memory, which tell whether memory may be reused.
 
 A count is compared with the one taken when the engine alone had the tensor; see
-`params.buffers.UnitBuffers.is_in_use` and `gradients.shards.GradientShards.is_unused`.
+`params.buffers.UnitBuffers.is_in_use` and `gradients.deposits.GradientShards.is_unused`.
 """
 
 import sys

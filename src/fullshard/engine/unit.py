@@ -15,8 +15,8 @@ import torch.distributed as dist
 from fullshard.comm.interface import Comm, Work
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
-from fullshard.engine.gradients.in_flight import InFlight
-from fullshard.engine.gradients.reduction import UnitGradients
+from fullshard.engine.gradients.queue import InFlight
+from fullshard.engine.gradients.unit_gradients import UnitGradients
 from fullshard.engine.observer import Observer
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.managed import Backward, ManagedParameter
@@ -189,7 +189,7 @@ class Unit:
 
     def _enter_as(self, text: str) -> None:
         self.entered_as, self.gather_label = text, f"{text}: all-gather"
-        self.gradients.set_label(self.path, text)
+        self.gradients.buckets.forget_recipes()  # they contain it
 
     @property
     def path(self) -> str:
@@ -257,7 +257,7 @@ class Unit:
         buffers, extended = self.params.buffers, self.params.extended
         assert buffers is not None
         if self.observer is not None:
-            self.observer.begin(Kind.ALL_GATHER, self.gradients)
+            self.observer.begin(Kind.ALL_GATHER, self)
         works = buffers.start_unshard(label, ordered=self.is_ordered)
         if extended is not None:
             # The lane first waits for compute: the optimizer has written the shards there, and it
@@ -293,7 +293,7 @@ class Unit:
 
     def _use_gathered(self) -> None:
         if self.observer is not None:
-            self.observer.begin(Kind.WAIT_ALL_GATHER, self.gradients)
+            self.observer.begin(Kind.WAIT_ALL_GATHER, self)
         self._finish_gather()
         if self.params.extended is not None:
             # Makes unsharded parameters of what was gathered, so before they are registered.
@@ -594,15 +594,7 @@ class Unit:
 
     def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
         """Start reducing these gradients and what was accumulated; None if there is nothing."""
-        complete = self.gradients.complete(grads, self.config)
-        if complete is None:
-            return None
-        if self.observer is not None:
-            self.observer.begin(Kind.REDUCE_SCATTER, self.gradients)
-        in_flight = self.gradients.start(complete, self.config)
-        if self.observer is not None:
-            self.observer.end()
-        return in_flight
+        return self.gradients.reduce(grads, self)
 
 
 def comms_of(units: Sequence[Unit]) -> list[Comm]:

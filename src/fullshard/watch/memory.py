@@ -18,7 +18,7 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -216,8 +216,8 @@ def _in_flight(iteration: Iteration | None) -> Iterator[tuple[Unit, MemoryCatego
     """Yield the tensors that reductions under way hold, each with the unit it belongs to."""
     if iteration is None:
         return
-    for reduction in iteration.reductions.held:
-        (unit,) = (u for u in iteration.units if u.gradients is reduction.gradients)
+    for reduction in iteration.reductions.under_way:
+        unit = cast(Unit, reduction.unit)
         for tensor in reduction.results:
             yield unit, MemoryCategory.GRADIENT_SHARDS, tensor
         for tensor in reduction.temporaries:

@@ -110,7 +110,6 @@ class Tracer:
     def __init__(self, units: Sequence[Unit], runtime: Runtime, meter: MemoryMeter) -> None:
         self._units = list(units)
         self._number = {id(unit): number for number, unit in enumerate(self._units)}
-        self._number.update({id(unit.gradients): n for n, unit in enumerate(self._units)})
         self._has_streams = runtime.has_streams
         self._meter = meter
         self._labels = ProfilerLabels()

@@ -2,8 +2,8 @@
 
 Flat units keep one buffer per bucket and show it as ``.grad``: dropping or zeroing that
 (``optimizer.zero_grad()``) drops what is accumulated, as it would in training on one process.
-Reduced gradients of earlier backwards are put aside meanwhile; later the sum is reduced and added
-to them. Other units keep their sums hidden, one per parameter.
+Reduced gradients of earlier backwards are covered meanwhile; later the sum is reduced and added to
+them. Other units keep their sums hidden, one per parameter.
 
 [Note: Lent sums] During backward the sums are lent: they become ``.grad`` of the unsharded
 parameters, so that autograd adds to them in place while what it adds is in cache. After backward
@@ -19,7 +19,6 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -81,156 +80,11 @@ def _references_to_own() -> int:
     return python_uses(own)
 
 
-class Phase(enum.Enum):
-    """What `Unreduced` has, and which call leads to which phase.
-
-    EMPTY    no memory                                    add -> HOLDING
-    HOLDING  sums                                         add; take -> TAKEN; replace -> OUTDATED
-    OUTDATED sums, in memory that no longer fits          add; take -> EMPTY
-    TAKEN    memory; its sums were reduced in this step   add -> HOLDING; begin -> SPARE
-    SPARE    memory; its sums an earlier step reduced     add -> HOLDING; note_reduced -> EMPTY
-
-    `take` that keeps no memory leads to EMPTY, and so does `replace` without sums.
-    """
-
-    EMPTY = enum.auto()
-    HOLDING = enum.auto()
-    OUTDATED = enum.auto()
-    TAKEN = enum.auto()
-    SPARE = enum.auto()
-
-
-class Unreduced:
-    """The gradients of one unit that wait for a later reduction, and memory for the next ones.
-
-    All ranks are in the same phase, so they agree on whether there is something to reduce: the phase
-    follows from what programs call, not from which gradients exist on a rank.
-    """
-
-    def __init__(self) -> None:
-        self._phase = Phase.EMPTY
-        self._accumulation: Accumulation | None = None  # None in EMPTY alone
-
-    @property
-    def is_holding(self) -> bool:
-        """Whether sums wait for a reduction."""
-        return self._phase is Phase.HOLDING or self._phase is Phase.OUTDATED
-
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        """The tensors of the sums. Hidden ones are missing while they are lent."""
-        if self._accumulation is None or not self.is_holding:
-            return []
-        return self._accumulation.memory
-
-    @property
-    def reduced_aside(self) -> list[torch.Tensor]:
-        """Gradients that earlier backwards have reduced, and in whose place sums are shown."""
-        return [] if self._accumulation is None else self._accumulation.aside
-
-    def shows(self, holder: ShardHolder) -> bool:
-        """Whether ``.grad`` of what an optimizer updates is a sum that waits."""
-        return self._accumulation is not None and self._accumulation.shows(holder)
-
-    @property
-    def spare_memory(self) -> list[torch.Tensor]:
-        """The memory that is kept for the sums of the next step, as 1-D tensors of bytes."""
-        return [] if self._accumulation is None else self._accumulation.spare.tensors
-
-    def add(self, grads: Sequence[torch.Tensor | None], make: Callable[[], "Accumulation"]) -> None:
-        """Add full gradients: one per parameter, or None.
-
-        make: makes the sums' memory if there is none.
-        """
-        if self._accumulation is None:
-            self._accumulation = make()
-        if self._phase is not Phase.OUTDATED:
-            self._phase = Phase.HOLDING
-        self._accumulation.add(grads)
-
-    def lend(self) -> None:
-        """Let autograd add to the sums in place, in the backward that begins."""
-        if self.is_holding:
-            assert self._accumulation is not None
-            self._accumulation.lend()
-
-    def take(self, *, keep_memory: bool) -> list[torch.Tensor | None]:
-        """Return the sums, one per parameter or None, and forget them. Empty if there are none.
-
-        keep_memory: whether the memory may be used again, once the reduction has read the sums.
-        """
-        if not self.is_holding:
-            return []
-        accumulation = self._accumulation
-        assert accumulation is not None
-        if self._phase is Phase.OUTDATED or not keep_memory:
-            self._let_go()
-        else:
-            self._phase = Phase.TAKEN
-        return accumulation.take()
-
-    def begin(self) -> None:
-        """Take note that a forward of the model begins."""
-        if self._phase is Phase.TAKEN:
-            self._phase = Phase.SPARE
-
-    def note_reduced(self) -> None:
-        """Take note of a reduction without sums: the program no longer accumulates.
-
-        A reduction in the same step as the last sums says nothing: a module may run twice.
-        """
-        if self._phase is Phase.SPARE:
-            self._let_go()
-
-    def replace(self) -> None:
-        """Let the next sums be made anew: parameters, layout or dtype may have changed."""
-        if self.is_holding:
-            # Sums that wait are of the old parameters; they are completed and reduced as they are.
-            self._phase = Phase.OUTDATED
-        else:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._accumulation, self._phase = None, Phase.EMPTY
-
-
-class Accumulation(Protocol):
-    """The sums of one unit's unreduced gradients: in which memory and dtype they are formed."""
-
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        """The tensors of the sums."""
-        ...
-
-    @property
-    def aside(self) -> list[torch.Tensor]:
-        """Reduced gradients that were put aside, to show the sums."""
-        ...
-
-    def shows(self, holder: ShardHolder) -> bool:
-        """Whether the holder's ``.grad`` is a sum."""
-        ...
-
-    @property
-    def spare(self) -> SpareMemory:
-        """The memory that it keeps for the next sums."""
-        ...
-
-    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add full gradients, one per parameter or None. Ends what `lend` began."""
-        ...
-
-    def lend(self) -> None:
-        """Put the sums where autograd adds to them in place. See [Note: Lent sums]."""
-        ...
-
-    def take(self) -> list[torch.Tensor | None]:
-        """Return the sums, one per parameter or None, and forget them."""
-        ...
-
-
 class RowsAccumulation:
-    """Adds up the gradients of parameters that are sharded one by one, hidden from users."""
+    """Adds up the gradients of parameters that are sharded one by one, hidden from users.
+
+    The members are those of `FlatAccumulation`. spare: the memory for the next sums.
+    """
 
     def __init__(
         self, params: Sequence[ManagedParameter], dtypes: Sequence[torch.dtype | None]
@@ -246,7 +100,7 @@ class RowsAccumulation:
         return [p.accumulated_grad for p in self._params if p.accumulated_grad is not None]
 
     @property
-    def aside(self) -> list[torch.Tensor]:
+    def covered(self) -> list[torch.Tensor]:
         return []  # sums are hidden
 
     def shows(self, holder: ShardHolder) -> bool:
@@ -301,7 +155,10 @@ class RowsAccumulation:
 
 
 class FlatAccumulation:
-    """Adds up the gradients of flat buffers, visible as ``.grad``."""
+    """Adds up the gradients of flat buffers, visible as ``.grad``.
+
+    spare: the memory for the next sums.
+    """
 
     def __init__(
         self,
@@ -323,7 +180,7 @@ class FlatAccumulation:
         self._lent: dict[int, torch.Tensor] = {}
         # What users find as `.grad` meanwhile, and the reduced gradient that was there before.
         self._shown: dict[ShardHolder, torch.Tensor] = {}
-        self._aside: dict[ShardHolder, torch.Tensor | None] = {}
+        self._covered: dict[ShardHolder, torch.Tensor | None] = {}
         self.spare = SpareMemory()
 
     @property
@@ -332,16 +189,18 @@ class FlatAccumulation:
         return list({id(flat): flat for flat in self._flats.values()}.values())
 
     @property
-    def aside(self) -> list[torch.Tensor]:
+    def covered(self) -> list[torch.Tensor]:
+        """Reduced gradients in whose place sums are shown."""
         self._forget_dropped()
-        return [grad for grad in self._aside.values() if grad is not None]
+        return [grad for grad in self._covered.values() if grad is not None]
 
     def shows(self, holder: ShardHolder) -> bool:
+        """Whether the holder's ``.grad`` is a sum."""
         return holder in self._shown
 
     @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add full gradients, one per parameter or None, and show the sums as ``.grad``."""
+        """Add full gradients, one per parameter or None, and show the sums. Ends what `lend` began."""
         # First: what users have dropped since must not come back with the sum.
         self._forget_dropped()
         for number, bucket in enumerate(self._layout.buckets):
@@ -366,7 +225,7 @@ class FlatAccumulation:
             holder = self._params[index].holder
             if holder in self._shown:
                 continue
-            self._aside[holder] = holder.sharded.grad
+            self._covered[holder] = holder.sharded.grad
             # A piece shows its whole gradient, the flat parameter that of the whole buffer.
             is_one = isinstance(holder, ManagedParameter)
             self._shown[holder] = self._views[index] if is_one else self._flats[index]
@@ -390,6 +249,7 @@ class FlatAccumulation:
         self._flats.update({param.index: flat for param in bucket.params})
 
     def lend(self) -> None:
+        """Put the sums where autograd adds to them in place. See [Note: Lent sums]."""
         self._forget_dropped()
         for index in self._present:
             param, view = self._params[index], self._views[index]
@@ -398,9 +258,9 @@ class FlatAccumulation:
                 param.unsharded.grad = self._lent[index] = view
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return the sums, one per parameter or None, and show what was put aside again."""
+        """Return the sums, one per parameter or None, and show again what they have covered."""
         self._forget_dropped()
-        for holder, grad in self._aside.items():
+        for holder, grad in self._covered.items():
             show_gradient(holder.sharded, grad)
         sums = [
             self._views[index] if index in self._present else None
@@ -410,7 +270,7 @@ class FlatAccumulation:
         for number, bucket in enumerate(self._layout.buckets):
             if bucket.params[0].index in self._flats:
                 self.spare.keep(number, self._flats[bucket.params[0].index])
-        for each in (self._shown, self._aside, self._flats, self._views, self._lent):
+        for each in (self._shown, self._covered, self._flats, self._views, self._lent):
             each.clear()
         self._present.clear()
         return sums
@@ -420,8 +280,8 @@ class FlatAccumulation:
         dropped = {h for h, shown in self._shown.items() if h.sharded.grad is not shown}
         for holder in dropped:
             del self._shown[holder]
-            # Who sets `.grad` to None means all of it, the gradient put aside as well.
-            self._aside[holder] = None
+            # Who sets `.grad` to None means all of it, the covered gradient as well.
+            self._covered[holder] = None
         for index in [i for i in self._present if self._params[i].holder in dropped]:
             self._views[index].zero_()
             self._present.remove(index)
@@ -442,3 +302,125 @@ def _can_be_lent(param: ManagedParameter, grad: torch.Tensor) -> bool:
         and unsharded.grad_dtype in (None, grad.dtype)
         and unsharded.requires_grad
     )
+
+
+class UnreducedPhase(enum.Enum):
+    """What `Unreduced` has, and which call leads to which phase.
+
+    EMPTY    no memory                                    add -> HOLDING
+    HOLDING  sums                                         add; take -> REDUCED; replace -> OUTDATED
+    OUTDATED sums, in memory that no longer fits          add; take -> EMPTY
+    REDUCED  memory; its sums were reduced in this step   add -> HOLDING; begin -> SPARE
+    SPARE    memory; its sums an earlier step reduced     add -> HOLDING; note_reduced -> EMPTY
+
+    `take` that keeps no memory leads to EMPTY, and so does `replace` without sums.
+    """
+
+    EMPTY = enum.auto()
+    HOLDING = enum.auto()
+    OUTDATED = enum.auto()
+    REDUCED = enum.auto()
+    SPARE = enum.auto()
+
+
+class Unreduced:
+    """The gradients of one unit that wait for a later reduction, and memory for the next ones.
+
+    is_holding: whether sums wait for a reduction. is_empty: whether there is not even memory.
+
+    All ranks are in the same phase, so they agree on whether there is something to reduce: the phase
+    follows from what programs call, not from which gradients exist on a rank.
+    """
+
+    def __init__(self) -> None:
+        self._accumulation: RowsAccumulation | FlatAccumulation | None = None  # None in EMPTY alone
+        self._to(UnreducedPhase.EMPTY)
+
+    def _to(self, phase: UnreducedPhase) -> None:
+        """Change the phase; nothing else assigns it."""
+        self._phase = phase
+        # Attributes, not properties: every unit is asked for them several times in a step.
+        self.is_empty = phase is UnreducedPhase.EMPTY
+        self.is_holding = phase is UnreducedPhase.HOLDING or phase is UnreducedPhase.OUTDATED
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The tensors of the sums. Hidden ones are missing while they are lent."""
+        if self._accumulation is None or not self.is_holding:
+            return []
+        return self._accumulation.memory
+
+    @property
+    def covered(self) -> list[torch.Tensor]:
+        """Gradients that earlier backwards have reduced, in whose place sums are shown."""
+        return [] if self._accumulation is None else self._accumulation.covered
+
+    def shows(self, holder: ShardHolder) -> bool:
+        """Whether ``.grad`` of what an optimizer updates is a sum that waits."""
+        return self._accumulation is not None and self._accumulation.shows(holder)
+
+    @property
+    def spare_memory(self) -> list[torch.Tensor]:
+        """The memory that is kept for the sums of the next step, as 1-D tensors of bytes."""
+        return [] if self._accumulation is None else self._accumulation.spare.tensors
+
+    def add(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        make: Callable[[], RowsAccumulation | FlatAccumulation],
+    ) -> None:
+        """Add full gradients: one per parameter, or None.
+
+        make: makes the sums' memory if there is none.
+        """
+        if self._accumulation is None:
+            self._accumulation = make()
+        if self._phase is not UnreducedPhase.OUTDATED:
+            self._to(UnreducedPhase.HOLDING)
+        self._accumulation.add(grads)
+
+    def lend(self) -> None:
+        """Let autograd add to the sums in place, in the backward that begins."""
+        if self.is_holding:
+            assert self._accumulation is not None
+            self._accumulation.lend()
+
+    def take(self, *, keep_memory: bool) -> list[torch.Tensor | None]:
+        """Return the sums, one per parameter or None, and forget them. Empty if there are none.
+
+        keep_memory: whether the memory may be used again, once the reduction has read the sums.
+        """
+        if not self.is_holding:
+            return []
+        accumulation = self._accumulation
+        assert accumulation is not None
+        if self._phase is UnreducedPhase.OUTDATED or not keep_memory:
+            self._let_go()
+        else:
+            self._to(UnreducedPhase.REDUCED)
+        return accumulation.take()
+
+    def begin(self) -> None:
+        """Take note that a forward of the model begins."""
+        if self._phase is UnreducedPhase.REDUCED:
+            self._to(UnreducedPhase.SPARE)
+
+    def note_reduced(self) -> None:
+        """Take note of a reduction without sums: the program no longer accumulates.
+
+        A reduction in the same step as the last sums says nothing: a module may run twice.
+        """
+        if self._phase is UnreducedPhase.SPARE:
+            self._let_go()
+
+    def replace(self) -> None:
+        """Let the next sums be made anew: parameters, layout or dtype may have changed."""
+        if self.is_holding:
+            # Sums that wait are of the old parameters; they are completed and reduced as they are.
+            self._to(UnreducedPhase.OUTDATED)
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._accumulation = None
+        self._to(UnreducedPhase.EMPTY)

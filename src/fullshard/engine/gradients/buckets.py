@@ -11,15 +11,16 @@ as in PyTorch; a ``reduce_dtype`` makes that certain.
 
 import dataclasses
 import itertools
+import operator
 import weakref
 from collections.abc import Sequence
 
 import torch
 
 from fullshard.comm.interface import Comm
-from fullshard.engine.gradients.deposits import BucketGradients
+from fullshard.engine.gradients.deposits import BucketGradients, GradientShards
 from fullshard.engine.gradients.recipe import Recipe, make_recipe, wire_dtype
-from fullshard.engine.gradients.shards import GradientShards
+from fullshard.engine.params.buffers import KEPT_NBYTES
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.builders import rows_layout
@@ -28,6 +29,8 @@ from fullshard.plan.layout import BucketLayout, ParamSpec, UnitLayout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
 
+_is_trained = operator.attrgetter("sharded.requires_grad")
+
 
 class GradientBuckets:
     """Chooses and keeps the buckets of one unit's gradients.
@@ -35,6 +38,10 @@ class GradientBuckets:
     shard_comm, replicate_comm: for the sums over the shard axis and over the replicate axis.
     params: the unit's parameters, in the order of their indices.
     flat_layout: the layout of a flat unit, else None.
+    hides_presence: whether ranks do not tell each other which parameters have a gradient.
+    known: the buckets of every choice of trainable parameters, and of dtypes, there has been.
+    large: those of them whose memory is freed when nobody uses it.
+    takes_any: whether some gradients are planned for the dtype in which the last ones came.
     owed: indices of parameters whose gradients were kept for a later reduction. They take part in
         the next one, even if they were frozen meanwhile. The same on all ranks.
     alive: all memory of reduced gradients that exists, for reports.
@@ -46,6 +53,10 @@ class GradientBuckets:
         self.shard_comm = shard_comm
         self.replicate_comm = replicate_comm
         self.params: list[ManagedParameter] = []
+        self._note_presence()
+        self.known: list[BucketGradients] = []
+        self.large: list[BucketGradients] = []
+        self.takes_any = False
         self.owed: set[int] = set()
         self.flat_layout: UnitLayout | None = None
         self.alive: weakref.WeakSet[GradientShards] = weakref.WeakSet()
@@ -55,11 +66,10 @@ class GradientBuckets:
         self._config = UnitConfig()  # of `bind`
         self._dtypes: list[GradientDtypes] = []
         self._first_dtypes = self._dtypes  # before any gradient was seen
-        self._takes_any = False  # whether some are planned for the dtype of the last one
         self._plans: dict[tuple[GradientDtypes, ...], int] = {}  # numbers all there have been
         self._plan = 0  # number of the one in effect
         # By that number and by which parameters are trainable.
-        self._known: dict[tuple[int, tuple[bool, ...]], list[BucketGradients]] = {}
+        self._divided: dict[tuple[int, tuple[bool, ...]], list[BucketGradients]] = {}
 
     def bind(
         self,
@@ -77,11 +87,13 @@ class GradientBuckets:
         self.params, self._specs = list(params), list(specs)
         self.flat_layout = flat_layout
         self._config = config
-        self._known.clear()
+        self._divided.clear()
+        self.known.clear()
+        self.large.clear()
         self._plans.clear()
         self._plan_dtypes([None] * len(self.params))
         self._first_dtypes = self._dtypes
-        self._takes_any = any(map(_is_open, self._dtypes))
+        self.takes_any = any(map(_is_open, self._dtypes))
         for param, dtypes in zip(self.params, self._dtypes, strict=True):
             param.leave_gradients(dtypes.unsharded)
 
@@ -99,9 +111,7 @@ class GradientBuckets:
         return self._first_dtypes != [param.gradient_dtypes(config) for param in self.params]
 
     def follow(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Plan for the dtypes in which gradients came, where parameters take any."""
-        if not self._takes_any:
-            return
+        """Plan for the dtypes in which gradients came, where parameters take any (`takes_any`)."""
         seen = [
             grad.dtype if grad is not None and _is_open(known) else known.full
             for grad, known in zip(grads, self._dtypes, strict=True)
@@ -117,17 +127,17 @@ class GradientBuckets:
         """Reduce over other groups from now on. Buckets stay as they are."""
         self.shard_comm = shard or self.shard_comm
         self.replicate_comm = replicate or self.replicate_comm
+        self._note_presence()
         self.forget_recipes()
+
+    def _note_presence(self) -> None:
+        comms = self.shard_comm, self.replicate_comm
+        self.hides_presence = not all(comm.tells_presence for comm in comms)
 
     def forget_recipes(self) -> None:
         """Drop all recipes, since something beside the configuration has changed."""
         for bucket in self.known:
             bucket.recipe = None
-
-    @property
-    def known(self) -> list[BucketGradients]:
-        """The buckets of every choice of trainable parameters, and of dtypes, there has been."""
-        return list(itertools.chain.from_iterable(self._known.values()))
 
     def owe_trainable(self) -> None:
         """Let the parameters that are trainable now take part in the next reduction.
@@ -155,24 +165,32 @@ class GradientBuckets:
 
     def current(self) -> list[BucketGradients]:
         """Return the buckets of the parameters that are trainable now or owed a gradient."""
-        mask = tuple([param.sharded.requires_grad for param in self.params])
+        mask = tuple(map(_is_trained, self.params))
         if self.owed:
             mask = tuple([trained or index in self.owed for index, trained in enumerate(mask)])
-        buckets = self._known.get((self._plan, mask))
+        buckets = self._divided.get((self._plan, mask))
         if buckets is None:
-            trainable = list(itertools.compress(itertools.count(), mask))
-            buckets = self._known[self._plan, mask] = [
-                BucketGradients(
-                    bucket,
-                    indices,
-                    list(dict.fromkeys(self.params[index].holder for index in indices)),
-                    reduce_dtype=reduce_dtype,
-                    shard_rank=self._mesh.shard_rank,
-                    runtime=self._runtime,
-                    alive=self.alive,
-                )
-                for bucket, indices, reduce_dtype in self._divide(trainable)
-            ]
+            buckets = self._divided[self._plan, mask] = self._make(mask)
+        return buckets
+
+    def _make(self, mask: Sequence[bool]) -> list[BucketGradients]:
+        """Make the buckets of the parameters that a mask, by index, chooses."""
+        trainable = list(itertools.compress(itertools.count(), mask))
+        buckets = [
+            BucketGradients(
+                bucket,
+                indices,
+                list(dict.fromkeys(self.params[index].holder for index in indices)),
+                reduce_dtype=reduce_dtype,
+                shard_rank=self._mesh.shard_rank,
+                runtime=self._runtime,
+                owed=self.owed,
+                alive=self.alive,
+            )
+            for bucket, indices, reduce_dtype in self._divide(trainable)
+        ]
+        self.known += buckets
+        self.large += [each for each in buckets if each.bucket.shard_nbytes > KEPT_NBYTES]
         return buckets
 
     def _divide(
@@ -235,9 +253,7 @@ class GradientBuckets:
         accumulated: whether gradients are sums of several backwards, in the reduce dtype.
         """
         known = bucket.recipe
-        # Identity first: configurations are frozen, and comparing all their fields takes longer.
-        is_same = known is not None and (known.config is config or known.config == config)
-        if known is not None and is_same and known.accumulated == accumulated:
+        if known is not None and known.accumulated == accumulated and known.config == config:
             return known
         bucket.recipe = make_recipe(
             bucket.bucket,

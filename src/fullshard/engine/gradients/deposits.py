@@ -2,8 +2,9 @@
 
 import dataclasses
 import itertools
+import operator
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +12,84 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.interface import shard_views
 from fullshard.engine.gradients.recipe import Recipe
-from fullshard.engine.gradients.shards import GradientShards
-from fullshard.engine.params.buffers import KEPT_NBYTES
 from fullshard.engine.params.flat import show_gradient
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
+from fullshard.engine.references import python_uses, storage_uses, tensor_uses
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.layout import BucketLayout
 
 # Pieces of gradient memory that one bucket keeps for reuse. Two, since a reduction may begin while
 # the gradients of the last one are still there to be added to.
 _POOLED = 2
+
+
+class GradientShards:
+    """One bucket's reduced gradients, as one tensor and as the gradients that users get.
+
+    flat: 1-D, ``bucket.shard_numel`` elements of the bucket's storage dtype, uninitialised.
+    views: the local gradient of each holder, in its local shape, over the memory of ``flat``.
+    wrapped: the same as users see them (DTensors, or the views themselves): they become ``.grad``.
+
+    The memory is used again in a later step once nobody but this object refers to it, so a gradient
+    that the user keeps is never overwritten.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketLayout,
+        rank: int,
+        device: torch.device,
+        wraps: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+        *,
+        as_one: bool,
+        pin_memory: bool,
+    ) -> None:
+        """Allocate the memory.
+
+        rank: of this process on the shard axis.
+        wraps: for each holder, the function from local to visible gradient.
+        as_one: whether one holder gets the whole bucket, padding included.
+        """
+        self.device = device
+        self.flat = torch.empty(
+            bucket.shard_numel,
+            dtype=bucket.dtype,
+            device=device,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+        )
+        self.views = [self.flat] if as_one else shard_views(bucket, self.flat, rank)
+        self.wrapped = [wrap(view) for wrap, view in zip(wraps, self.views, strict=True)]
+        # All of them are made once and kept, so that the baseline below counts them. Views are what
+        # `to_local` returns without gradients.
+        self._storages = [view.untyped_storage() for view in self.views]
+        self._objects = [*self.wrapped, *self.views, *self._storages]
+        self._addresses = [storage._cdata for storage in self._storages]
+        # Last, when every reference of this object is there.
+        self._own_uses = self._uses() if tensor_uses is not None else 0
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nobody else refers to the gradients or their memory; False if torch cannot say."""
+        return tensor_uses is not None and self._uses() == self._own_uses
+
+    def is_unused_but_on(self, holders: Sequence[ShardHolder]) -> bool:
+        """Whether nobody else does, except for the ``.grad`` of the holders' local shards.
+
+        `step_on_shards` sets that in a step and leaves it there. It is read by the next step alone,
+        which sets it anew, so it need not keep the memory from being used again.
+        """
+        if tensor_uses is None:
+            return False
+        others = self._uses() - self._own_uses
+        if others == 0:
+            return True
+        pairs = zip(holders, self.views, strict=True)
+        return others == sum(holder.local.grad is view for holder, view in pairs)
+
+    def _uses(self) -> int:
+        """Count references to the gradients and their memory, from Python and from C++ (``.grad``)."""
+        uses = sum(map(python_uses, self._objects)) + sum(map(tensor_uses, self.wrapped))
+        return uses + sum(map(storage_uses, self._addresses))
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,14 +128,18 @@ class BucketGradients:
         reduce_dtype: torch.dtype,
         shard_rank: int,
         runtime: Runtime,
+        owed: set[int],
         alive: weakref.WeakSet[GradientShards],
     ) -> None:
-        """Begin without memory. ``alive``: a set to which every piece of memory is added."""
+        """Begin without memory.
+
+        owed: `GradientBuckets.owed`. alive: a set to which every piece of memory is added.
+        """
         self.bucket = bucket
         self.indices = list(indices)
         self.holders = list(holders)
         self.reduce_dtype = reduce_dtype
-        self._may_be_wider = reduce_dtype.itemsize > bucket.compute_dtype.itemsize
+        self.may_be_wider = reduce_dtype.itemsize > bucket.compute_dtype.itemsize
         self._has_come_wider = False
         self.partial: PartialSum | None = None
         self.recipe: Recipe | None = None
@@ -74,6 +147,7 @@ class BucketGradients:
         self.has_one_holder = bucket.is_flat and not isinstance(holders[0], ManagedParameter)
         self._shard_rank = shard_rank
         self._runtime = runtime
+        self._owed = owed
         self._alive = alive
 
     @property
@@ -101,7 +175,7 @@ class BucketGradients:
         ones come wider sends less, and all get a DivergenceError. Backends that sum get the reduce
         dtype in any case.
         """
-        if self._may_be_wider and not self._has_come_wider:
+        if self.may_be_wider and not self._has_come_wider:
             size = self.bucket.compute_dtype.itemsize
             self._has_come_wider = any(
                 grad is not None and grad.dtype.itemsize > size for grad in full
@@ -109,23 +183,52 @@ class BucketGradients:
         return self._has_come_wider
 
     def free_unused(self) -> None:
-        """Free pooled memory that nobody uses, except where it is small."""
-        if self.bucket.shard_nbytes > KEPT_NBYTES:
-            self.pool = [shards for shards in self.pool if not self._is_unused(shards)]
+        """Free pooled memory that nobody uses."""
+        self.pool = [shards for shards in self.pool if not shards.is_unused_but_on(self.holders)]
 
-    def takers(self, owed: Collection[ManagedParameter]) -> tuple[bool, ...]:
+    def takers(self) -> tuple[bool, ...]:
         """Return, for each holder of a flat bucket, whether it gets a gradient: zeros, if need be.
 
-        It does if this rank owns elements of it, and it is trainable or one of ``owed``. No rank is
-        asked whether it had a gradient: a flat buffer is reduced as a whole, as in PyTorch's FSDP1.
+        It does if this rank owns elements of it, and it is trainable or owed one. No rank is asked
+        whether it had a gradient: a flat buffer is reduced as a whole, as in PyTorch's FSDP1.
         """
-        owners = {param.holder for param in owed}
+        are_owed = [index in self._owed for index in self.indices]
+        if self.has_one_holder:
+            are_owed = [any(are_owed)]
         return tuple(
-            (holder.sharded.requires_grad or holder in owners) and holder.sharded.numel() > 0
-            for holder in self.holders
+            (holder.sharded.requires_grad or is_owed) and holder.sharded.numel() > 0
+            for holder, is_owed in zip(self.holders, are_owed, strict=True)
         )
 
-    def add_partial(self, other: "BucketGradients") -> None:
+    def put_off(
+        self, total: torch.Tensor, present: tuple[bool, ...], *, takers: tuple[bool, ...] | None
+    ) -> None:
+        """Keep a sum over the shard axis, in scratch memory, for a later all-reduce.
+
+        present: for each holder, whether any rank of the shard axis had a gradient. takers: as in
+        `queue.BucketInFlight`.
+        """
+        self.partial = PartialSum(total, present)
+        # Everybody in the bucket is owed, with or without a gradient: replicas may differ in that,
+        # and the sizes of the next reduction follow from who is owed.
+        owed = present if takers is not None else (True,) * len(self.holders)
+        if self.has_one_holder:
+            owed *= len(self.indices)
+        self._owed.update(itertools.compress(self.indices, owed))
+
+    def add_waiting(self, total: torch.Tensor, present: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Add the sum that waits for its all-reduce, if there is one, to a newer one, in place.
+
+        present: for each holder, whether the newer one has a gradient; returns it for both.
+        """
+        if self.partial is None:
+            return present
+        waiting, self.partial = self.partial, None
+        total.add_(waiting.total)
+        self._runtime.scratch.give(waiting.total)
+        return tuple(map(operator.or_, present, waiting.present))
+
+    def take_over(self, other: "BucketGradients") -> None:
         """Add the sums that wait in a bucket of another choice of parameters, where both have one.
 
         For parameters that were frozen or unfrozen between micro-batches. ``other`` stays unchanged.
@@ -160,9 +263,13 @@ class BucketGradients:
         the sum. Gradient memory is chosen if the sum may be formed there (`Recipe.is_final`) and
         there is no gradient to add it to. `deposit` gives scratch back.
         """
-        if recipe.is_final and not self.has_gradient:
-            shards = self._take(self._runtime.device)
-            return shards, shards.flat
+        if recipe.is_final:
+            for holder in self.holders:  # `has_gradient`, without the call
+                if holder.sharded.grad is not None:
+                    break
+            else:
+                shards = self._take(self._runtime.device)
+                return shards, shards.flat
         return None, self._runtime.scratch.take(self.bucket.shard_numel, recipe.total_dtype)
 
     def deposit(
@@ -253,7 +360,7 @@ class BucketGradients:
     def _take(self, device: torch.device) -> GradientShards:
         """Return gradient memory on a device that nobody uses: pooled if there is, else new."""
         for position, shards in enumerate(self.pool):
-            if shards.device == device and self._is_unused(shards):
+            if shards.device == device and shards.is_unused_but_on(self.holders):
                 return self.pool.pop(position)
         # A user's gradient must be no inference tensor, wherever the first reduction happens.
         with torch.inference_mode(False):
@@ -267,9 +374,6 @@ class BucketGradients:
             )
         self._alive.add(shards)
         return shards
-
-    def _is_unused(self, shards: GradientShards) -> bool:
-        return shards.is_unused_except_on(holder.local for holder in self.holders)
 
     def _is_in_use(self, shards: GradientShards) -> bool:
         """Whether this memory is the gradients of all holders that own any elements."""

@@ -1,56 +1,136 @@
-"""The reductions of one model that are under way, in the order in which they were started.
+"""The reductions of one model that are under way: finished and released in the order of their start.
+
+    start     the reduce-scatters are called (`UnitGradients.reduce`): after a unit's backward
+    finish    what is left is done: sum over replicas, round, run the user's hook, set ``.grad``. One
+              unit later, or at the end of backward: ranks a little apart do not wait for each other
+    release   with streams: compute waits for the lane, and what the lane reads may be freed
 
 All ranks start them in the same order, which is the order in which collectives pair; so they are
-also finished in that order.
+also finished in that order. On a device the host waits for none of it: to finish is to give the
+lane its work, and to record its end.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from fullshard.engine.gradients.in_flight import InFlight
+import torch
+
+from fullshard.comm.interface import Comm, Reduction
+from fullshard.engine.gradients.deposits import BucketGradients, GradientShards
+from fullshard.engine.gradients.recipe import Recipe
 from fullshard.engine.observer import Observer
+from fullshard.engine.runtime import Lane, Runtime, no_grad
 from fullshard.plan.trace import Kind
+from fullshard.policies import UnitConfig
+
+_BLOCK_NUMEL = 1 << 16  # so many elements stay in cache
+
+
+class ReducedUnit(Protocol):
+    """The part of a `Unit` that its reductions use."""
+
+    config: UnitConfig
+    entered_as: str
+    observer: Observer | None
+    runtime: Runtime
+    comm: Comm
+    replicate_comm: Comm
+
+
+class BucketInFlight(NamedTuple):
+    """One bucket of a reduction that was started.
+
+    total: the sum over the shard axis, once ``reduction`` was waited for: 1-D.
+    shards: the gradient memory that ``total`` is; None if it is scratch.
+    takers: for each holder of a flat bucket, whether it gets a gradient; None for other buckets,
+        where ``reduction`` says it. Settled at the start: parameters may be frozen until the end.
+    """
+
+    gradients: BucketGradients
+    recipe: Recipe
+    reduction: Reduction
+    total: torch.Tensor
+    shards: GradientShards | None
+    takers: tuple[bool, ...] | None
+
+
+class InFlight(NamedTuple):
+    """A unit's reduction from start to release, with the tensors that it reads.
+
+    grads: the full gradients, if a side stream still reads them when the call returns (see the lanes
+        of `engine.runtime`); else empty.
+    end: recorded on that stream when the reduction was finished; None before, and without streams.
+    """
+
+    unit: ReducedUnit
+    buckets: list[BucketInFlight]
+    grads: list[torch.Tensor | None]
+    end: torch.Event | None = None
+
+    @property
+    def is_for_host(self) -> bool:
+        """Whether the lane copies gradients to the host, which has to wait before it reads them."""
+        return bool(self.buckets) and self.buckets[0].gradients.device.type == "cpu"
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """Gradient memory that sums are formed in; other sums are formed in scratch and copied."""
+        return [item.shards.flat for item in self.buckets if item.shards is not None]
+
+    @property
+    def temporaries(self) -> list[torch.Tensor]:
+        """Everything else that the reduction holds: scratch, what travels, full gradients."""
+        is_finished = self.end is not None
+        totals = () if is_finished else (i.total for i in self.buckets if i.shards is None)
+        sources = (tensor for item in self.buckets for tensor in item.reduction.tensors)
+        return [*totals, *sources, *(grad for grad in self.grads if grad is not None)]
 
 
 class ReductionQueue:
     """Finishes and releases reductions, oldest first.
 
-    A reduction is *started* (its collective runs), then *finished* (gradients are in ``.grad``; on a
-    device, the lane has been given the work that puts them there), then *released* (compute waits
-    for the lane, and what the lane reads may be freed).
-
-    max_held: how many reductions may hold memory, as long as the oldest of them is finished.
+    max_under_way: how many reductions may hold memory, as long as the oldest of them is finished.
     """
 
     def __init__(self) -> None:
-        self.max_held = 1
+        self.max_under_way = 1
         self.observer: Observer | None = None
-        self._held: collections.deque[InFlight] = collections.deque()  # not released yet
-        self._unfinished: collections.deque[InFlight] = collections.deque()  # the newest of `_held`
-        # The last released one that copies gradients to host memory: `release` waits for it.
-        self._for_host: InFlight | None = None
+        self._started: collections.deque[InFlight] = collections.deque()
+        # Older than those, and with streams only: elsewhere, what is finished holds nothing.
+        self._finished: collections.deque[InFlight] = collections.deque()
+        # Where the last released one that copies gradients to host memory ends: `release` waits.
+        self._copied: tuple[Runtime, torch.Event | None] | None = None
 
     @property
-    def held(self) -> Sequence[InFlight]:
+    def under_way(self) -> Sequence[InFlight]:
         """The reductions that hold memory: not released yet, oldest first."""
-        return self._held
+        return [*self._finished, *self._started]
 
     def add(self, in_flight: InFlight, *, keep: int) -> None:
         """Take over a reduction that was started; finish all but the last ``keep``."""
-        self._held.append(in_flight)
-        self._unfinished.append(in_flight)
-        self.finish(keep=keep)
+        self._started.append(in_flight)
+        if len(self._started) > keep or self._finished:
+            self.finish(keep=keep)
 
     def finish(self, *, keep: int = 0) -> None:
-        """Finish all but the last ``keep`` reductions."""
-        while len(self._unfinished) > keep:
-            # It leaves the queue only afterwards: if finishing raises, `discard` still finds it.
-            self._wait_for(self._unfinished[0], self._unfinished[0].finish)
-            self._unfinished.popleft()
+        """Finish all but the last ``keep`` reductions. Collective with replicas."""
+        started, observer = self._started, self.observer
+        while len(started) > keep:
+            in_flight = started[0]
+            if observer is not None:
+                observer.begin(Kind.WAIT_REDUCE_SCATTER, in_flight.unit)
+            end = _finish(in_flight)
+            # It leaves the queue only now: if finishing raises, `discard` still finds it.
+            started.popleft()
+            if end is not None:
+                self._finished.append(in_flight._replace(end=end))
+            if observer is not None:
+                observer.end()
         # A finished one still holds full gradients that its lane reads. Releasing it makes compute
         # wait for the lane, since the allocator gives freed memory to compute at once. Later is
-        # better for time, earlier for memory: `max_held` chooses.
-        while len(self._held) > self.max_held and self._held[0].is_finished:
+        # better for time, earlier for memory: `max_under_way` chooses.
+        while self._finished and len(self._finished) + len(started) > self.max_under_way:
             self._release_first()
 
     def release(self) -> None:
@@ -58,30 +138,145 @@ class ReductionQueue:
 
         When this returns, compute waits for all of them, and offloaded gradients are in host memory.
         """
-        while self._held:
+        while self._finished:
             self._release_first()
-        if self._for_host is not None:
-            runtime, event = self._for_host.gradients.runtime, self._for_host.event
+        if self._copied is not None:
+            runtime, end = self._copied
             # The host waits once: a lane works in order, so its last event covers those before.
-            runtime.finish(event)
-            self._for_host = None
+            runtime.finish(end)
+            self._copied = None
 
     def _release_first(self) -> None:
-        in_flight = self._held.popleft()
-        self._wait_for(in_flight, in_flight.release)
-        if in_flight.is_for_host:
-            self._for_host = in_flight
-
-    def discard(self) -> None:
-        """Forget all reductions, after an exception ended the iteration. Their results are lost."""
-        for in_flight in self._held:
-            in_flight.discard()
-        self._held.clear()
-        self._unfinished.clear()
-
-    def _wait_for(self, in_flight: InFlight, wait: Callable[[], None]) -> None:
+        in_flight = self._finished.popleft()
+        runtime = in_flight.unit.runtime
         if self.observer is not None:
-            self.observer.begin(Kind.WAIT_REDUCE_SCATTER, in_flight.gradients)
-        wait()
+            self.observer.begin(Kind.WAIT_REDUCE_SCATTER, in_flight.unit)
+        # Before `in_flight` goes: what it holds may be given to compute at once, while the lane reads.
+        runtime.wait(in_flight.end)
         if self.observer is not None:
             self.observer.end()
+        if in_flight.is_for_host:
+            self._copied = runtime, in_flight.end
+
+    def discard(self) -> None:
+        """Forget all reductions, after an exception ended the iteration. Their results are lost.
+
+        Waits for collectives under way, whose memory must not go before. Where nothing runs by
+        itself there is nothing to wait for, and the peers may never come.
+        """
+        for in_flight in self.under_way:
+            runtime = in_flight.unit.runtime
+            with runtime.on(Lane.REDUCE):
+                if in_flight.end is None and in_flight.unit.comm.overlaps:
+                    for item in in_flight.buckets:
+                        item.reduction.wait()
+                # Anew: if an exception came before the end of `_finish`, there is no event that
+                # covers what the lane reads.
+                end = runtime.record()
+            runtime.wait(end)
+        self._finished.clear()
+        self._started.clear()
+
+
+def _finish(in_flight: InFlight) -> torch.Event | None:
+    """Finish a reduction; return the event at its end, None without streams."""
+    unit, buckets = in_flight.unit, in_flight.buckets
+    runtime = unit.runtime
+    if not runtime.has_streams:
+        with no_grad():
+            _finish_buckets(buckets, unit)
+        return None
+    # `on`, not `following`: the lane needs nothing of compute but what the start has waited for.
+    with runtime.on(Lane.REDUCE), no_grad():
+        _finish_buckets(buckets, unit)
+        return runtime.record()
+
+
+def _finish_buckets(buckets: Sequence[BucketInFlight], unit: ReducedUnit) -> None:
+    """Wait for the sums over the shard axis, and give parameters their gradients."""
+    for item in buckets:
+        present = item.reduction.wait()
+        if item.recipe.is_deposited:  # most reductions end here
+            item.gradients.deposit(item.total, item.shards, present)
+        else:
+            _finish_sum(item, present, unit)
+
+
+def _finish_sum(item: BucketInFlight, present: tuple[bool, ...], unit: ReducedUnit) -> None:
+    """Sum over replicas, round, run the user's hook and give parameters their gradients.
+
+    In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
+    will be; what it changes is not rounded again.
+    """
+    recipe = item.recipe
+    config = recipe.config
+    # From here on `present` says who gets a gradient. See `unit_gradients`, Note: Missing gradients.
+    if item.takers is not None:
+        present = item.takers
+    elif config.reduces_unused:
+        present = (True,) * len(present)
+    if recipe.sums_replicas:
+        of_all = _sum_replicas(item, present, unit.replicate_comm)
+        if of_all is None:  # put off; `total` waits in the bucket
+            return
+        present = of_all
+    _round(item.total, recipe.reduce_dtype)
+    _run_hook(item.total, config, unit.runtime)
+    if config.keep_low_precision_grads:
+        item.gradients.deposit_low(item.total, recipe.reduce_dtype, present)
+    else:
+        item.gradients.deposit(item.total, item.shards, present)
+
+
+def _sum_replicas(
+    item: BucketInFlight, present: tuple[bool, ...], comm: Comm
+) -> tuple[bool, ...] | None:
+    """Sum over the replicate axis, in place, and divide. Collective, unless it is put off.
+
+    present: for each holder, whether a rank of this replica had a gradient. Returns the same for
+    all replicas together, or None if the all-reduce is put off.
+    """
+    bucket, recipe, total = item.gradients, item.recipe, item.total
+    # Added before the all-reduce, so that one serves all micro-batches, and before it is put off
+    # once more, so that there is never more than one sum that waits.
+    present = bucket.add_waiting(total, present)
+    if not recipe.config.all_reduce_grads:
+        bucket.put_off(total, present, takers=item.takers)
+        return None
+    # Flags travel only where replicas do not know the answer anyway.
+    is_agreed = item.takers is not None or recipe.config.reduces_unused
+    reduction = comm.all_reduce(total, () if is_agreed else present, recipe.over_replicas)
+    present = reduction.wait() or present
+    if recipe.divisor != 1.0:
+        total.div_(recipe.divisor)
+    return present
+
+
+def _run_hook(total: torch.Tensor, config: UnitConfig, runtime: Runtime) -> None:
+    """Call the user's all-reduce hook on a finished sum, which it may change in place.
+
+    On its own stream, if the user gave one; the lane goes on after it.
+    """
+    if config.all_reduce_hook is None:
+        return
+    stream = config.all_reduce_hook_stream
+    if stream is None or not runtime.has_streams:
+        config.all_reduce_hook(total)
+        return
+    before = runtime.record()
+    with stream:
+        runtime.wait(before)
+        config.all_reduce_hook(total)
+        after = runtime.record()
+    runtime.wait(after)
+
+
+def _round(total: torch.Tensor, dtype: torch.dtype) -> None:
+    """Round a sum that was formed in a wider dtype to the reduce dtype's precision, in place.
+
+    Keeping it wider would cost nothing, but losses would drift from those that PyTorch gives.
+    """
+    if dtype.itemsize < total.itemsize:
+        # In blocks that stay in cache. On other devices at once, since each block costs a launch.
+        for block in total.split(_BLOCK_NUMEL) if total.is_cpu else (total,):
+            block.copy_(block.to(dtype))

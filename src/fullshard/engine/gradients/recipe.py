@@ -44,6 +44,7 @@ class Recipe:
 
     config, accumulated: what the recipe was made from. It holds while they are equal.
     over_shards, over_replicas: the sum over the shard axis, then the one over the replicate axis.
+    sums_replicas: whether there is a second sum.
     divisor: by which the second sum is divided; the first one divides by itself.
     reduce_dtype, total_dtype: see the table above.
     is_final: whether the sum over the shard axis has the dtype and device of the gradients and is
@@ -56,6 +57,7 @@ class Recipe:
     accumulated: bool
     over_shards: Sum
     over_replicas: Sum
+    sums_replicas: bool
     divisor: float
     reduce_dtype: torch.dtype
     total_dtype: torch.dtype
@@ -82,7 +84,7 @@ def make_recipe(
     wants_means: `Comm.wants_means`.
     accumulated: whether gradients are sums of several backwards, in the reduce dtype, or wide anyway.
     is_offloaded: whether sharded parameters are on another device than full gradients.
-    label: how messages and profilers call the unit.
+    label: of the unit in messages and ledger entries.
     """
     total_dtype = reduce_dtype
     if config.comm_hook is None and mesh.data_parallel_size > 1:
@@ -116,6 +118,8 @@ def make_recipe(
             label=f"{label}: reduce-scatter",
         ),
         over_replicas=Sum(reduce_dtype, label=f"{label}: all-reduce"),
+        # A communication hook reduces over all ranks.
+        sums_replicas=mesh.replicate_size > 1 and config.comm_hook is None,
         divisor=divisor,
         reduce_dtype=reduce_dtype,
         total_dtype=total_dtype,
