@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.batches.agreeing import HostCopy, refuse_differing, refuse_mixed
 from fullshard.comm.outside_steps import run_collective
@@ -28,6 +27,7 @@ from fullshard.engine.unit import Unit
 from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.mesh import MeshPlan
+from fullshard.process_hooks import BEFORE_STEP
 from fullshard.state.structure import units_of
 from fullshard.torch_private import queue_callback
 
@@ -143,7 +143,7 @@ def _begin_pass(keys: Sequence[Iteration | nn.Module]) -> None:
         )
     if _watcher not in watchers:
         watchers.append(_watcher)
-        register_optimizer_step_pre_hook(_before_step)
+        BEFORE_STEP.add(_before_step, "a weighted backward that failed may have left gradients")
 
 
 def _current() -> _Pass | None:

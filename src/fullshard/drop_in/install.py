@@ -11,7 +11,6 @@ import importlib
 import multiprocessing.spawn
 import pkgutil
 import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +42,7 @@ from fullshard.policies import (
     OffloadPolicy,
     TrainingState,
 )
+from fullshard.process_hooks import Replacements
 from fullshard.state import options as state_options
 
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -178,7 +178,7 @@ def _arrive(comm: CommChoice, cpu: bool) -> _Installed:
     return _Installed()
 
 
-_undo: list[tuple[types.ModuleType, str, Any]] = []
+_names = Replacements("install(): names of PyTorch's FSDP are fullshard's")
 
 
 def install(*, cpu: bool = False) -> None:
@@ -194,7 +194,7 @@ def install(*, cpu: bool = False) -> None:
     """
     if cpu:
         shard_on_cpus()
-    if _undo:
+    if _names:
         return
     originals: dict[int, Any] = {}
     # Everything is imported before the first name is set: PyTorch's engine keeps its own names, and
@@ -210,16 +210,16 @@ def install(*, cpu: bool = False) -> None:
         for name, ours in names.items():
             if hasattr(module, name):  # older versions lack some
                 originals[id(getattr(module, name))] = ours
-                _set(module, name, ours)
+                _names.set(module, name, ours)
     for module_name, module in list(sys.modules.items()):
         if _is_engine(module_name):
             continue
         for name, value in list(getattr(module, "__dict__", {}).items()):
             ours = originals.get(id(value))
             if ours is not None:
-                _set(module, name, ours)
+                _names.set(module, name, ours)
     prepare = multiprocessing.spawn.get_preparation_data
-    _set(
+    _names.set(
         multiprocessing.spawn,
         "get_preparation_data",
         lambda name: {**prepare(name), "fullshard": _Installed()},
@@ -228,21 +228,14 @@ def install(*, cpu: bool = False) -> None:
 
 def is_installed() -> bool:
     """Whether names resolve to fullshard now."""
-    return bool(_undo)
+    return bool(_names)
 
 
 def uninstall() -> None:
     """Restore every name that `install` set. What fullshard has sharded stays sharded."""
     shard_as_libraries_do()
-    while _undo:
-        module, name, value = _undo.pop()
-        setattr(module, name, value)
+    _names.undo()
     recognise_again(FullyShardedDataParallel)
-
-
-def _set(module: types.ModuleType, name: str, value: Any) -> None:
-    _undo.append((module, name, vars(module)[name]))
-    setattr(module, name, value)
 
 
 def _is_engine(module_name: str) -> bool:

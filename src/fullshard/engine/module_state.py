@@ -15,7 +15,7 @@ from fullshard.engine.checks.direct_gradients import watch_direct_gradients
 from fullshard.engine.checks.divisors import warn_of_divisors
 from fullshard.engine.checks.on_meta import refuse_meta_buffers
 from fullshard.engine.checks.root_share import warn_of_large_root
-from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
+from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays
 from fullshard.engine.checks.unwritten import refuse_unwritten
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.nodes import Mark
@@ -28,6 +28,7 @@ from fullshard.engine.unit_setup import move_parameters
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.units import clean_name, lowest_common_unit, unit_around
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
+from fullshard.process_hooks import first_use
 
 _STATE = "_fullshard_state"
 _ROOT_FINALIZES = "set_manual_backward_finalization must be called on the root FSDP module."
@@ -83,7 +84,7 @@ class ModuleState:
         self._config_before: UnitConfig | None = None  # while in full precision
         self._num_registrations = -1  # in the process, when strays were last looked for
         self._strays: set[str] = set()  # names of those found then
-        watch()
+        first_use()
 
     def attach(self) -> None:
         """Put the state on the modules."""

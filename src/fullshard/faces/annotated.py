@@ -39,12 +39,16 @@ from fullshard.engine.params.form import ParamForm, Unfinished
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError
 from fullshard.faces.meshes import DataParallelMeshInfo, shard_dim, spmd_form
+from fullshard.process_hooks import register
 from fullshard.torch_private import DTensorSpec
 
 # Classes that work with the engine's own tensors alone, and what else does. Not the hooks of a forward:
 # their casts, and the nodes on a module's inputs, hand the types of the user's tensors on.
 _OWN_CLASSES = (Iteration, ModuleState, Unit)
 _OWN_FUNCTIONS = (Hooks.before_backward, Hooks.after_backward, Hooks.end_backward, watch_output)
+
+
+_WHY = "types are checked of what programs compute, not of the engine's own work"
 
 
 class _Axis(NamedTuple):
@@ -118,7 +122,7 @@ def leave_unchecked(*functions: Callable[..., Any]) -> None:
         return
     _register_engine(spmd)
     for function in functions:
-        spmd.register_no_typecheck(function)
+        register(spmd.register_no_typecheck, function, why=_WHY)
 
 
 @functools.cache
@@ -127,11 +131,11 @@ def _register_engine(spmd: ModuleType) -> None:
     # around them would cost time in each step of programs that check nothing, and would not reach the
     # threads in which autograd runs hooks on a device.
     for function in (*_OWN_FUNCTIONS, *itertools.chain(*map(_functions_of, _OWN_CLASSES))):
-        spmd.register_no_typecheck(function)
+        register(spmd.register_no_typecheck, function, why=_WHY)
     # Types pass these, which the checker cannot look into. Outside of transforms, inputs are copied by
     # ``view_as``, whose types it knows.
     for node in (AfterBackwardInTransforms, BeforeBackward):
-        spmd.register_local_autograd_function(node)
+        register(spmd.register_local_autograd_function, node, why=_WHY)
 
 
 def _functions_of(owner: type) -> Iterator[Callable[..., Any]]:

@@ -11,55 +11,39 @@ Both look again only when something has changed, so a step pays for two comparis
 
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from fullshard.engine.checks.elementwise import check_elementwise
 from fullshard.engine.checks.low_bit import check_state_precision
 from fullshard.engine.params.managed import Count, ShardHolder, manager_of, marks, owner_of
 from fullshard.engine.runtime import eager
 from fullshard.errors import StateError
+from fullshard.process_hooks import AFTER_STEP, BEFORE_STEP, MODULES, PARAMETERS, at_first_use
 
 _MAX_NAMES = 8  # so many names in a message
 
-# Called when a module is first sharded, by who looks after the whole process.
-on_first: list[Callable[[], None]] = []
 # Registrations since `watch`, except of managed parameters: units may register those at any time.
 registrations = Count()
-_installed: list[object] = []  # handles of the hooks
 # How often each has stepped since a model was first sharded: the same on ranks at one place of a program.
 _steps: weakref.WeakKeyDictionary[Optimizer, Count] = weakref.WeakKeyDictionary()
 # For each optimizer that was looked through: `marks` and its number of parameter groups then.
 _seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
+@at_first_use
 def watch() -> None:
-    """Install the hooks of the process; has no effect after the first call."""
-    if not _installed:
-        _installed.extend(
-            (
-                register_module_parameter_registration_hook(_count_parameter),
-                register_module_module_registration_hook(_count_module),
-                register_optimizer_step_pre_hook(_check_optimizer),
-                register_optimizer_step_pre_hook(check_elementwise),
-                register_optimizer_step_post_hook(check_state_precision),
-                register_optimizer_step_post_hook(_count_step),
-            )
-        )
-        for begin in on_first:
-            begin()
+    """Install the hooks of the process."""
+    why = "finds parameters that were added after sharding"
+    PARAMETERS.add(_count_parameter, why)
+    MODULES.add(_count_module, why)
+    BEFORE_STEP.add(_check_optimizer, "refuses parameters that modules no longer use")
+    BEFORE_STEP.add(check_elementwise, "warns of optimizers that need whole parameters")
+    AFTER_STEP.add(check_state_precision, "warns of state whose precision depends on the mesh")
+    AFTER_STEP.add(_count_step, "counts steps, for checkpoints")
 
 
 def is_stray(parameter: nn.Parameter | None) -> bool:
