@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.checks.direct_gradients import watch_direct_gradients
-from fullshard.engine.checks.divisors import warn_of_divisors
-from fullshard.engine.checks.on_meta import refuse_meta_buffers
-from fullshard.engine.checks.root_share import warn_of_large_root
-from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays
-from fullshard.engine.checks.unwritten import refuse_unwritten
+from fullshard.engine.checks.advice import When, advise
+from fullshard.engine.checks.gradients import watch_direct_gradients
+from fullshard.engine.checks.model import Model, is_stray, registrations
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.nodes import Mark
 from fullshard.engine.observer import on_root
@@ -266,17 +263,16 @@ class ModuleState:
         for unit in units:
             with naming_lack(f"{unit.path}: first use", "Values are as they were."):
                 unit.adopt()
-        own_modules = (module for state in self._states for module in state.own_modules())
-        refuse_meta_buffers(root, own_modules, self.all_units[0].device)
-        refuse_unwritten(root)
+        modules = [module for state in self._states for module in state.own_modules()]
+        model = Model(root, modules, units, self.units, self.all_units[0].device)
+        advise(When.HAS_MEMORY, model)
         # Only now, when all have memory: what raised until here may be done again from the start.
         for unit in self.all_units:
             unit.become_root()
         for state in self._states:
             state._units = state.units
             state._cast_buffers()
-        warn_of_large_root(root, units, self.units)
-        warn_of_divisors(units)
+        advise(When.IS_ROOT, model)
         self._watching = watch_direct_gradients(units)
         kinds = list({type(module) for module in root.modules()})
         inner: Any = root.module if self.is_wrapper else root
@@ -362,7 +358,7 @@ class ModuleState:
             for name, parameter in module._parameters.items()
             if is_stray(parameter) and name not in state.ignored_names.get(module, ())
         }
-        warn_of_strays(sorted(strays - self._strays))
+        advise(When.HAS_GROWN, sorted(strays - self._strays))
         self._strays = strays
 
     def gradient_arrives(self) -> None:

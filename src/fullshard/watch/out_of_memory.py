@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fullshard.engine.checks.strays import stepped_optimizers
+from fullshard.engine.checks.optimizers import stepped_optimizers
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.restoring import is_lack
 from fullshard.engine.runtime import Runtime
