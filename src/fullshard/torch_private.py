@@ -235,10 +235,6 @@ ATTRIBUTES = (
     Attribute(_A_MODULE, "_modules", "show which modules were sharded together, as PyTorch does"),
     Attribute(nn.Module, "_apply", "follow `model.to`, `model.half` and the like"),
     Attribute(nn.Module, "_call_impl", "recognise the frame that runs a forward"),
-    Attribute(
-        _A_MODULE, "_forward_pre_hooks", "run a module without its unit, to explain an error"
-    ),
-    Attribute(_A_MODULE, "_forward_hooks", "run a module without its unit, to explain an error"),
     Attribute(nn.Module, "_register_state_dict_hook", "make FSDP1's state dicts"),
     Attribute(nn.Module, "_register_load_state_dict_pre_hook", "load FSDP1's state dicts"),
     Attribute(nn.Module, "_save_to_state_dict", "warn of modules that save more in their own way"),
