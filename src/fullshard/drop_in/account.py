@@ -5,7 +5,6 @@ started without ranks. Nothing in its output would tell.
 """
 
 import functools
-import multiprocessing.spawn
 import sys
 import weakref
 from typing import Any
@@ -74,18 +73,13 @@ class Account(PassWatcher):
 
     def _follow_children(self) -> None:
         """Have processes that `multiprocessing` starts tell of theirs; this one cannot know then."""
-        prepare = multiprocessing.spawn.get_preparation_data
-
-        def prepare_with_account(name: str) -> dict[str, Any]:
-            self._note_child()
-            return {**prepare(name), "fullshard_account": _Begun()}
-
         names = Replacements("processes that the program starts say what they have sharded")
-        names.set(multiprocessing.spawn, "get_preparation_data", prepare_with_account)
+        install.call_in_spawned(names, _begin_in_child, self._note_child)
         HAS_FORKED.add(self._note_child, "fullshard.run knows nothing of what children shard")
 
-    def _note_child(self) -> None:
+    def _note_child(self) -> tuple[()]:
         self._has_children = True
+        return ()
 
     def _untold(self, has_failed: bool) -> str:
         """Say why no model was told of; empty if one may have been, or may have come to be."""
@@ -129,19 +123,11 @@ class Account(PassWatcher):
         return accelerate_wants_fsdp() and kind.endswith((".MULTI_CPU", ".NO"))
 
 
-class _Begun:
-    """Pickles as a call of `_begin_in_child`, in the process that unpickles it."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _begin_in_child, ()
-
-
-def _begin_in_child() -> Account:
+def _begin_in_child() -> None:
     """Keep an account in a process that `multiprocessing` has spawned, which ends by no exit function."""
     account = Account()
     end = functools.partial(account.end, has_failed=True)
     before_exit(end, why="fullshard.run says what was sharded")
-    return account
 
 
 def _say(text: str) -> None:

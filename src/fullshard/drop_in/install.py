@@ -11,8 +11,8 @@ import importlib
 import multiprocessing.spawn
 import pkgutil
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from fullshard.comm import collectives
 from fullshard.comm.select import default_comm, set_default_comm
@@ -162,20 +162,35 @@ _REPLACED: dict[str, dict[str, Any]] = {
 }
 
 
-class _Installed:
-    """A value that calls `install` where it is unpickled: in every process that is spawned.
+class _Call(NamedTuple):
+    """A value that calls a function where it is unpickled."""
 
-    `multiprocessing` unpickles it before the process imports the main program again.
-    """
+    function: Callable[..., object]
+    arguments: tuple[Any, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (default_comm(), is_sharding_on_cpus())
+        return self.function, self.arguments
 
 
-def _arrive(comm: CommChoice, cpu: bool) -> _Installed:
+def call_in_spawned(
+    names: Replacements, function: Callable[..., object], arguments: Callable[[], tuple[Any, ...]]
+) -> None:
+    """Call a function in each process that `multiprocessing` spawns, before it imports the main program again.
+
+    arguments: returns them, when the process is started. names: undoes it.
+    """
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def prepare_and_call(name: str) -> dict[str, Any]:
+        call = _Call(function, arguments())
+        return {**prepare(name), f"fullshard {function.__qualname__}": call}
+
+    names.set(multiprocessing.spawn, "get_preparation_data", prepare_and_call)
+
+
+def _arrive(comm: CommChoice, cpu: bool) -> None:
     set_default_comm(comm)
     install(cpu=cpu)
-    return _Installed()
 
 
 _names = Replacements("install(): names of PyTorch's FSDP are fullshard's")
@@ -218,12 +233,7 @@ def install(*, cpu: bool = False) -> None:
             ours = originals.get(id(value))
             if ours is not None:
                 _names.set(module, name, ours)
-    prepare = multiprocessing.spawn.get_preparation_data
-    _names.set(
-        multiprocessing.spawn,
-        "get_preparation_data",
-        lambda name: {**prepare(name), "fullshard": _Installed()},
-    )
+    call_in_spawned(_names, _arrive, lambda: (default_comm(), is_sharding_on_cpus()))
 
 
 def is_installed() -> bool:
