@@ -1,7 +1,6 @@
 """``python -m fullshard.run script.py``: run an unmodified script on fullshard."""
 
 import argparse
-import atexit
 import builtins
 import importlib.machinery
 import importlib.util
@@ -20,6 +19,7 @@ from fullshard.drop_in.account import Account
 from fullshard.drop_in.on_cpu import shard_on_cpus
 from fullshard.errors import StateError
 from fullshard.policies import CommChoice
+from fullshard.process_hooks import at_exit
 
 _WITH_VALUE = ("--comm", "--engine")
 
@@ -92,7 +92,7 @@ def main() -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, "" if options.module else str(Path(script).resolve().parent))
     # Exit functions run in reverse order: registered first, this runs after the script's own.
-    atexit.register(_end_group, os.getpid())
+    leave_group = at_exit(_end_group, os.getpid(), why="the script may leave a process group")
     try:
         if options.module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -102,7 +102,7 @@ def main() -> None:
         has_failed = not isinstance(error, SystemExit) or bool(error.code)
         if has_failed:
             # After an error, destroying the group could wait for ranks that will not come.
-            atexit.unregister(_end_group)
+            leave_group()
         if account is not None:
             account.end(has_failed=has_failed)
         raise

@@ -146,26 +146,7 @@ with _to("tell whether collectives of a group are being coalesced"):
 
 # What names new process groups. None where torch lacks it: fullshard's collectives then share the
 # program's groups.
-_process_group_name: Any = getattr(dist.distributed_c10d, "_process_group_name", None)
-
-
-@contextlib.contextmanager
-def naming_groups(name: str) -> Iterator[bool]:
-    """Give the process group that is made within the body a name. Yields whether that is possible.
-
-    With ``use_local_synchronization`` torch names a group by how many groups the rank is in, so that
-    ranks which are in different numbers of them would wait for groups of different names (2.13).
-    """
-    if _process_group_name is None:
-        yield False
-        return
-    c10d: Any = dist.distributed_c10d
-    c10d._process_group_name = lambda *_, **__: name
-    try:
-        yield True
-    finally:
-        c10d._process_group_name = _process_group_name
-
+process_group_name: Any = getattr(dist.distributed_c10d, "_process_group_name", None)
 
 with _to("join collectives of NCCL into one launch"):
     from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
@@ -258,10 +239,6 @@ ATTRIBUTES = (
     Attribute(_A_MODULE, "_modules", "show which modules were sharded together, as PyTorch does"),
     Attribute(nn.Module, "_apply", "follow `model.to`, `model.half` and the like"),
     Attribute(nn.Module, "_call_impl", "recognise the frame that runs a forward"),
-    Attribute(
-        _A_MODULE, "_forward_pre_hooks", "run a module without its unit, to explain an error"
-    ),
-    Attribute(_A_MODULE, "_forward_hooks", "run a module without its unit, to explain an error"),
     Attribute(nn.Module, "_register_state_dict_hook", "make FSDP1's state dicts"),
     Attribute(nn.Module, "_register_load_state_dict_pre_hook", "load FSDP1's state dicts"),
     Attribute(nn.Module, "_save_to_state_dict", "warn of modules that save more in their own way"),
@@ -403,8 +380,8 @@ __all__ = [
     "is_fake",
     "is_fake_mode_active",
     "is_function_mode_enabled",
-    "naming_groups",
     "preserve_version_counters",
+    "process_group_name",
     "pytree",
     "queue_callback",
     "registry_of",

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
-from fullshard.checkpoint.collector import collector_waits
 from fullshard.checkpoint.dcp_files import DcpFiles
 from fullshard.checkpoint.locations import folder_at
 from fullshard.errors import CheckpointError
+from fullshard.process_hooks import collector_waits
 from tests.api import TORCH, Api, use_api
 from tests.checkpoint.test_any_to_any import _sharded, _state, _train
 from tests.fsdp1.models import quiet

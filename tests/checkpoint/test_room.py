@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import background, room, saving
-from fullshard.engine.checks import room as checks
+from fullshard.engine.checks import meta as checks
 from fullshard.errors import AllocationError, CheckpointError
 from fullshard.host import Pool
 from tests.api import Api

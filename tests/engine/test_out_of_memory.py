@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard.engine.module_state import state_of
 from fullshard.engine.runtime import Runtime
+from fullshard.process_hooks import Hook
 from fullshard.watch import out_of_memory
 from tests.api import Api
 from tests.fresh import in_warm_forks
@@ -96,13 +97,13 @@ def test_it_is_attached_once_and_only_for_cuda(monkeypatch: Any) -> None:
         all_units = (Unit(),)
 
     attached: list[Any] = []
-    monkeypatch.setattr(out_of_memory, "_observed", set())
+    monkeypatch.setattr(out_of_memory, "OUT_OF_MEMORY", Hook("CUDA", attached.append))
     monkeypatch.setattr(out_of_memory, "attach_out_of_memory_observer", attached.append)
     for _ in range(2):
         out_of_memory.observe_allocator(Root())  # type: ignore[arg-type]
-    assert attached == [out_of_memory._observe]
+    assert len(attached) == 1
     Unit.device = torch.device("cpu")
-    monkeypatch.setattr(out_of_memory, "_observed", set())
+    monkeypatch.setattr(out_of_memory, "OUT_OF_MEMORY", Hook("CUDA", attached.append))
     out_of_memory.observe_allocator(Root())  # type: ignore[arg-type]
     assert len(attached) == 1
 

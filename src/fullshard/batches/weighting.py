@@ -7,24 +7,39 @@ With weights w of all losses of a step, one per rank and backward, the gradient 
 
 The engine adds up grad(loss) over ranks and backwards, and divides by the number of ranks. So a loss is
 scaled by ``w * ranks / total``, where the total contains what came before; and what earlier backwards have
-left is scaled by ``total before / total`` (`totals`). Gradients are right after each backward, not only after
-the last.
+left is scaled by ``total before / total``. Gradients are right after each backward, not only after the last.
+
+[Note: When a step begins] A total counts what gradients contain. It begins anew once they were dropped or
+zeroed, which `GradientMarks` notices: no call says where a step begins or ends. Ranks agree on it, since a
+rank may have nothing of a parameter but zeros.
 """
 
+import dataclasses
+import functools
+import itertools
 import math
 import numbers
 import weakref
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.batches.totals import add_weight, widest
+from fullshard.batches.marks import GradientMarks
+from fullshard.comm.outside_steps import run_collective
+from fullshard.engine.iteration import Iteration
+from fullshard.engine.module_state import state_of_unit
+from fullshard.engine.params.managed import manager_of
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
-from fullshard.errors import ShardingError, StateError
+from fullshard.engine.watchers import PassWatcher, watchers
+from fullshard.errors import MisuseError, ShardingError, StateError
+from fullshard.plan.mesh import MeshPlan
+from fullshard.process_hooks import BEFORE_STEP
 from fullshard.state.structure import units_of
+from fullshard.torch_private import queue_callback
 
 
 @eager
@@ -90,7 +105,7 @@ def _check_divisors(units: list[Unit]) -> None:
     """Raise StateError unless every unit divides gradients by the number of ranks with other data."""
     if not units:
         return
-    num_ranks = widest(units).data_parallel_size
+    num_ranks = _widest(units).data_parallel_size
     for unit in units:
         divisor = unit.config.gradient_divide_factor or unit.mesh.plan.data_parallel_size
         if unit.config.comm_hook is None and divisor != num_ranks:
@@ -115,5 +130,292 @@ class _Weighted(torch.autograd.Function):
         model = ctx.model()
         if model is None:
             return None, None, None  # nobody is left to have gradients
-        share = add_weight(ctx.weight, model, grad.device)
+        share = _add_weight(ctx.weight, model, grad.device)
         return grad * share.to(grad.device, grad.dtype), None, None
+
+
+# What gradients contain, and backwards under way
+
+
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """What the weighted losses of one model have left so far.
+
+    total: of all weights that are in the gradients; 0-dim, float64. marks: of the gradients after the last
+    weighted backward, or, before the first one, of none.
+    """
+
+    total: torch.Tensor
+    marks: GradientMarks
+
+
+class _Pass(NamedTuple):
+    """A backward pass with a weighted loss.
+
+    models: that it was told of. trained, units: of these, by reference. end: the function that autograd calls
+    at the end of the pass and that nobody else keeps. It takes the pass off the list; so if it is gone, and
+    the pass is there, an exception has ended the pass.
+    """
+
+    models: "set[weakref.ref[Iteration | nn.Module]]"
+    trained: "list[weakref.ref[torch.Tensor]]"
+    units: "list[weakref.ref[Unit]]"
+    end: "weakref.ref[Callable[[], None]]"
+
+
+# By the model's iteration; of one that is not sharded, by itself.
+_steps: "weakref.WeakKeyDictionary[Iteration | nn.Module, _Step]" = weakref.WeakKeyDictionary()
+_passes: list[_Pass] = []  # the last one
+
+
+@eager
+@torch.no_grad()
+def _add_weight(
+    weight: float | torch.Tensor, model: nn.Module, device: torch.device
+) -> torch.Tensor:
+    """Count a loss's weight, scale what earlier backwards have left, return what the loss is scaled by.
+
+    Comes in a backward, before any gradient is reduced. Collective. device: for a model that is not
+    sharded. Returns a 0-dim float64 tensor. For errors see `weighted_loss`.
+    """
+    roots = _roots(model)
+    keys: list[Iteration | nn.Module] = [*roots] or [model]
+    modules = [*roots.values()] or [model]
+    units = list(dict.fromkeys(unit for module in modules for unit in units_of(module)))
+    device = units[0].device if units else device
+    trained = _trained([*modules, model], units)
+    _begin_pass(keys)
+    step = _step_of(keys, trained, device)
+    seen = step.marks.compare([*trained], device)
+    own = torch.as_tensor(weight, dtype=torch.float64, device=device)
+    has_hidden = any(unit.gradients.has_hidden for unit in units)
+    waits = torch.tensor(float(has_hidden), dtype=torch.float64, device=device)
+    dropped = seen.gone * (1 - seen.kept)
+    facts = torch.cat(
+        [torch.stack([own.reshape(()), waits]), seen.kept, seen.gone, dropped, seen.untouched]
+    )
+    for group in _groups(units):
+        run_collective(dist.all_reduce, facts, group=group, label="weights of losses")
+    kept, gone, dropped, untouched = facts[2:].chunk(4)
+    names = [*trained.values()]
+    if seen.may_be_mixed:
+        _refuse_mixed(names, kept.tolist(), gone.tolist())
+    differing = _on_host((dropped > 0) & (untouched > 0))
+    if device.type == "cpu":  # elsewhere at the end of the pass, when nobody has to wait for it
+        _refuse_differing(names, differing())
+    goes_on = facts[1] + kept.sum() > 0
+    before = torch.where(goes_on, step.total, 0.0)
+    total = before + facts[0]
+    _rescale(units, trained, torch.where(goes_on & (total > 0), before / total, 1.0))
+
+    def end() -> None:
+        step.total, step.marks = total, GradientMarks([*trained])
+        _passes.clear()
+        _refuse_differing(names, differing())
+
+    _passes.append(
+        _Pass(
+            {weakref.ref(key) for key in keys},
+            [weakref.ref(tensor) for tensor in trained],
+            [weakref.ref(unit) for unit in units],
+            weakref.ref(end),
+        )
+    )
+    # Once this pass is over, and the engine is done with it: its callback is queued between these two.
+    queue_callback(functools.partial(queue_callback, end))
+    num_ranks = _widest(units).data_parallel_size if units else 1
+    return torch.where(total > 0, own * num_ranks / total, 0.0)
+
+
+def _begin_pass(keys: Sequence[Iteration | nn.Module]) -> None:
+    """Note that a weighted pass begins. Raises MisuseError in another one, or in one that has begun."""
+    if _current() is not None:
+        raise MisuseError(
+            "weighted_loss: two weighted losses are in one backward, and each would scale what the other "
+            "has left. Add them first, and weigh the sum; of several models, pass a module that contains them."
+        )
+    _settle_failure()
+    if any(isinstance(key, Iteration) and key.is_in_backward for key in keys):
+        raise MisuseError(
+            "weighted_loss: this backward has begun with another loss that was not weighted. Add all losses "
+            "first, and weigh the sum."
+        )
+    if _watcher not in watchers:
+        watchers.append(_watcher)
+        BEFORE_STEP.add(_before_step, "a weighted backward that failed may have left gradients")
+
+
+def _current() -> _Pass | None:
+    """Return the weighted pass that runs; None if there is none, or an exception has ended it."""
+    return next((each for each in _passes if each.end() is not None), None)
+
+
+def _settle_failure() -> None:
+    """Forget a weighted pass that an exception has ended. Raises StateError while it has left gradients."""
+    failed = next((each for each in _passes if each.end() is None), None)
+    if failed is None:
+        return
+    grads = (tensor.grad for each in failed.trained if (tensor := each()) is not None)
+    units = (unit for each in failed.units if (unit := each()) is not None)
+    if any(g is not None and g.count_nonzero() > 0 for g in grads) or any(
+        unit.gradients.has_hidden for unit in units
+    ):
+        raise StateError(
+            "weighted_loss: an exception has ended the last weighted backward, and gradients of that step are "
+            "there: incomplete, and scaled for the loss that failed. Drop them (model.zero_grad()) before the "
+            "next backward or step."
+        )
+    for reference in failed.models:
+        if (key := reference()) is not None:
+            _steps.pop(key, None)
+    _passes.clear()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+    """Refuse a step with what a failed pass has left."""
+    if _passes and _current() is None:
+        left = {id(each()) for each in _passes[0].trained}
+        if any(id(p) in left for group in optimizer.param_groups for p in group["params"]):
+            _settle_failure()
+
+
+class _Watcher(PassWatcher):
+    """Keeps gradients with and without weight apart."""
+
+    @torch.no_grad()
+    def backward_begins(self, iteration: Iteration) -> None:
+        """Raise MisuseError for a backward that would mix them."""
+        current = _current()
+        if current is not None:
+            if weakref.ref(iteration) not in current.models:
+                raise MisuseError(
+                    f"weighted_loss: the loss reaches a model that it was not told of, with "
+                    f"{iteration.units[0].label}. Pass a module that contains all models of the loss."
+                )
+            return
+        _settle_failure()
+        step = _steps.get(iteration)
+        if step is None or not len(step.marks):
+            return
+        units = iteration.units
+        trained = [param.holder.sharded for unit in units for param in unit.params]
+        trained = list(dict.fromkeys(trained))
+        seen = step.marks.compare(trained, units[0].device)
+        if bool(seen.kept.any()):
+            raise MisuseError(
+                "weighted_loss: this backward has no weight, but gradients of weighted losses are there, which it "
+                "would be added to. Weigh its loss too, add it to the weighted one before, or drop gradients."
+            )
+
+
+_watcher = _Watcher()
+
+
+def _roots(model: nn.Module) -> dict[Iteration, nn.Module]:
+    """Return the iterations that a model's units are of, each with its root module."""
+    found: dict[Iteration, nn.Module] = {}
+    for unit in units_of(model):
+        state = state_of_unit(unit)
+        if state is not None and (iteration := state.known_iteration) is not None:
+            root = state.root_module
+            assert root is not None
+            found[iteration] = root
+    return found
+
+
+def _trained(modules: Sequence[nn.Module], units: Sequence[Unit]) -> dict[torch.Tensor, str]:
+    """Return what an optimizer updates, with its name: the same on all ranks, in the same order, units first."""
+    names: dict[torch.Tensor, str]
+    names = {param.holder.sharded: param.name for unit in units for param in unit.params}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if manager_of(parameter) is None:
+                names.setdefault(parameter, name)
+    return names
+
+
+def _step_of(
+    keys: Sequence[Iteration | nn.Module], trained: Mapping[torch.Tensor, str], device: torch.device
+) -> _Step:
+    """Return what is known of a step of some models. Raises StateError for gradients that nobody weighed."""
+    first, *others = (_steps.get(key) for key in keys)
+    are_one = all(each is first for each in others)
+    if first is not None and are_one and len(first.marks) in (0, len(trained)):
+        return first
+    for tensor, name in trained.items():
+        if tensor.grad is not None and tensor.grad.count_nonzero() > 0:
+            raise StateError(
+                f"weighted_loss: {name} has a gradient of a backward without weight, or of a weighted loss of "
+                "other models. Drop gradients first, and weigh the losses of all backwards of a step, with the "
+                "same model."
+            )
+    step = _Step(torch.zeros((), dtype=torch.float64, device=device), GradientMarks([]))
+    for key in keys:
+        _steps[key] = step
+    return step
+
+
+def _widest(units: Sequence[Unit]) -> MeshPlan:
+    """Return the place in the mesh that has all ranks which see different data."""
+    return max((unit.mesh.plan for unit in units), key=lambda plan: plan.data_parallel_size)
+
+
+def _groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
+    """Return the process groups of the axes over which ranks see different data."""
+    if not units:
+        return []
+    plan = _widest(units)
+    mesh = next(unit.mesh for unit in units if unit.mesh.plan is plan)
+    return [group for group in (mesh.shard_group, mesh.replicate_group) if group is not None]
+
+
+def _rescale(
+    units: Sequence[Unit], trained: Mapping[torch.Tensor, str], factor: torch.Tensor
+) -> None:
+    """Multiply all that earlier backwards have left."""
+    own = {id(param.holder.sharded) for unit in units for param in unit.params}
+    left = [tensor for unit in units for tensor in unit.gradients.accumulated]
+    left += [p.grad for p in trained if id(p) not in own and p.grad is not None]
+    for device, tensors in itertools.groupby(left, key=lambda tensor: tensor.device):
+        torch._foreach_mul_([*tensors], factor.to(device))
+
+
+# Whether gradients were dropped together: on all ranks, and of all parameters
+
+
+def _on_host(tensor: torch.Tensor) -> Callable[[], list[Any]]:
+    """Begin to copy a tensor to the host; return what waits for its values."""
+    if tensor.device.type == "cpu":
+        return tensor.tolist
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    event = torch.Event(tensor.device)
+    event.record()
+
+    def values() -> list[Any]:
+        event.synchronize()
+        return copy.tolist()
+
+    return values
+
+
+def _refuse_differing(names: Sequence[str], differing: Sequence[bool]) -> None:
+    """Raise StateError, on all ranks, if some have dropped gradients that others have kept."""
+    found = [name for name, is_found in zip(names, differing, strict=True) if is_found]
+    if found:
+        raise StateError(
+            f"weighted_loss: since the last weighted loss some ranks have dropped the gradient of {found[0]} "
+            f"({len(found)} parameters), and others have not. Drop gradients on all ranks, or on none."
+        )
+
+
+def _refuse_mixed(names: Sequence[str], kept: Sequence[float], gone: Sequence[float]) -> None:
+    """Raise StateError if the gradients of some parameters were dropped and those of others were not."""
+    dropped = [n for n, k, g in zip(names, kept, gone, strict=True) if g and not k]
+    stayed = [n for n, k in zip(names, kept, strict=True) if k]
+    if dropped and stayed:
+        raise StateError(
+            f"weighted_loss: since the last weighted loss the gradient of {dropped[0]} was dropped, and that of "
+            f"{stayed[0]} was not ({len(dropped)} and {len(stayed)} parameters). Weights are counted for the whole "
+            "model, so drop all gradients together, or shard the parts as models of their own."
+        )

@@ -1,8 +1,7 @@
 """Saves in the background: `PendingSave`, and the host memory that they copy to."""
 
-import atexit
+import functools
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from fullshard.checkpoint.peers import Peers, said
 from fullshard.checkpoint.room import check_copies
 from fullshard.checkpoint.stages import SavedCheckpoint, SaveJob, SaveRequest, execute
 from fullshard.errors import CheckpointError, FullshardError
+from fullshard.process_hooks import at_exit, start_thread
 
 # Python lets one thread run at a time, for 5 ms. The program goes first: it has waited for the copy.
 _HEAD_START_SECONDS = 0.002
@@ -40,11 +40,15 @@ class PendingSave:
         self._warning = ""
         self.stall_seconds = time.perf_counter() - begun
         # Not a daemon: a program that ends waits for its last checkpoint.
-        self._thread = threading.Thread(
-            target=self._run, args=(decided,), name="fullshard-checkpoint"
-        )
         _in_flight.append(self)
-        self._thread.start()
+        _begin_in_background()
+        self._thread = start_thread(
+            self._run,
+            decided,
+            name="fullshard-checkpoint",
+            why="saves in the background",
+            is_daemon=False,
+        )
 
     @property
     def left_unsaid(self) -> str:
@@ -93,12 +97,16 @@ class PendingSave:
 _in_flight: list[PendingSave] = []
 
 
-@atexit.register
 def _say_what_was_lost() -> None:
     """Say what went wrong with the save while the program ended. Its thread has ended by now."""
     for pending in _in_flight:
         if pending.left_unsaid:
             print(f"fullshard: {pending.left_unsaid}", file=sys.stderr)
+
+
+@functools.cache
+def _begin_in_background() -> None:
+    at_exit(_say_what_was_lost, why="a save in the background may have failed since")
 
 
 def finish_background() -> None:

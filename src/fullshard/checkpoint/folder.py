@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
+from fullshard.process_hooks import start_thread
 
 logger = logging.getLogger("fullshard")
 
@@ -209,8 +210,9 @@ class Heartbeat:
     def __init__(self, beat: Callable[[int], object]) -> None:
         self._beat = beat
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fullshard-alive", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(
+            self._run, name="fullshard-alive", why="shows others that a save goes on"
+        )
 
     def stop(self) -> None:
         self._stopped.set()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.background import finish_background
-from fullshard.checkpoint.collector import collector_waits
 from fullshard.checkpoint.fitting import Source, check_allowed, check_fits, listed
 from fullshard.checkpoint.load_plan import LoadPlan, plan_load
 from fullshard.checkpoint.local_content import Models, Optimizers, named, section_names
@@ -23,6 +22,7 @@ from fullshard.checkpoint.room import Load, check_room, state_nbytes
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.saved_values import OptimizerValues, SavedValues
 from fullshard.checkpoint.spans import Wanted
+from fullshard.process_hooks import collector_waits
 from fullshard.state.holdings import Holding, tell_loaded
 
 ALLOWED = ("missing", "unexpected", "dtype", "memory")

@@ -35,6 +35,7 @@ from fullshard.checkpoint.folder import (
 )
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.process_hooks import AFTER_FORK
 
 _PARTIAL = ".partial-"
 _REMOVED = ".removed-"
@@ -217,6 +218,8 @@ class LocalDraft(Draft):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._lock: int | None = os.open(self.path / _WRITER, flags)
         _drafts.add(self)
+        # It may outlive this process.
+        AFTER_FORK.add(_leave_to_parent, "locks of checkpoints under way are the parent's")
         with contextlib.suppress(
             OSError
         ):  # some filesystems have no locks; the beats are seen there
@@ -344,12 +347,9 @@ _drafts: weakref.WeakSet[LocalDraft] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Give the locks of a process back in one that it has forked, which may outlive it."""
+    """Give the locks of a process back in one that it has forked."""
     for draft in [*_drafts]:
         draft.release()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def is_of_checkpoint(name: str) -> bool:

@@ -30,6 +30,7 @@ from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.saving import save_later, save_now
 from fullshard.checkpoint.stages import SavedCheckpoint, SaveRequest
 from fullshard.errors import CheckpointError, DamagedCheckpointError
+from fullshard.process_hooks import AFTER_FORK, set_signal
 
 LATEST = "latest"
 _CAN_BE_HEARD = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
@@ -316,9 +317,10 @@ class CheckpointManager:
             return
         self._hears = True
         _hearing.append(self)
+        AFTER_FORK.add(_stop_hearing, "signals that ask for a checkpoint are the parent's")
         for number in signals:
             self._previous[number] = signal.getsignal(number) or signal.SIG_DFL
-            signal.signal(number, self._ask)
+            set_signal(number, self._ask, why="saves a checkpoint before the process ends")
 
     def _give_signals_back(self) -> None:
         self._closed = True
@@ -331,7 +333,7 @@ class CheckpointManager:
         _hearing.remove(self)
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._ask:  # else another one came since, and calls this
-                signal.signal(number, handler)
+                set_signal(number, handler)
 
     def _check(self, step: int) -> None:
         if self._closed:
@@ -344,7 +346,7 @@ class CheckpointManager:
         if (
             self._closed or not self._hears
         ):  # a later one gave the signal back: it goes further back
-            signal.signal(number, previous)
+            set_signal(number, previous)
             os.kill(os.getpid(), number)
             return
         self._asked = True
@@ -421,9 +423,6 @@ def _stop_hearing() -> None:
     """Give signals back in a process that was forked: it is none of the training, and SIGTERM is to end it."""
     for manager in reversed([*_hearing]):
         manager.stop_hearing()
-
-
-os.register_at_fork(after_in_child=_stop_hearing)
 
 
 def _is_complete(folder: Folder) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from fullshard.checkpoint.background import PendingSave, finish_background, staging
-from fullshard.checkpoint.collector import collector_waits
 from fullshard.checkpoint.kept_plan import kept_plan
 from fullshard.checkpoint.local_content import Models, Optimizers
 from fullshard.checkpoint.locations import Location
@@ -21,6 +20,7 @@ from fullshard.checkpoint.stages import (
     execute,
 )
 from fullshard.errors import CheckpointError, FullshardError
+from fullshard.process_hooks import collector_waits
 
 
 def save_checkpoint(

@@ -41,7 +41,7 @@ from fullshard.checkpoint.module_states import module_states
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
-from fullshard.engine.checks.strays import num_updates, steps_of
+from fullshard.engine.checks.optimizers import known, num_updates
 from fullshard.engine.unit import comms_of
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.boxes import tiling_fault
@@ -193,7 +193,7 @@ def _moments(
     if places:
         groups = ", ".join(sorted(places))
         for section, optimizer in optimizers.items():
-            number = steps_of(optimizer).value
+            number = known(optimizer).steps.value
             places[f"{section} of {groups}"] = number, f"{number} steps of {section}"
     runs = {key: itertools.groupby(numbers) for key, numbers in updates.items()}
     return Moments(

@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import struct
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +19,7 @@ from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.folder import Folder, shard_name
 from fullshard.checkpoint.manifest import BLOCK_NBYTES, FileEntry, blocks_of, dtype_name
 from fullshard.plan.boxes import Box
+from fullshard.process_hooks import start_thread
 from fullshard.state.host_memory import host_bytes
 
 T = TypeVar("T")
@@ -112,11 +112,9 @@ def _at_once(jobs: Sequence[Callable[[], T]]) -> list[T]:
             errors.append(error)
 
     threads = [
-        threading.Thread(target=run, args=(number,), name="fullshard-write")
+        start_thread(run, number, name="fullshard-write", why="writes files", is_daemon=False)
         for number in range(len(jobs))
     ]
-    for thread in threads:
-        thread.start()
     for thread in threads:
         thread.join()
     if errors:

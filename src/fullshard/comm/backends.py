@@ -13,7 +13,6 @@ Destroying the group joins the threads, but only if nothing refers to the group 
 and models do. A short sleep before the end always helps: the threads get the GIL meanwhile.
 """
 
-import atexit
 import functools
 import time
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import CommError
+from fullshard.process_hooks import at_exit
 
 _LET_GO_S = 0.02
 _NAMELESS = ("custom", "undefined")  # names that C++ gives to classes that it does not know
@@ -107,7 +107,7 @@ def abort(group: dist.ProcessGroup) -> None:
 @functools.cache
 def let_go_at_exit() -> None:
     """Sleep a moment at the program's end, for Gloo's threads: see [Note: Leaving Gloo]."""
-    atexit.register(time.sleep, _LET_GO_S)
+    at_exit(time.sleep, _LET_GO_S, why="Gloo's threads let go of what they have sent")
 
 
 def _name(group: dist.ProcessGroup, device: torch.device) -> str:

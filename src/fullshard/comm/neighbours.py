@@ -17,7 +17,6 @@ anything, and the system gives the connection up by itself, after 7 s (`_PROBES`
 import contextlib
 import json
 import logging
-import os
 import secrets
 import select
 import socket
@@ -26,6 +25,7 @@ import weakref
 from collections.abc import Sequence
 
 from fullshard.comm.notices import Board
+from fullshard.process_hooks import AFTER_FORK
 
 logger = logging.getLogger("fullshard")
 
@@ -58,6 +58,8 @@ class Neighbours:
         self._unreached: set[int] = set()
         self._tried_at = 0.0
         _all.add(self)
+        # A worker that loads data, say, would keep its parent's connections open.
+        AFTER_FORK.add(_close_all, "connections to other hosts are the parent's")
 
     def open(self) -> None:
         """Say where this rank can be reached, unless it has."""
@@ -205,7 +207,3 @@ _all: "weakref.WeakSet[Neighbours]" = weakref.WeakSet()
 def _close_all() -> None:
     for each in list(_all):
         each.close()
-
-
-# A forked child, such as a worker that loads data, would keep its parent's connections open.
-os.register_at_fork(after_in_child=_close_all)

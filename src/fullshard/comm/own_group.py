@@ -18,7 +18,8 @@ from fullshard.comm.backends import backend_names, timeout_s
 from fullshard.comm.exchange import exchange_through_group
 from fullshard.comm.store import store_in_time
 from fullshard.host import files_left
-from fullshard.torch_private import default_group, naming_groups
+from fullshard.process_hooks import naming_groups
+from fullshard.torch_private import default_group
 
 _SPARE_FILES = 16
 _ANSWER_S = 60.0  # of the store

@@ -27,7 +27,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from multiprocessing import util
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -55,6 +54,7 @@ from fullshard.plan.standstill import (
     Notice,
     State,
 )
+from fullshard.process_hooks import before_exit, start_thread
 from fullshard.torch_private import default_group, distributed_world
 
 logger = logging.getLogger("fullshard")
@@ -115,13 +115,12 @@ class Sentry(Teller):
     def start(self) -> None:
         """Start the thread, unless it runs."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._watch, name="fullshard-sentry", daemon=True
+            self._thread = start_thread(
+                self._watch, name="fullshard-sentry", why="ends what can never go on, and says why"
             )
-            self._thread.start()
             # Before the interpreter ends, and also in children of multiprocessing, which call no
             # function of `atexit`. The thread must not be in C++ when the interpreter ends.
-            util.Finalize(None, self._end, exitpriority=0)
+            before_exit(self._end, why="the thread fullshard-sentry ends before the interpreter")
 
     def serve_other_hosts(self) -> None:
         """Let ranks that share no memory with this one reach it."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fullshard.errors import CommError
 from fullshard.host import files_left, is_listening
+from fullshard.process_hooks import start_thread
 from fullshard.torch_private import default_store
 
 _CONNECT_S = 10.0  # for a store that is there to let this process in
@@ -54,7 +55,7 @@ class StoreInTime:
                 errors.append(error)
             ended.set()
 
-        threading.Thread(target=ask, name="fullshard-store", daemon=True).start()
+        start_thread(ask, name="fullshard-store", why="asks the store, which may not answer")
         if self._meanwhile is not None:
             while not ended.wait(_LOOK_EVERY_S):
                 self._meanwhile()

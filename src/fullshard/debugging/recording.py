@@ -6,7 +6,6 @@ are called with and depend on, which gradients reach their outputs, and what all
 all gradients are, as digests.
 """
 
-import atexit
 import contextlib
 import functools
 import os
@@ -18,10 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from fullshard.checkpoint.saving import save_checkpoint
 from fullshard.debugging.record import Inputs, Record
@@ -30,6 +25,7 @@ from fullshard.debugging.tape import BACKWARD, FORWARD, Event, Tape, local_of
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.precision import map_tensors
 from fullshard.engine.watchers import PassWatcher, watchers
+from fullshard.process_hooks import AFTER_STEP, BEFORE_STEP, at_exit
 from fullshard.state.structure import units_of
 
 
@@ -126,9 +122,10 @@ class Recording(PassWatcher):
 @functools.cache
 def _install() -> None:
     """Hear of steps of optimizers, and of the end of the program. Once in a process."""
-    register_optimizer_step_pre_hook(_steps)
-    register_optimizer_step_post_hook(_steps)  # of one whose closure computes gradients
-    atexit.register(_end)
+    why = "a step ends what is recorded for replay"
+    BEFORE_STEP.add(_steps, why)
+    AFTER_STEP.add(_steps, why)  # of one whose closure computes gradients
+    at_exit(_end, why="a recording for replay ends")
 
 
 def _steps(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:

@@ -17,8 +17,11 @@ from torch import nn
 from fullshard.deferred.record import Record, View
 from fullshard.deferred.recording import AsIfWithMemory, Recorder
 from fullshard.deferred.replaying import replay, tensor_of
-from fullshard.engine.checks.room import refuse_lack_of_memory
-from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
+from fullshard.engine.checks.meta import (
+    mark_unwritten,
+    places_on_meta,
+    refuse_lack_of_memory,
+)
 from fullshard.engine.params.ties import keeping_ties
 from fullshard.errors import StateError
 from fullshard.plan.boxes import whole_box

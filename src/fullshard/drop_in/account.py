@@ -4,17 +4,14 @@ A script may be written for FSDP and still train otherwise, as its library passe
 started without ranks. Nothing in its output would tell.
 """
 
-import multiprocessing.spawn
-import os
+import functools
 import sys
 import weakref
-from multiprocessing import util
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from fullshard.drop_in import install
 from fullshard.drop_in.on_cpu import accelerate_wants_fsdp, begun, is_sharding_on_cpus
@@ -22,6 +19,7 @@ from fullshard.engine.module_state import is_anything_sharded
 from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp2.classes import sharded_classes
+from fullshard.process_hooks import HAS_FORKED, MODULES, Replacements, before_exit
 from fullshard.watch.describe import Description, UnitDescription, describe, format_nbytes
 
 _NOTHING = "nothing was sharded."
@@ -42,7 +40,7 @@ class Account(PassWatcher):
         self._has_ddp = False
         self._has_children = False
         watchers.append(self)
-        register_module_module_registration_hook(self._look_for_ddp)
+        MODULES.add(self._look_for_ddp, "fullshard.run says whether the program used DDP")
         self._follow_children()
 
     def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -75,17 +73,13 @@ class Account(PassWatcher):
 
     def _follow_children(self) -> None:
         """Have processes that `multiprocessing` starts tell of theirs; this one cannot know then."""
-        prepare = multiprocessing.spawn.get_preparation_data
+        names = Replacements("processes that the program starts say what they have sharded")
+        install.call_in_spawned(names, _begin_in_child, self._note_child)
+        HAS_FORKED.add(self._note_child, "fullshard.run knows nothing of what children shard")
 
-        def prepare_with_account(name: str) -> dict[str, Any]:
-            self._note_child()
-            return {**prepare(name), "fullshard_account": _Begun()}
-
-        multiprocessing.spawn.get_preparation_data = prepare_with_account
-        os.register_at_fork(after_in_parent=self._note_child)
-
-    def _note_child(self) -> None:
+    def _note_child(self) -> tuple[()]:
         self._has_children = True
+        return ()
 
     def _untold(self, has_failed: bool) -> str:
         """Say why no model was told of; empty if one may have been, or may have come to be."""
@@ -129,18 +123,11 @@ class Account(PassWatcher):
         return accelerate_wants_fsdp() and kind.endswith((".MULTI_CPU", ".NO"))
 
 
-class _Begun:
-    """Pickles as a call of `_begin_in_child`, in the process that unpickles it."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _begin_in_child, ()
-
-
-def _begin_in_child() -> Account:
+def _begin_in_child() -> None:
     """Keep an account in a process that `multiprocessing` has spawned, which ends by no exit function."""
     account = Account()
-    util.Finalize(None, account.end, kwargs={"has_failed": True}, exitpriority=0)
-    return account
+    end = functools.partial(account.end, has_failed=True)
+    before_exit(end, why="fullshard.run says what was sharded")
 
 
 def _say(text: str) -> None:

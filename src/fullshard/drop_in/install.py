@@ -11,9 +11,8 @@ import importlib
 import multiprocessing.spawn
 import pkgutil
 import sys
-import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from fullshard.comm import collectives
 from fullshard.comm.select import default_comm, set_default_comm
@@ -43,6 +42,7 @@ from fullshard.policies import (
     OffloadPolicy,
     TrainingState,
 )
+from fullshard.process_hooks import Replacements
 from fullshard.state import options as state_options
 
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -162,23 +162,38 @@ _REPLACED: dict[str, dict[str, Any]] = {
 }
 
 
-class _Installed:
-    """A value that calls `install` where it is unpickled: in every process that is spawned.
+class _Call(NamedTuple):
+    """A value that calls a function where it is unpickled."""
 
-    `multiprocessing` unpickles it before the process imports the main program again.
-    """
+    function: Callable[..., object]
+    arguments: tuple[Any, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (default_comm(), is_sharding_on_cpus())
+        return self.function, self.arguments
 
 
-def _arrive(comm: CommChoice, cpu: bool) -> _Installed:
+def call_in_spawned(
+    names: Replacements, function: Callable[..., object], arguments: Callable[[], tuple[Any, ...]]
+) -> None:
+    """Call a function in each process that `multiprocessing` spawns, before it imports the main program again.
+
+    arguments: returns them, when the process is started. names: undoes it.
+    """
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def prepare_and_call(name: str) -> dict[str, Any]:
+        call = _Call(function, arguments())
+        return {**prepare(name), f"fullshard {function.__qualname__}": call}
+
+    names.set(multiprocessing.spawn, "get_preparation_data", prepare_and_call)
+
+
+def _arrive(comm: CommChoice, cpu: bool) -> None:
     set_default_comm(comm)
     install(cpu=cpu)
-    return _Installed()
 
 
-_undo: list[tuple[types.ModuleType, str, Any]] = []
+_names = Replacements("install(): names of PyTorch's FSDP are fullshard's")
 
 
 def install(*, cpu: bool = False) -> None:
@@ -194,7 +209,7 @@ def install(*, cpu: bool = False) -> None:
     """
     if cpu:
         shard_on_cpus()
-    if _undo:
+    if _names:
         return
     originals: dict[int, Any] = {}
     # Everything is imported before the first name is set: PyTorch's engine keeps its own names, and
@@ -210,39 +225,27 @@ def install(*, cpu: bool = False) -> None:
         for name, ours in names.items():
             if hasattr(module, name):  # older versions lack some
                 originals[id(getattr(module, name))] = ours
-                _set(module, name, ours)
+                _names.set(module, name, ours)
     for module_name, module in list(sys.modules.items()):
         if _is_engine(module_name):
             continue
         for name, value in list(getattr(module, "__dict__", {}).items()):
             ours = originals.get(id(value))
             if ours is not None:
-                _set(module, name, ours)
-    prepare = multiprocessing.spawn.get_preparation_data
-    _set(
-        multiprocessing.spawn,
-        "get_preparation_data",
-        lambda name: {**prepare(name), "fullshard": _Installed()},
-    )
+                _names.set(module, name, ours)
+    call_in_spawned(_names, _arrive, lambda: (default_comm(), is_sharding_on_cpus()))
 
 
 def is_installed() -> bool:
     """Whether names resolve to fullshard now."""
-    return bool(_undo)
+    return bool(_names)
 
 
 def uninstall() -> None:
     """Restore every name that `install` set. What fullshard has sharded stays sharded."""
     shard_as_libraries_do()
-    while _undo:
-        module, name, value = _undo.pop()
-        setattr(module, name, value)
+    _names.undo()
     recognise_again(FullyShardedDataParallel)
-
-
-def _set(module: types.ModuleType, name: str, value: Any) -> None:
-    _undo.append((module, name, vars(module)[name]))
-    setattr(module, name, value)
 
 
 def _is_engine(module_name: str) -> bool:

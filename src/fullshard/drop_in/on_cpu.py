@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from fullshard.errors import StateError
+from fullshard.process_hooks import Replacements, add_finder, remove_finder
 
 Change = Callable[[Any], None]
-_undo: list[tuple[Any, str, Any]] = []
+_names = Replacements("install(cpu=True): Accelerate and Lightning shard on CPUs")
 
 
 def shard_on_cpus() -> None:
@@ -39,7 +40,7 @@ def shard_on_cpus() -> None:
         )
     if is_sharding_on_cpus():
         return
-    sys.meta_path.insert(0, _Finder())
+    add_finder(_finder, why="install(cpu=True) changes libraries once they are imported")
     for name, change in _CHANGES.items():
         if name in sys.modules:
             change(sys.modules[name])
@@ -47,20 +48,13 @@ def shard_on_cpus() -> None:
 
 def is_sharding_on_cpus() -> bool:
     """Whether `shard_on_cpus` is in effect."""
-    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+    return _finder in sys.meta_path
 
 
 def shard_as_libraries_do() -> None:
     """Undo `shard_on_cpus`."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-    while _undo:
-        owner, name, value = _undo.pop()
-        setattr(owner, name, value)
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    _undo.append((owner, name, vars(owner)[name]))
-    setattr(owner, name, value)
+    remove_finder(_finder)
+    _names.undo()
 
 
 def _change_accelerate(state: Any) -> None:
@@ -83,8 +77,8 @@ def _change_accelerate(state: Any) -> None:
             # From here Accelerate goes on to DistributedType.FSDP. The device stays the CPU.
             partial.distributed_type = state.DistributedType.MULTI_GPU
 
-    _set(state.PartialState, "__init__", begin_on_cpus)
-    _set(state.AcceleratorState, "__init__", begin_whole_on_cpus)
+    _names.set(state.PartialState, "__init__", begin_on_cpus)
+    _names.set(state.AcceleratorState, "__init__", begin_whole_on_cpus)
 
 
 def _change_plugin(dataclasses: Any) -> None:
@@ -101,7 +95,7 @@ def _change_plugin(dataclasses: Any) -> None:
                 raise
             self.param_init_fn = _to_empty_on_cpu
 
-    _set(plugin, "__post_init__", finish_on_cpus)
+    _names.set(plugin, "__post_init__", finish_on_cpus)
 
 
 def _to_empty_on_cpu(module: Any) -> None:
@@ -132,7 +126,7 @@ def _change_lightning(connector: Any) -> None:
         if not is_named and type(strategy) is not connector.FSDPStrategy:
             check(self)
 
-    _set(owner, name, check_others)
+    _names.set(owner, name, check_others)
 
 
 _CONNECTORS = ("trainer.connectors.accelerator_connector", "connector")  # Trainer's and Fabric's
@@ -174,3 +168,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
         return spec
+
+
+_finder = _Finder()

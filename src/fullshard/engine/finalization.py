@@ -12,11 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
+from fullshard.process_hooks import BEFORE_STEP
 
 
 class Finalization:
@@ -65,8 +65,10 @@ class Finalization:
                 "finalize_backward() first, or reset_iter_state()."
             )
         self.is_manual = enabled
-        if enabled and not _installed:
-            _installed.append(register_optimizer_step_pre_hook(_refuse_early_step))
+        if enabled:
+            BEFORE_STEP.add(
+                _refuse_early_step, "gradients are there before the program has ended a backward"
+            )
 
     def begin(self, *, in_backward: bool) -> None:
         """Note that the program begins to end the backwards. Raises StateError if it may not now.
@@ -130,7 +132,6 @@ class Finalization:
 
 # Those whose last backward the program has yet to end, or to wait for.
 _left: weakref.WeakSet[Finalization] = weakref.WeakSet()
-_installed: list[object] = []  # the handle of the hook
 
 
 @eager

@@ -14,7 +14,7 @@
     8  state-dict hooks      before saving or loading: show sharded parameters; after saving in the
                              middle of 1 to 7: show again what was in use; after loading: bring
                              shards that were replaced back to the unit's memory
-    -  process-wide          registration of parameters and modules, optimizer steps: see `strays`
+    -  process-wide          registration of parameters and modules, optimizer steps: see `process_hooks`
 
 Special cases:
 

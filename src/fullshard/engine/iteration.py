@@ -31,9 +31,9 @@ from torch.autograd import profiler
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.adoption import adopt, follow_moves, leave
+from fullshard.engine.checks.gradients import UnusedWatch
 from fullshard.engine.checks.path import Path
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
-from fullshard.engine.checks.unused import UnusedWatch
 from fullshard.engine.checks.writes import WriteWatch
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue

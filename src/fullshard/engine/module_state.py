@@ -12,12 +12,9 @@ import torch
 from torch import nn
 
 from fullshard.engine.adoption import adopt, follow_changes, move_parameters
-from fullshard.engine.checks.direct_gradients import watch_direct_gradients
-from fullshard.engine.checks.divisors import warn_of_divisors
-from fullshard.engine.checks.on_meta import refuse_meta_buffers
-from fullshard.engine.checks.root_share import warn_of_large_root
-from fullshard.engine.checks.strays import is_stray, registrations, warn_of_strays, watch
-from fullshard.engine.checks.unwritten import refuse_unwritten
+from fullshard.engine.checks.advice import When, advise
+from fullshard.engine.checks.gradients import watch_direct_gradients
+from fullshard.engine.checks.model import Model, is_stray, registrations
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.nodes import Mark
 from fullshard.engine.observer import on_root
@@ -28,6 +25,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.units import clean_name, lowest_common_unit, unit_around
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
+from fullshard.process_hooks import first_use
 
 _STATE = "_fullshard_state"
 _ROOT_FINALIZES = "set_manual_backward_finalization must be called on the root FSDP module."
@@ -84,7 +82,7 @@ class ModuleState:
         self._config_before: UnitConfig | None = None  # while in full precision
         self._num_registrations = -1  # in the process, when strays were last looked for
         self._strays: set[str] = set()  # names of those found then
-        watch()
+        first_use()
 
     def attach(self) -> None:
         """Put the state on the modules."""
@@ -256,16 +254,15 @@ class ModuleState:
         for unit in units:
             with naming_lack(f"{unit.path}: first use", "Values are as they were."):
                 adopt(unit)
-        own_modules = (module for state in self._states for module in state.own_modules())
-        refuse_meta_buffers(root, own_modules, self.all_units[0].device)
-        refuse_unwritten(root)
+        modules = [module for state in self._states for module in state.own_modules()]
+        model = Model(root, modules, units, self.units, self.all_units[0].device)
+        advise(When.HAS_MEMORY, model)
         # Only now, when all have memory: what raised until here may be done again from the start.
         for unit in self.all_units:
             unit.become_root()
         for state in self._states:
             state._cast_buffers()
-        warn_of_large_root(root, units, self.units)
-        warn_of_divisors(units)
+        advise(When.IS_ROOT, model)
         self._watching = watch_direct_gradients(units)
         kinds = list({type(module) for module in root.modules()})
         inner: Any = root.module if self.is_wrapper else root
@@ -351,7 +348,7 @@ class ModuleState:
             for name, parameter in module._parameters.items()
             if is_stray(parameter) and name not in state.ignored_names.get(module, ())
         }
-        warn_of_strays(sorted(strays - self._strays))
+        advise(When.HAS_GROWN, sorted(strays - self._strays))
         self._strays = strays
 
     def forget_stale_backward(self, iteration: Iteration) -> None:

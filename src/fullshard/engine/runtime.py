@@ -16,7 +16,6 @@ device may still use it; the host waits for nothing:
 import contextlib
 import enum
 import functools
-import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -24,20 +23,17 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from fullshard.comm.scratch import Scratch
+from fullshard.process_hooks import raise_heap_threshold, skip_frames
 from fullshard.torch_private import (
-    SKIP_FRAME,
     WithoutTransforms,
     are_transforms_active,
     compile_callback,
     disable_dynamo,
-    set_frame_strategy,
     set_grad_enabled,
 )
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-_LARGEST_THRESHOLD = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
 
 class Lane(enum.Enum):
@@ -60,7 +56,7 @@ class Runtime:
         self.has_streams = device.type != "cpu"
         self._streams: dict[Lane, torch.Stream] = {}
         if not self.has_streams:
-            _raise_heap_threshold()
+            raise_heap_threshold()
 
     @staticmethod
     @functools.cache
@@ -136,19 +132,6 @@ class Runtime:
         return self._streams[lane]
 
 
-def _raise_heap_threshold() -> None:
-    """Let the C library take large blocks from its heap, and keep more of what is freed there.
-
-    Blocks above a threshold come from the system, with a page fault for every page, and go back to
-    it. In glibc the threshold is the size of the largest such block that was freed, up to 32 MiB,
-    and twice as much may stay on top of the heap (mallopt(3), M_MMAP_THRESHOLD). Freeing one block
-    here brings that about before the first step. Nothing touches its pages, so it costs nothing.
-    Settings by the user (MALLOC_MMAP_THRESHOLD_) stay in force, which ``mallopt`` would override.
-    """
-    # Freed at once. Smaller by what the allocator adds: a block above the maximum changes nothing.
-    torch.empty(_LARGEST_THRESHOLD - 2 * mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
-
-
 class no_grad:  # noqa: N801  (torch's name)
     """``torch.no_grad`` as a context alone, at a third of its cost."""
 
@@ -196,8 +179,7 @@ def passing_through(function: Callable[_P, _R]) -> Callable[_P, _R]:
     compiled itself traces through this function like any other. Rejected:
     ``torch.compiler.disable(recursive=False)``, which costs one more Python frame per call.
     """
-    # What torch._dynamo.eval_frame.skip_code does, without its import.
-    set_frame_strategy(function.__code__, SKIP_FRAME)
+    skip_frames(function)
     return function
 
 

@@ -24,7 +24,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -39,12 +39,16 @@ from fullshard.engine.params.form import ParamForm, Unfinished
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError
 from fullshard.faces.meshes import DataParallelMeshInfo, shard_dim, spmd_form
+from fullshard.process_hooks import register
 from fullshard.torch_private import DTensorSpec
 
 # Classes that work with the engine's own tensors alone, and what else does. Not the hooks of a forward:
 # their casts, and the nodes on a module's inputs, hand the types of the user's tensors on.
 _OWN_CLASSES = (Iteration, ModuleState, Unit)
 _OWN_FUNCTIONS = (Hooks.before_backward, Hooks.after_backward, Hooks.end_backward, watch_output)
+
+
+_WHY = "types are checked of what programs compute, not of the engine's own work"
 
 
 class _Axis(NamedTuple):
@@ -102,7 +106,12 @@ def annotated_form(
         spec = DTensorSpec(mesh, tuple(left), tensor_meta=own.tensor_meta)
         unfinished = Unfinished(spec, finished)
     shown = {axis: annotation.local_type.get(axis, spmd.R) for axis in checked}
-    annotate = functools.partial(_annotate, spmd, shown, annotation.partition_spec)
+
+    # Once for each tensor, and not in each forward: the annotation stays on it. Where nothing is
+    # checked, nobody reads it.
+    def annotate(tensor: nn.Parameter) -> None:
+        spmd.assert_type(tensor, shown, partition_spec=annotation.partition_spec)
+
     return dataclasses.replace(form, unsharded=None, unfinished=unfinished, annotate=annotate)
 
 
@@ -118,7 +127,7 @@ def leave_unchecked(*functions: Callable[..., Any]) -> None:
         return
     _register_engine(spmd)
     for function in functions:
-        spmd.register_no_typecheck(function)
+        register(spmd.register_no_typecheck, function, why=_WHY)
 
 
 @functools.cache
@@ -126,29 +135,15 @@ def _register_engine(spmd: ModuleType) -> None:
     # By their code, which the checker looks for on the stack when it meets an operation. A context
     # around them would cost time in each step of programs that check nothing, and would not reach the
     # threads in which autograd runs hooks on a device.
-    for function in (*_OWN_FUNCTIONS, *itertools.chain(*map(_functions_of, _OWN_CLASSES))):
-        spmd.register_no_typecheck(function)
+    of_classes = itertools.chain(*(vars(owner).values() for owner in _OWN_CLASSES))
+    for each in (*_OWN_FUNCTIONS, *of_classes):
+        function = each.fget if isinstance(each, property) else each
+        if inspect.isfunction(function):
+            register(spmd.register_no_typecheck, function, why=_WHY)
     # Types pass these, which the checker cannot look into. Outside of transforms, inputs are copied by
     # ``view_as``, whose types it knows.
     for node in (AfterBackwardInTransforms, BeforeBackward):
-        spmd.register_local_autograd_function(node)
-
-
-def _functions_of(owner: type) -> Iterator[Callable[..., Any]]:
-    """Yield what a class defines: methods and properties."""
-    for value in vars(owner).values():
-        if inspect.isfunction(value):
-            yield value
-        elif isinstance(value, property) and value.fget is not None:
-            yield value.fget
-
-
-def _annotate(
-    spmd: ModuleType, types: dict[Any, Any], partition_spec: Any, tensor: nn.Parameter
-) -> None:
-    # Once for each tensor, and not in each forward: the annotation stays on it. Where nothing is
-    # checked, nobody reads it.
-    spmd.assert_type(tensor, types, partition_spec=partition_spec)
+        register(spmd.register_local_autograd_function, node, why=_WHY)
 
 
 def _annotation(

@@ -16,12 +16,14 @@ from fullshard.errors import StateError
 from fullshard.faces.interop import wrapped_state
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES
 from fullshard.fsdp1.state_dicts import WithStateDicts
+from fullshard.process_hooks import Replacements
 from fullshard.state import options
 from fullshard.state.options import StateDictType
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 _HYBRID = "HYBRID_SHARDING_STRATEGIES"
+_names = Replacements("torch's distributed state dicts recognise wrappers of fullshard")
 _wanted: set[type] = set()  # classes that `recognise` was ever called with
 
 
@@ -88,16 +90,17 @@ def recognise(ours: type[WithStateDicts]) -> None:
     theirs = module.FSDP
     if theirs is ours or isinstance(theirs, _Either):
         return
-    module.FSDP = _Either("FullyShardedDataParallel", (), {"ours": ours, "theirs": theirs})
+    either = _Either("FullyShardedDataParallel", (), {"ours": ours, "theirs": theirs})
+    _names.set(module, "FSDP", either)
     # What torch looks at beside the class differs between releases.
     if (their_state_of := getattr(module, _STATE_OF, None)) is not None:
 
         def state_of(each: nn.Module) -> Any:
             return wrapped_state(each) if isinstance(each, ours) else their_state_of(each)
 
-        setattr(module, _STATE_OF, state_of)
+        _names.set(module, _STATE_OF, state_of)
     if (strategies := getattr(module, _HYBRID, None)) is not None:
-        setattr(module, _HYBRID, [*strategies, *HYBRID_SHARDING_STRATEGIES])
+        _names.set(module, _HYBRID, [*strategies, *HYBRID_SHARDING_STRATEGIES])
 
 
 def recognise_again(ours: type[WithStateDicts]) -> None:

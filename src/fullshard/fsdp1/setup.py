@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.outside_steps import gather_objects, run_collective
-from fullshard.engine.checks.unwritten import mark_unwritten, marking_to_empty, places_on_meta
+from fullshard.engine.checks.meta import mark_unwritten, marking_to_empty, places_on_meta
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import owner_of, said_grad_dtype
 from fullshard.engine.params.ties import keeping_ties

@@ -10,8 +10,11 @@ from typing_extensions import deprecated
 
 from fullshard.comm.collectives import AllGather, ReduceScatter
 from fullshard.engine.adoption import follow_changes
-from fullshard.engine.checks.room import refuse_lack_of_memory
-from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
+from fullshard.engine.checks.meta import (
+    mark_unwritten,
+    places_on_meta,
+    refuse_lack_of_memory,
+)
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.checks.strays import registrations
+from fullshard.engine.checks.model import registrations
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit

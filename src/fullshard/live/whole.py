@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.engine.guard.forbidden import manager_of_placeholder
 from fullshard.engine.module_state import state_of
@@ -15,6 +14,7 @@ from fullshard.engine.params.managed import ManagedParameter, manager_of
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import WholeOptions, bits, whole_parameters
 from fullshard.errors import MisuseError, UnsupportedError
+from fullshard.process_hooks import BEFORE_STEP
 from fullshard.state.holdings import forms_in, refuse_others
 from fullshard.state.structure import whole_of
 
@@ -77,11 +77,8 @@ def _refusing_steps(sharded: Collection[int]) -> Iterator[None]:
                 "those that the optimizer has. Step after the block."
             )
 
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
+    with BEFORE_STEP.calling(refuse, "inside full_parameters a step would change other tensors"):
         yield
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import optim
 
-from fullshard.engine.checks.elementwise import why_not_elementwise
+from fullshard.engine.checks.optimizers import why_not_elementwise
 from fullshard.errors import ShardingError, StateError
 from fullshard.optim.local_step import LocalStep
 

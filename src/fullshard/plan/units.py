@@ -3,6 +3,7 @@
 import re
 from collections.abc import Container, Sequence
 
+_MOST_NAMES = 8  # so many names in a message
 # The attribute under which FSDP1 wrappers keep the module that they wrap.
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 _WRAPPERS = re.compile(rf"(^|\.)(?:{WRAPPED_MODULE}|_checkpoint_wrapped_module)(?=\.|$)")
@@ -19,6 +20,12 @@ def clean_name(name: str) -> str:
 def without_compile(name: str) -> str:
     """Return a name without what ``torch.compile`` puts in front of a module's own names."""
     return name.replace("_orig_mod.", "")
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Join the first names, for a message, and say how many more there are."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def lowest_common_unit(users: Sequence[str], units: Container[str]) -> str | None:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.checks.strays import first_names
 from fullshard.engine.params.managed import manager_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
+from fullshard.plan.units import first_names
 from fullshard.state.options import OptimStateKeyType
 from fullshard.state.structure import Structure, structure_of
 

@@ -3,7 +3,6 @@
 It is told of each model that runs, for what is said when memory is lacking or an exception ends the program.
 """
 
-from fullshard.engine.checks.strays import on_first
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.observer import on_root
 from fullshard.watch.out_of_memory import explain_lack, observe_allocator
@@ -11,7 +10,6 @@ from fullshard.watch.recomputation import explain_recomputation
 from fullshard.watch.uncaught import (
     explain_sharded_use,
     explainers,
-    follow_exceptions,
     roots,
 )
 
@@ -22,5 +20,4 @@ def _watch_root(root: ModuleState) -> None:
 
 
 on_root.append(_watch_root)
-on_first.append(follow_exceptions)
 explainers.extend((explain_lack, explain_sharded_use, explain_recomputation))

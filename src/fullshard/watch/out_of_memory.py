@@ -14,11 +14,12 @@ from collections.abc import Iterator
 
 import torch
 
-from fullshard.engine.checks.strays import stepped_optimizers
+from fullshard.engine.checks.optimizers import stepped_optimizers
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.restoring import is_lack
 from fullshard.engine.runtime import Runtime
 from fullshard.host import resident_nbytes
+from fullshard.process_hooks import OUT_OF_MEMORY
 from fullshard.torch_private import attach_out_of_memory_observer
 from fullshard.watch.describe import format_nbytes
 from fullshard.watch.memory import MemoryCategory, MemoryReport, memory_report
@@ -28,7 +29,6 @@ logger = logging.getLogger("fullshard")
 
 _PAUSE_S = 10.0  # between tables: libraries try again, with less memory
 
-_observed: set[str] = set()  # types of devices whose allocator tells us
 _last_s = [-_PAUSE_S]  # when the last table was written
 
 _SPLIT = "shard smaller modules (each unit is whole while it computes)"
@@ -49,12 +49,10 @@ _ADVICE = {
 
 
 def observe_allocator(root: ModuleState) -> None:
-    """Have the allocator of a root's device tell us, if it can. Once for each type of device."""
-    kind = root.all_units[0].device.type
-    if kind == "cuda" and kind not in _observed and attach_out_of_memory_observer is not None:
+    """Have the allocator of a root's device tell us, if it can."""
+    if root.all_units[0].device.type == "cuda" and attach_out_of_memory_observer is not None:
         with contextlib.suppress(RuntimeError):  # cudaMallocAsync has no observers
-            attach_out_of_memory_observer(_observe)
-            _observed.add(kind)
+            OUT_OF_MEMORY.add(_observe, "a table of what takes memory")
 
 
 def _observe(device: int, asked: int, total: int, free: int) -> None:
@@ -68,7 +66,9 @@ def _observe(device: int, asked: int, total: int, free: int) -> None:
 
 def explain_lack(error: BaseException) -> str | None:
     """Return the table for an exception for lack of memory that ends the program."""
-    if not is_lack(error) or (_observed and isinstance(error, torch.OutOfMemoryError)):
+    if not is_lack(error) or (
+        OUT_OF_MEMORY.is_installed and isinstance(error, torch.OutOfMemoryError)
+    ):
         return None
     device = next(iter(roots)).all_units[0].device
     return _tables(device, str(error).splitlines()[0] if str(error) else type(error).__name__)

@@ -2,14 +2,13 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from fullshard.engine.module_state import ModuleState, state_of
+from fullshard.engine.module_state import state_of
 from fullshard.plan.units import clean_name
 from fullshard.watch.uncaught import frames_of, managed, roots
 
@@ -66,11 +65,18 @@ class _Found(Exception):  # noqa: N818  (no error: it ends a recomputation)
 def _first_difference(module: nn.Module, checkpointed: Any) -> str:
     """Recompute once more, and say in which module the first tensor differs from forward's; "" if none does.
 
-    checkpointed: torch's record, with the metadata of what forward has saved for backward.
+    checkpointed: torch's record, with the metadata of what forward has saved for backward. Modules compute with
+    the whole parameters that they have, and gather nothing: other ranks may not come.
     """
     expected = checkpointed.x_metadatas
     running = [module]
     num_saved = 0
+
+    def enter(inner: nn.Module, _: Any) -> None:
+        running.append(inner)
+
+    def leave(*_: Any) -> None:
+        running.pop()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal num_saved
@@ -85,14 +91,15 @@ def _first_difference(module: nn.Module, checkpointed: Any) -> str:
         num_saved += 1
         return tensor
 
+    states = [state for inner in module.modules() if (state := state_of(inner)) is not None]
+    units = [unit for state in states for unit in state.all_units if not unit.is_whole]
     with contextlib.ExitStack() as stack:
         for inner in module.modules():
-            for handle in (
-                inner.register_forward_pre_hook(lambda each, _: running.append(each)),
-                inner.register_forward_hook(_leave(running), always_call=True),
-            ):
-                stack.callback(handle.remove)
-        stack.enter_context(_without_units(module))
+            stack.callback(inner.register_forward_pre_hook(enter).remove)
+            stack.callback(inner.register_forward_hook(leave, always_call=True).remove)
+        for unit in units:
+            unit.is_whole = True
+            stack.callback(setattr, unit, "is_whole", False)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         try:
@@ -100,42 +107,6 @@ def _first_difference(module: nn.Module, checkpointed: Any) -> str:
         except _Found as found:
             return str(found)
     return ""
-
-
-@contextlib.contextmanager
-def _without_units(module: nn.Module) -> Iterator[None]:
-    """Let modules run as before sharding, on the whole parameters that they have. Other ranks may not come."""
-    with contextlib.ExitStack() as stack:
-        for inner in module.modules():
-            state = state_of(inner)
-            if state is None:
-                continue
-            for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
-                stack.callback(_restore, hooks, hooks.copy())
-                for key in [key for key, hook in hooks.items() if _is_of(hook, state)]:
-                    del hooks[key]
-            if state.is_wrapper:
-                # Found before the class's, whose `forward` gathers.
-                wrapper: Any = inner
-                inner.__dict__["forward"] = wrapper.module.forward
-                stack.callback(inner.__dict__.pop, "forward")
-        yield
-
-
-def _restore(hooks: dict[Any, Any], before: dict[Any, Any]) -> None:
-    hooks.clear()
-    hooks.update(before)
-
-
-def _is_of(hook: Callable[..., Any], state: ModuleState) -> bool:
-    return getattr(hook, "__self__", None) is state
-
-
-def _leave(running: list[nn.Module]) -> Callable[[nn.Module, Any, Any], None]:
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    return leave
 
 
 def _shown(metadata: Any) -> str:
@@ -147,12 +118,8 @@ def _shown(metadata: Any) -> str:
 
 
 def _path_of(module: nn.Module) -> str:
-    for path, each in _named_modules():
-        if each is module:
-            return clean_name(path) or "the root"
+    for root in (root for state in list(roots) for root in state.modules):
+        for path, each in root.named_modules():
+            if each is module:
+                return clean_name(path) or "the root"
     return "a module of no model that has run"
-
-
-def _named_modules() -> Iterator[tuple[str, nn.Module]]:
-    for root in (module for state in list(roots) for module in state.modules):
-        yield from root.named_modules()

@@ -13,7 +13,6 @@ is open, and hold up all of the process.
 
 import collections
 import contextlib
-import gc
 import itertools
 import os
 import platform
@@ -47,6 +46,7 @@ from fullshard.plan.trace import (
     Transfer,
     trace_files,
 )
+from fullshard.process_hooks import COLLECTIONS
 from fullshard.watch.trace_memory import CATEGORIES, MemoryMeter
 
 Moment = int | torch.Event
@@ -347,8 +347,7 @@ def trace(
             stack.callback(before.remove)
             after = optimizer.register_step_post_hook(tracer.end_optimizer)
             stack.callback(after.remove)
-        gc.callbacks.append(tracer.note_collection)
-        stack.callback(gc.callbacks.remove, tracer.note_collection)
+        stack.enter_context(COLLECTIONS.calling(tracer.note_collection, "they are in the trace"))
         iteration.observe(tracer)
         stack.callback(iteration.observe, None)
         yield Tracing(tracer)

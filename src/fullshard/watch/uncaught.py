@@ -9,7 +9,6 @@ optimizer would go through, and a hook where torch raises, which is in C++ (2.13
 """
 
 import contextlib
-import functools
 import logging
 import sys
 import types
@@ -21,6 +20,7 @@ from torch import nn
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.params.managed import ManagedParameter, manager_of
 from fullshard.errors import FullshardError
+from fullshard.process_hooks import UNCAUGHT, at_first_use
 
 logger = logging.getLogger("fullshard")
 
@@ -29,28 +29,19 @@ roots: "weakref.WeakSet[ModuleState]" = weakref.WeakSet()  # models that have ru
 explainers: list[Callable[[BaseException], str | None]] = []
 
 
-@functools.cache
+@at_first_use
 def follow_exceptions() -> None:
-    """Add to exceptions that end the program what `explainers` know of them. Once in a process."""
-    before = sys.excepthook
-
-    def end(
-        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-    ) -> None:
-        for explain in explainers:
-            with contextlib.suppress(Exception):  # the exception itself is what counts
-                if text := explain(error):
-                    _add(error, text)
-        before(kind, error, trace)
-
-    sys.excepthook = end
+    UNCAUGHT.add(_explain, "adds what fullshard knows to exceptions that end the program")
 
 
-def _add(error: BaseException, text: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(text)
-    else:
-        logger.error("%s", text)
+def _explain(error: BaseException) -> None:
+    for explain in explainers:
+        with contextlib.suppress(Exception):  # the exception itself is what counts
+            if text := explain(error):
+                if sys.version_info >= (3, 11):
+                    error.add_note(text)
+                else:
+                    logger.error("%s", text)
 
 
 def explain_sharded_use(error: BaseException) -> str | None:

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name
+from fullshard.process_hooks import AFTER_FORWARD, BEFORE_FORWARD
 
 # Paths of modules, below the outermost module that ran.
 _paths: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
@@ -39,26 +38,22 @@ class FiniteHunt(PassWatcher):
     """Hooks that look for values which are not finite, from `begin` to `end`."""
 
     def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self._handles)
+        self.is_on = False
 
     def begin(self) -> None:
-        if not self._handles:
-            self._handles = [
-                register_module_forward_pre_hook(_name),
-                register_module_forward_hook(_look, with_kwargs=True),
-            ]
+        if not self.is_on:
+            self.is_on = True
+            why = "fullshard.debug(nan=True) looks for values that are not finite"
+            BEFORE_FORWARD.add(_name, why)
+            AFTER_FORWARD.add(_look, why)
             watchers.append(self)
 
     def end(self) -> None:
-        if self._handles:
+        if self.is_on:
+            self.is_on = False
+            BEFORE_FORWARD.remove(_name)
+            AFTER_FORWARD.remove(_look)
             watchers.remove(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def gradients_complete(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         """Raise StateError for a full gradient that is not finite."""

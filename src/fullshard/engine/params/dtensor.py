@@ -21,7 +21,8 @@ from fullshard.plan.gradient_dtypes import GradientDtypes, gradient_dtypes
 from fullshard.plan.mesh import MeshPlan
 from fullshard.plan.sizes import rows_per_rank
 from fullshard.policies import UnitConfig
-from fullshard.torch_private import DTensorSpec, TensorMeta, dtensor_handlers
+from fullshard.process_hooks import at_first_use, handle_operator
+from fullshard.torch_private import DTensorSpec, TensorMeta
 
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -234,8 +235,11 @@ def _eye_into_shards(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     return out
 
 
-if dtensor_handlers is not None:
-    dtensor_handlers.setdefault(torch.ops.aten.eye.m_out, _eye_into_shards)
+@at_first_use
+def _handle_eye() -> None:
+    handle_operator(
+        torch.ops.aten.eye.m_out, _eye_into_shards, why="torch's own gives a shard the whole shape"
+    )
 
 
 def has_extension(local: torch.Tensor, name: str) -> bool:

@@ -47,7 +47,7 @@ class Count:
 
 
 # Calls of `mark_owner`. As long as it stays, no parameter has become a sharded form, and what was
-# found out about optimizers' parameters still holds (`checks.strays`).
+# found out about optimizers' parameters still holds (`checks.advice`).
 marks = Count()
 
 
@@ -492,7 +492,7 @@ class ShardHolder(Protocol):
     Each managed parameter is its own, except for those inside a flat parameter, which share one
     (`flat.FlatHolder`). For the other members see `ManagedParameter`.
 
-    steps: counts those of each optimizer that has had it, also of one that is gone (`checks.strays`).
+    steps: counts those of each optimizer that has had it, also of one that is gone (`checks.optimizers`).
     """
 
     steps: list[Count]

@@ -1,4 +1,4 @@
-"""Refusing memory that was never written: what ``to_empty()`` has left as it was.
+"""From the meta device to values: is there enough memory, and was all of it written?
 
 A model on the meta device gets memory by ``to_empty()``, and values by a load or by initialisation. What
 both forget (mostly non-persistent buffers, which no checkpoint has) is whatever the memory held: often zeros on
@@ -11,20 +11,23 @@ at the first forward is refused by its path:
 """
 
 import contextlib
+import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.errors import StateError
-from fullshard.plan.units import clean_name
+from fullshard.engine.checks.model import Model
+from fullshard.engine.unit import Unit
+from fullshard.errors import AllocationError
+from fullshard.host import memory_pools
+from fullshard.plan.units import clean_name, first_names
 
 Place = tuple[nn.Module, str]
 
-_NAMES_SHOWN = 5
 _BYTE = 0xA5
 
 # By module, the names of parameters and buffers that were marked, with their versions then.
@@ -72,19 +75,16 @@ def marking_to_empty(module: nn.Module) -> Iterator[None]:
         del module.__dict__["to_empty"]
 
 
-def refuse_unwritten(root: nn.Module) -> None:
-    """Raise StateError if something that was marked has kept nothing but its mark."""
-    if not _marked:
-        return
-    found = list(_unwritten(root))
-    if found:
-        more = f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else ""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        raise StateError(
-            f"{', '.join(found[:_NAMES_SHOWN])}{more} (rank {rank}): to_empty() has given it memory, and nothing "
-            "has been written there since. Load values for it, or compute them as the module's __init__ does; "
-            "non-persistent buffers are in no state dict. If forward writes to it before it reads it, fill it."
-        )
+def find_unwritten(model: Model) -> str | None:
+    """Say what was marked and has kept nothing but its mark."""
+    if not _marked or not (found := [*_unwritten(model.root)]):
+        return None
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return (
+        f"{first_names(found)} (rank {rank}): to_empty() has given it memory, and nothing "
+        "has been written there since. Load values for it, or compute them as the module's __init__ does; "
+        "non-persistent buffers are in no state dict. If forward writes to it before it reads it, fill it."
+    )
 
 
 def _unwritten(root: nn.Module) -> Iterator[str]:
@@ -128,3 +128,62 @@ def _has_only_mark(tensor: torch.Tensor) -> bool:
         first = tensor[(0,) * tensor.ndim]
         return bool(first.isnan()) and bool(tensor.isnan().all())
     return bool((_bytes(tensor) == _BYTE).all())
+
+
+def find_meta_buffers(model: Model) -> str | None:
+    """Say which buffers are on the meta device still when a model first runs.
+
+    Parameters on the meta device are refused when a unit takes memory. No unit has buffers, so nothing would
+    notice that ``to_empty`` or a load left some out (those that are not persistent are in no checkpoint),
+    and torch computes with some of them as if they had values.
+    """
+    own = {
+        module
+        for module in model.modules
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
+    }
+    if not own:
+        return None
+    names = [
+        clean_name(f"{path}.{name}")
+        for path, module in model.root.named_modules()
+        if module in own
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta
+    ]
+    return (
+        "FSDP buffers should be materialized from meta device before training, but the following were "
+        f"still on meta device: {first_names(names)} (rank {dist.get_rank()}). Call "
+        f"model.to_empty(device={str(model.device)!r}) and compute their values. Those with persistent=False "
+        "are in no checkpoint."
+    )
+
+
+def refuse_lack_of_memory(call: str, units: Sequence[Unit], others: Iterable[torch.Tensor]) -> None:
+    """Raise AllocationError if the host, or a container's limit, cannot hold what is on the meta device.
+
+    Linux gives out memory that it does not have, and kills a process when it is written to. Only what is certain
+    is refused: what this rank makes; where ranks share memory, what all of them make, as they are on one host.
+    others: what is not sharded, such as buffers. call: what makes it, for the message.
+    """
+    nbytes = sum(
+        param.local.nbytes * (unit.comm.size if unit.comm.reads_in_place else 1)
+        for unit in units
+        if unit.device.type == "cpu"
+        for param in unit.params
+        if param.local.is_meta
+    )
+    nbytes += sum({id(each): each.nbytes for each in others if each.is_meta}.values())
+    for pool in memory_pools().values() if nbytes else ():
+        can_get = pool.free_nbytes + pool.swap_nbytes
+        if nbytes > can_get:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise AllocationError(
+                f"{call} (rank {rank}): parameters and buffers need {_mib(nbytes)} of memory, and on "
+                f"{pool.name} {_mib(can_get)} can be had, caches and swap included: the system would kill a process. "
+                "Nothing was changed. Use more hosts, or let devices hold the model."
+            )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{math.ceil(nbytes / 2**20):,} MiB"
