@@ -206,6 +206,17 @@ def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
     assert not {*read, *_imports(module)} & {"os.environ", "os.getenv", "os.environb"}
 
 
+# What a unit has to say of its parameters to rooms above is on `Unit` itself (`managed` and what follows).
+# `state`, `live`, `checkpoint` and `batches` still read `unit.params`.
+_CLOSED_TO = {"debugging", "deferred", "faces", "fsdp1", "fsdp2", "migrate", "optim", "watch"}
+
+
+@every_module()
+def test_parameters_of_units_are_the_engines_alone(module: Path) -> None:
+    read = {name for name in _attributes(module) if re.search(r"(unit|_shown)\.params$", name)}
+    assert _room(module) not in _CLOSED_TO or not read
+
+
 @every_module()
 def test_accelerators_are_those_that_are_there(module: Path) -> None:
     # Without `check_available` torch says what it was built for.

@@ -70,7 +70,7 @@ class FSDPParamGroup(_View):
 
     @property
     def fsdp_params(self) -> list[FSDPParam]:
-        return [FSDPParam(param) for param in self._shown.params]
+        return [FSDPParam(param) for param in self._shown.managed]
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -213,13 +213,13 @@ class FlatHandle(_View):
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        return self._shown.params[0].holder.sharded.dtype
+        return self._shown.managed[0].holder.sharded.dtype
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
         """Cast the shards. Accelerate sets this after it has cast the parameters it can see."""
         unit = self._shown
-        for holder in {id(param.holder): param.holder for param in unit.params}.values():
+        for holder in unit.holders:
             holder.sharded.data = holder.sharded.data.to(dtype)
         unit.adopt()
 

@@ -64,14 +64,14 @@ def flat_unit(
         managed.append(_managed(parameter, slots, form, owned[index], holder))
     name_below([module], managed)
     unit = Unit(managed, mesh, device, config, layout, comms)
-    if unit.params.flat is not None:
-        unit.params.flat.sharded._fqns = names_below(module, unit)  # type: ignore[attr-defined]
+    if unit.flat_parameter is not None:
+        unit.flat_parameter._fqns = names_below(module, unit)  # type: ignore[attr-defined]
     return unit
 
 
 def names_below(module: nn.Module, unit: Unit) -> list[str]:
     """Return the paths of the unit's parameters below a module, without prefixes of wrappers."""
-    paths = qualified_names([module], [param.slots for param in unit.params])
+    paths = qualified_names([module], [param.slots for param in unit.managed])
     return [clean_name(path.partition(": ")[2]) for path in paths]
 
 

@@ -25,7 +25,7 @@ class WithGradients(Wrapper):
         super().zero_grad(set_to_none)
         for instance in wrappers_in(self):
             if not instance._unit.is_sharded:
-                instance._unit.params.zero_gradients(set_to_none=set_to_none)
+                instance._unit.zero_gradients(set_to_none=set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -253,7 +253,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
     @eager
     def _refuse_overlap(self) -> None:
         for instance in wrappers_in(self):
-            if instance._unit.params.flat is not None and any(
+            if instance._unit.flat_parameter is not None and any(
                 hasattr(parameter, "_in_backward_optimizers") for parameter in instance.params
             ):
                 raise StateError(

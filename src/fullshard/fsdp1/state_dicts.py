@@ -303,7 +303,7 @@ class WithStateDicts(Wrapper):
 
     def _warn_of_pieces(self) -> None:
         """Let the modules whose parameters this wrapper has warn of state dicts that are not of the wrapper."""
-        for module in {slot.module() for param in self._unit.params for slot in param.slots}:
+        for module in {slot.module() for param in self._unit.managed for slot in param.slots}:
             if module is not None:
                 _units[module] = weakref.ref(self._unit)
                 module.register_state_dict_pre_hook(_warn_of_pieces)

@@ -76,15 +76,14 @@ class Wrapper(nn.Module):
         With ``use_orig_params=True`` there may be two views, of trainable and of frozen parameters.
         """
         unit = self._unit
-        if unit.params.flat is not None:
-            return [unit.params.flat.sharded]
-        if not unit.params:
+        if unit.flat_parameter is not None:
+            return [unit.flat_parameter]
+        if not unit.managed:
             return []
-        assert unit.params.buffers is not None
         trainable = [bucket.params[0].spec.trainable for bucket in unit.plan_layout().buckets]
         views: list[nn.Parameter] = []
         grads = iter(unit.gradients.flat_gradients())
-        for flat, has_grad in zip(unit.params.buffers.flat_shards, trainable, strict=True):
+        for flat, has_grad in zip(unit.flat_shards, trainable, strict=True):
             views.append(FlatParameter(flat, requires_grad=has_grad))
             views[-1]._fqns = names_below(self.module, unit)  # type: ignore[attr-defined]
             views[-1].grad = next(grads, None) if has_grad else None
@@ -97,7 +96,7 @@ class Wrapper(nn.Module):
 
     @property
     def _has_params(self) -> bool:
-        return bool(self._unit.params)
+        return bool(self._unit.managed)
 
     @property
     def _flat_param(self) -> nn.Parameter | None:

@@ -182,7 +182,7 @@ class FSDPModule:
         state.reset()
         if is_mixed or reset_drops_gradients():
             for unit in self._units(recurse=True):
-                unit.params.zero_gradients(set_to_none=True)
+                unit.zero_gradients(set_to_none=True)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing; accepted for compatibility.
@@ -203,7 +203,7 @@ class FSDPModule:
         for unit in self._units(recurse=True):
             unit.gradients.drop_unreduced()
             if not unit.is_sharded:
-                unit.params.zero_gradients(set_to_none=set_to_none)
+                unit.zero_gradients(set_to_none=set_to_none)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -356,7 +356,7 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert the sharded parameters, for ``.to()`` and ``.half()``, also if unsharded now."""
         self.reshard()
-        params = [param for unit in _state(self).units for param in unit.params]
+        params = [param for unit in _state(self).units for param in unit.managed]
         kept = _set_aside_gradients(params)
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         _state(self).follow_changes()

@@ -61,13 +61,13 @@ def load_sharded_state(
         _check_complete(model, optimizer, state["optimizer"])
     values = dict(state["model"])
     for unit, names in structure_of(model).units:
-        if unit.params.is_flat:
+        if unit.is_flat:
             continue  # its own state-dict hooks take values of any kind
         given = {i: n[0] for i, n in enumerate(names) if n and n[0] in values}
         _check_shapes(unit, {name: values[name] for name in given.values()}, given)
         shards = locals_of(unit, list(given), [values[name] for name in given.values()])
         for index, shard in zip(given, shards, strict=True):
-            wrapped = unit.params[index].wrap_shard(shard)
+            wrapped = unit.managed[index].wrap_shard(shard)
             values.update({name: wrapped for name in names[index] if name in values})
     model.load_state_dict(values)
     if optimizer is not None:
@@ -127,7 +127,7 @@ def _check_shapes(unit: Unit, values: dict[str, Any], names: dict[int, str]) -> 
     wrong = [
         f"{name}: {tuple(values[name].size())}, expected {tuple(expected)}"
         for index, name in names.items()
-        if tuple(values[name].size()) != tuple(expected := unit.params[index].sharded.shape)
+        if tuple(values[name].size()) != tuple(expected := unit.managed[index].sharded.shape)
     ]
     if wrong:
         raise StateError(f"size mismatch for {'; '.join(wrong)}. Load the state of this model.")

@@ -143,14 +143,14 @@ def describe(model: nn.Module) -> Description:
 
 
 def _as_it_is(unit: Unit) -> _Shown:
-    return _Shown(unit, unit.name, unit.params, {p: p.names for p in unit.params}, unit.is_root)
+    return _Shown(unit, unit.name, unit.managed, {p: p.names for p in unit.managed}, unit.is_root)
 
 
 def _expected(model: nn.Module, root: ModuleState) -> list[_Shown]:
     """Return units as the first forward will make them: named by path, with ties moved."""
     named = named_states(model)
     names = names_of_parameters(model, dict.fromkeys(named.values()))
-    params = {unit: list(unit.params) for state in named.values() for unit in state.all_units}
+    params = {unit: list(unit.managed) for state in named.values() for unit in state.all_units}
     for param, unit, other in moves_of_ties(model, named):
         params[unit].remove(param)
         params[other].append(param)

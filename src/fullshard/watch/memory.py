@@ -153,7 +153,7 @@ def memory_report(
     free = (Runtime.of(device).scratch.free for device in devices)
     for tensor in itertools.chain(*free, *(comm.staging for comm in comms)):
         ledger.note(MemoryCategory.COMMUNICATION, None, tensor)
-    trained = {id(own.sharded): names[id(unit)] for unit in units for own in unit.params.holders}
+    trained = {id(own.sharded): names[id(unit)] for unit in units for own in unit.holders}
     for each in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
         for parameter, state in each.state.items():
             for tensor in _tensors_in(state):
@@ -174,12 +174,9 @@ _Use = tuple[MemoryCategory, torch.Tensor]
 
 def _buffers_of(unit: Unit) -> Iterator[_Use]:
     """Yield the memory that a unit lists without a visit to each of its parameters."""
-    if unit.params.buffers is not None:
-        for tensor in unit.params.buffers.shard_memory:
-            yield MemoryCategory.SHARDS, tensor
-        for tensor in unit.params.buffers.unsharded_memory:
-            yield MemoryCategory.UNSHARDED, tensor
-    for tensor in unit.params.extended_memory:
+    for tensor in unit.shard_memory:
+        yield MemoryCategory.SHARDS, tensor
+    for tensor in unit.unsharded_memory:
         yield MemoryCategory.UNSHARDED, tensor
     for tensor in (*unit.gradients.unreduced.memory, *unit.gradients.partial_sums):
         yield MemoryCategory.FULL_GRADIENTS, tensor
@@ -191,26 +188,18 @@ def _buffers_of(unit: Unit) -> Iterator[_Use]:
 
 def _walk(unit: Unit) -> Iterator[_Use]:
     """Yield the tensors that only a visit to every parameter finds."""
-    for param in unit.params:
-        if param.is_extended or unit.params.buffers is None:
-            yield MemoryCategory.SHARDS, param.local
-    for tensor in _autograds(unit):
-        yield MemoryCategory.FULL_GRADIENTS, tensor
+    for param in unit.managed:
+        yield MemoryCategory.SHARDS, param.local
+        if param.unsharded is not None and (grad := own_gradient(param.unsharded)) is not None:
+            yield MemoryCategory.FULL_GRADIENTS, grad
     for shards in unit.gradients.pooled:
         yield (
             MemoryCategory.KEPT if shards.is_unused else MemoryCategory.GRADIENT_SHARDS,
             shards.flat,
         )
-    for holder in unit.params.holders:
+    for holder in unit.holders:
         if holder.sharded.grad is not None:
             yield MemoryCategory.GRADIENT_SHARDS, holder.sharded.grad
-
-
-def _autograds(unit: Unit) -> Iterator[torch.Tensor]:
-    """Yield the full gradients that autograd has set and no reduction has taken yet."""
-    for param in unit.params:
-        if param.unsharded is not None and (grad := own_gradient(param.unsharded)) is not None:
-            yield grad
 
 
 def _in_flight(iteration: Iteration | None) -> Iterator[tuple[Unit, MemoryCategory, torch.Tensor]]:
@@ -227,8 +216,8 @@ def _in_flight(iteration: Iteration | None) -> Iterator[tuple[Unit, MemoryCatego
 
 def _unmanaged(model: nn.Module, units: Sequence[Unit]) -> Iterator[torch.Tensor]:
     """Yield ignored parameters, their gradients, and buffers."""
-    managed = {id(form) for unit in units for param in unit.params for form in param.forms}
-    managed |= {id(holder.sharded) for unit in units for holder in unit.params.holders}
+    managed = {id(form) for unit in units for param in unit.managed for form in param.forms}
+    managed |= {id(holder.sharded) for unit in units for holder in unit.holders}
     for parameter in model.parameters():
         if id(parameter) not in managed:
             yield parameter
@@ -270,20 +259,12 @@ def _staged_nbytes(units: Sequence[Unit]) -> dict[str, int]:
 
 
 def _shared_nbytes(units: Sequence[Unit], comms: Sequence[Comm]) -> int:
-    shards = (
-        tensor.nbytes
-        for unit in units
-        if unit.params.buffers is not None and unit.params.buffers.mapped_nbytes
-        for tensor in unit.params.buffers.shard_memory
-    )
+    shards = (tensor.nbytes for unit in units if unit.mapped_nbytes for tensor in unit.shard_memory)
     return sum(shards) + sum(comm.held_nbytes for comm in comms if comm.mapped_nbytes)
 
 
 def _mapped_nbytes(units: Sequence[Unit], comms: Sequence[Comm]) -> int:
-    shards = sum(
-        unit.params.buffers.mapped_nbytes for unit in units if unit.params.buffers is not None
-    )
-    return shards + sum(comm.mapped_nbytes for comm in comms)
+    return sum(unit.mapped_nbytes for unit in units) + sum(comm.mapped_nbytes for comm in comms)
 
 
 def _tensors_in(value: object) -> Iterator[torch.Tensor]:

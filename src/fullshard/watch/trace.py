@@ -337,7 +337,7 @@ def trace(
     if dist.get_rank() == 0:
         for old in trace_files(path):
             old.unlink()
-    units = [unit for unit in iteration.units if unit.params]
+    units = [unit for unit in iteration.units if unit.managed]
     meter = MemoryMeter(model, units, optimizer)
     with contextlib.ExitStack() as stack:
         if activations:
@@ -366,7 +366,7 @@ def _iteration_of(model: nn.Module) -> Iteration:
     iteration = state.iteration_or_initialise()
     if isinstance(iteration.observer, Tracer):
         raise StateError(f"{type(model).__name__} is being traced already. Leave that block first.")
-    if not any(unit.params for unit in iteration.units):
+    if not any(unit.managed for unit in iteration.units):
         raise StateError(f"{type(model).__name__} has no sharded parameters to trace.")
     return iteration
 

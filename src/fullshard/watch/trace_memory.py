@@ -90,7 +90,7 @@ class MemoryMeter:
     ) -> None:
         self._units = list(units)
         self._optimizer = optimizer
-        forms = [form for unit in units for param in unit.params for form in param.forms]
+        forms = [form for unit in units for param in unit.managed for form in param.forms]
         self.saved = SavedTensors(
             [_local(each) for each in (*model.parameters(), *forms) if each is not None]
         )
@@ -102,14 +102,12 @@ class MemoryMeter:
 
     def count_unsharded(self, unit: Unit) -> None:
         """Count a unit's unsharded parameters again."""
-        memory = [] if unit.params.buffers is None else unit.params.buffers.unsharded_memory
-        tensors = (*memory, *unit.params.extended_memory)
-        nbytes = sum(_local(tensor).untyped_storage().nbytes() for tensor in tensors)
+        nbytes = sum(_local(t).untyped_storage().nbytes() for t in unit.unsharded_memory)
         self._put(_UNSHARDED, unit, nbytes)
 
     def count_full_gradients(self, unit: Unit) -> None:
         """Count a unit's full gradients again, with those that wait for a reduction."""
-        forms = [param.unsharded for param in unit.params]
+        forms = [param.unsharded for param in unit.managed]
         grads = [form.grad for form in forms if form is not None and form.grad is not None]
         kept = (*unit.gradients.unreduced.spare_memory, *unit.gradients.partial_sums)
         tensors = (*grads, *unit.gradients.unreduced.memory, *kept)
