@@ -184,7 +184,7 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 
 # PyTorch's FSDP1 is told by the environment to evaluate in full precision. Checks are switched on for
 # programs that nobody wants to change, and so is Accelerate. Ranks inherit what their launcher has.
-_OF_ENVIRONMENT = ("fsdp1/setup.py", "debugging/switches.py", "drop_in/on_cpu.py", "run.py")
+_OF_ENVIRONMENT = ("fsdp1/module.py", "debugging/switches.py", "drop_in/on_cpu.py", "run.py")
 # Gloo is told by it which interface to take, and ports of ours listen there.
 _OF_ENVIRONMENT += ("launching/launch.py", "comm/notices.py")
 

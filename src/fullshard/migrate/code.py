@@ -11,7 +11,6 @@ from torch import nn
 
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.options import NO_RESHARD_AFTER_FORWARD_STRATEGIES, ShardingStrategy
-from fullshard.fsdp1.wrapper import kept_arguments
 from fullshard.migrate.instances import Instance, original_path, owner_among
 from fullshard.migrate.meshes import mesh_expression
 
@@ -152,7 +151,7 @@ def _named(name: str, expressions: Iterable[str | None]) -> dict[str, str]:
 
 def _ignored_names(model: nn.Module, instances: Iterable[Instance]) -> dict[str, nn.Parameter]:
     """Return the parameters that any instance ignores, by name before wrapping, each once."""
-    ignored = {p for instance in instances for p in instance.kept.ignored.params}
+    ignored = {p for instance in instances for p in instance.wrapper._ignored.params}
     names: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -182,7 +181,7 @@ def _buffers(model: nn.Module) -> tuple[tuple[tuple[str, torch.dtype], ...], boo
                 continue
             num_buffers += 1
             wrapper = wrappers.get(owner) if owner is not None else None
-            if wrapper is None or module in kept_arguments(wrapper).ignored.modules:
+            if wrapper is None or module in wrapper._ignored.modules:
                 continue
             if (dtype := wrapper.mixed_precision.buffer_dtype) is not None:
                 path = original_path(name)

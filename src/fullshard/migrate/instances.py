@@ -9,7 +9,6 @@ from torch import nn
 from fullshard.errors import StateError
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
-from fullshard.fsdp1.wrapper import KeptArguments, kept_arguments
 from fullshard.plan.units import clean_name
 from fullshard.torch_private import COMPILED_MODULE
 
@@ -36,11 +35,6 @@ class Instance:
     height: int
     is_root: bool
     skipped: Skipped | None
-
-    @property
-    def kept(self) -> KeptArguments:
-        """Arguments of the wrapper's constructor that are no public attributes of it."""
-        return kept_arguments(self.wrapper)
 
     @property
     def kind(self) -> type[nn.Module]:

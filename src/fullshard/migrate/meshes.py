@@ -43,7 +43,7 @@ def mesh_expression(instance: Instance) -> str | None:
     device, axes = instance.wrapper.compute_device.type, _axes(instance)
     everyone = list(range(dist.get_world_size()))
     grid = _grid(axes)
-    is_default = instance.kept.device_mesh is None and device == _default_device()
+    is_default = instance.wrapper._device_mesh is None and device == _default_device()
     if len(axes) == 1 and grid == everyone and is_default:
         return None
     if grid == everyone:
@@ -61,7 +61,7 @@ def mesh_expression(instance: Instance) -> str | None:
 
 def _axes(instance: Instance) -> list[_Axis]:
     """Return the axes of the mesh: (replicate, shard), or the only one."""
-    placed, mesh = instance.kept.ranks, instance.kept.device_mesh
+    placed, mesh = instance.wrapper._ranks, instance.wrapper._device_mesh
     names: tuple[str, ...] = ("replicate", "shard") if instance.is_hybrid else ("shard",)
     if instance.strategy is ShardingStrategy.NO_SHARD and not instance.is_alone:
         names = ("replicate",)
