@@ -186,7 +186,7 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 
 # PyTorch's FSDP1 is told by the environment to evaluate in full precision. Checks are switched on for
 # programs that nobody wants to change, and so is Accelerate. Ranks inherit what their launcher has.
-_OF_ENVIRONMENT = ("fsdp1/setup.py", "debugging/switches.py", "drop_in/on_cpu.py", "run.py")
+_OF_ENVIRONMENT = ("fsdp1/module.py", "debugging/switches.py", "drop_in/on_cpu.py", "run.py")
 # Gloo is told by it which interface to take, and ports of ours listen there.
 _OF_ENVIRONMENT += ("launching/launch.py", "comm/notices.py")
 
@@ -206,6 +206,17 @@ def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
         if isinstance(node, ast.Attribute) and id(node) not in written
     }
     assert not {*read, *_imports(module)} & {"os.environ", "os.getenv", "os.environb"}
+
+
+# What a unit has to say of its parameters to rooms above is on `Unit` itself (`managed` and what follows).
+# `state`, `live`, `checkpoint` and `batches` still read `unit.params`.
+_CLOSED_TO = {"debugging", "deferred", "faces", "fsdp1", "fsdp2", "migrate", "optim", "watch"}
+
+
+@every_module()
+def test_parameters_of_units_are_the_engines_alone(module: Path) -> None:
+    read = {name for name in _attributes(module) if re.search(r"(unit|_shown)\.params$", name)}
+    assert _room(module) not in _CLOSED_TO or not read
 
 
 @every_module()

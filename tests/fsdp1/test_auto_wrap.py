@@ -20,6 +20,7 @@ from fullshard import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 from fullshard.errors import MisuseError, ShardingError, UnsupportedError
 from fullshard.fsdp1 import auto_wrap, wrap_policies
 from fullshard.fsdp1.options import MixedPrecision
+from fullshard.fsdp1.setup import Ignored
 
 SHARED = [
     *torch_wrap.__all__,
@@ -76,18 +77,15 @@ class Model(nn.Module):
 
 
 def _auto_wrap(root: nn.Module, policy: Any, **options: Any) -> None:
-    mixed_precision = options.pop("mixed_precision", None)
-    kwargs = {"root": True, "mixed_precision": mixed_precision}
-    defaults = {"ignored_modules": set(), "ignored_params": set(), "use_orig_params": True}
-    ours.auto_wrap(
-        root,
-        policy,
-        Unit,
-        root_kwargs=kwargs,
-        mixed_precision=mixed_precision,
-        **{**defaults, **options},
-    )
-    assert kwargs == {"root": True, "mixed_precision": mixed_precision}
+    kwargs = {
+        "root": True,
+        "mixed_precision": options.get("mixed_precision"),
+        "use_orig_params": options.get("use_orig_params", True),
+    }
+    before = dict(kwargs)
+    ignored = Ignored(options.get("ignored_modules", set()), options.get("ignored_params", set()))
+    ours.auto_wrap(root, policy, Unit, root_kwargs=kwargs, ignored=ignored)
+    assert kwargs == before
 
 
 def _torch_auto_wrap(root: nn.Module, policy: Any, **options: Any) -> None:
@@ -107,7 +105,7 @@ def _torch_auto_wrap(root: nn.Module, policy: Any, **options: Any) -> None:
 def _units(root: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the units by path, with their arguments."""
     return {
-        path: {k: v for k, v in module.kwargs.items() if k != "auto_wrap_policy"}
+        path: {k: v for k, v in module.kwargs.items() if k in ("root", "extra", "mixed_precision")}
         for path, module in root.named_modules()
         if isinstance(module, Unit)
     }

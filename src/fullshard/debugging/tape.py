@@ -1,4 +1,4 @@
-"""What one model computes in its forwards and backwards, as it happens: `Tape`.
+"""A `Tape` takes down what one model computes in its forwards and backwards, as it happens.
 
 A forward or a backward is an `Event`. It has what every module returned, in the order in which modules end, so
 innermost first; and in backward the full gradients, before and after they are reduced. Of each value a
@@ -145,7 +145,7 @@ class Tape(PassWatcher):
 
     def gradients_complete(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         if unit in self.units and self._is_in(BACKWARD):
-            for param, grad in zip(unit.params, grads, strict=True):
+            for param, grad in zip(unit.managed, grads, strict=True):
                 if grad is not None:
                     self.see(GRADIENT, without_compile(param.name), [grad], unit=self.units[unit])
 
@@ -159,7 +159,7 @@ class Tape(PassWatcher):
     def _reduced(self) -> Iterator[tuple[Unit, str, torch.Tensor]]:
         """Yield this rank's parts of reduced gradients, one per parameter or flat parameter."""
         for unit in self.units:
-            by_holder = {param.holder: param for param in reversed([*unit.params])}
+            by_holder = {param.holder: param for param in reversed(unit.managed)}
             for holder, param in by_holder.items():
                 if unit.gradients.unreduced.shows(holder):
                     continue  # a sum of this rank's own, which waits

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fullshard.comm.interface import Comm, Work
 from fullshard.comm.process_group import ProcessGroupComm
@@ -19,7 +20,7 @@ from fullshard.engine.gradients.queue import InFlight
 from fullshard.engine.gradients.unit_gradients import UnitGradients
 from fullshard.engine.observer import Observer
 from fullshard.engine.params.dtensor import DTensorParameter
-from fullshard.engine.params.managed import Backward, ManagedParameter
+from fullshard.engine.params.managed import Backward, ManagedParameter, ShardHolder
 from fullshard.engine.params.of_unit import UnitParams
 from fullshard.engine.runtime import Lane, Runtime, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh
@@ -595,6 +596,54 @@ class Unit:
     def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
         """Start reducing these gradients and what was accumulated; None if there is nothing."""
         return self.gradients.reduce(grads, self)
+
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Drop or zero the gradients of the sharded parameters, which modules may not show now."""
+        self.params.zero_gradients(set_to_none=set_to_none)
+
+    # What rooms above the engine read of parameters; `params` is the engine's alone
+
+    @property
+    def managed(self) -> Sequence[ManagedParameter]:
+        """The parameters, in the order of their indices."""
+        return self.params.all
+
+    @property
+    def holders(self) -> list[ShardHolder]:
+        """The owners of what an optimizer updates: each parameter, or one flat one for all."""
+        return self.params.holders
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether shards are pieces of flat buffers, and not rows of parameters."""
+        return self.params.is_flat
+
+    @property
+    def flat_parameter(self) -> nn.Parameter | None:
+        """The one parameter that all others are trained through; None if each is trained itself."""
+        return None if self.params.flat is None else self.params.flat.sharded
+
+    @property
+    def flat_shards(self) -> list[torch.Tensor]:
+        """This rank's part of each flat buffer, 1-D."""
+        return [] if self.params.buffers is None else self.params.buffers.flat_shards
+
+    @property
+    def shard_memory(self) -> list[torch.Tensor]:
+        """The memory in which this rank's shards lie, but those of extended parameters."""
+        return self.params.shard_memory
+
+    @property
+    def unsharded_memory(self) -> list[torch.Tensor]:
+        """The private memory of whole parameters, and of shards kept over a smaller group."""
+        buffers, extended = self.params.buffers, self.params.extended
+        own = [] if buffers is None else buffers.unsharded_memory
+        return own if extended is None else [*own, *extended.memory]
+
+    @property
+    def mapped_nbytes(self) -> int:
+        """The bytes that all ranks of this host share for the unit; 0 if nothing is shared."""
+        return 0 if self.params.buffers is None else self.params.buffers.mapped_nbytes
 
 
 def comms_of(units: Sequence[Unit]) -> list[Comm]:

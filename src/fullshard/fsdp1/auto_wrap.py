@@ -1,4 +1,4 @@
-"""Wraps the modules that a policy chooses: children before their parents, and never the root.
+"""Wrap the modules that a policy chooses: children before their parents, and never the root.
 
 Names and signatures are those of ``torch.distributed.fsdp.wrap``, and of the functions that
 PyTorch's tests and activation checkpointing take from ``_wrap_utils``.
@@ -15,13 +15,15 @@ from torch import nn
 
 from fullshard.engine.precision import map_tensors
 from fullshard.errors import MisuseError, ShardingError, UnsupportedError
-from fullshard.fsdp1.layer_classes import check_classes, classes_of
 from fullshard.fsdp1.options import MixedPrecision
+from fullshard.fsdp1.setup import Ignored
 from fullshard.fsdp1.wrap_policies import (
     KwargsByModule,
     _or_policy,
     _Policy,
     _wrap_module_cls_individually,
+    check_classes,
+    classes_of,
 )
 
 
@@ -31,51 +33,53 @@ def auto_wrap(
     wrapper_cls: Callable[..., nn.Module],
     *,
     root_kwargs: dict[str, Any],
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    use_orig_params: bool,
-    mixed_precision: MixedPrecision | None,
+    ignored: Ignored,
 ) -> None:
     """Replace the modules below ``root`` that the policy chooses by wrapped ones, children first.
 
-    root_kwargs: the arguments of the wrapper except module and policy. Not changed.
-    mixed_precision: modules of the classes that it ignores are wrapped whatever the policy says,
-        with ``mixed_precision=None``. They compute in float32; inputs are cast, and outputs cast
-        back. A warning names those classes.
+    root_kwargs: the arguments of the wrapper except module and policy. Not changed. Modules of the
+        classes that ``mixed_precision`` ignores are wrapped whatever the policy says, with
+        ``mixed_precision=None``. They compute in float32; inputs are cast, and outputs cast back. A
+        warning names those classes.
 
     Raises ShardingError, before anything is changed, if something is wrapped already, if the policy
     names classes that are none, or if a `_Policy` puts frozen and trainable parameters into one unit
     without ``use_orig_params``, or the uses of one parameter into several. Warns of a policy that
     names classes of which there is no module.
     """
-    _refuse_wrapped(root, wrapper_cls)
+    for path, module in root.named_modules():
+        if _is_wrapped_by(module, wrapper_cls):
+            raise ShardingError(
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{path or 'the root'} in\n{root}\nWrap either by hand or by a policy, not both."
+            )
     if (classes := classes_of(policy)) is not None:
         check_classes(root, classes)
-    in_float32: tuple[type[nn.Module], ...] = ()
-    if mixed_precision is not None:
-        in_float32 = tuple(set(mixed_precision._module_classes_to_ignore))
+    precision: MixedPrecision | None = root_kwargs["mixed_precision"]
+    in_float32 = () if precision is None else tuple(set(precision._module_classes_to_ignore))
     wrap_chosen: Callable[[], object]
     # By method, not by class: PyTorch's own policies serve as well.
     if hasattr(policy, "_run_policy"):
         chosen = _run_mixed_precision_override_policy(
             root,
             in_float32,
-            ignored_modules,
+            ignored.modules,
             root_kwargs,
-            policy._run_policy(root, ignored_modules, root_kwargs),
+            policy._run_policy(root, ignored.modules, root_kwargs),
         )
-        _validate_frozen_params(root, set(chosen), ignored_params, use_orig_params)
-        _refuse_split_ties(root, set(chosen), ignored_params)
+        uses_originals: bool = root_kwargs["use_orig_params"]
+        _validate_frozen_params(root, set(chosen), ignored.params, uses_originals)
+        _refuse_split_ties(root, set(chosen), ignored.params)
         wrap_target = _construct_wrap_fn(root, chosen, wrapper_cls)
         wrap_chosen = functools.partial(_post_order_apply, root, wrap_target)
     else:
         wrap_chosen = functools.partial(
             _recursive_wrap,
             root,
-            _callable_policy(policy, None if mixed_precision is None else in_float32),
+            _callable_policy(policy, None if precision is None else in_float32),
             wrapper_cls,
-            ignored_modules,
-            ignored_params,
+            ignored.modules,
+            ignored.params,
             only_wrap_children=True,
             **root_kwargs,
         )
@@ -101,17 +105,8 @@ def _callable_policy(
     return functools.partial(_or_policy, policies=[policy, by_class])
 
 
-def _refuse_wrapped(root: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> None:
-    for path, module in root.named_modules():
-        if _is_wrapped_by(module, wrapper_cls):
-            raise ShardingError(
-                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
-                f"{path or 'the root'} in\n{root}\nWrap either by hand or by a policy, not both."
-            )
-
-
 def _is_wrapped_by(module: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> bool:
-    """Return whether a module is wrapped already; False if the wrapper is a function, no class."""
+    # False if the wrapper is a function, and no class.
     return isinstance(wrapper_cls, type) and isinstance(module, wrapper_cls)
 
 

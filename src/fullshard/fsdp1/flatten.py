@@ -1,4 +1,4 @@
-"""Makes one flat unit of the parameters of modules."""
+"""Make one flat unit of the parameters of modules."""
 
 import warnings
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from fullshard.faces.annotated import leave_unchecked
 from fullshard.faces.coverage import CoveredParameters, name_below, qualified_names
 from fullshard.faces.meshes import check_groups_of, refuse_overlap
 from fullshard.plan.builders import flat_layout
-from fullshard.plan.layout import ParamSpec, UnitLayout
+from fullshard.plan.layout import ParamSpec
 from fullshard.plan.units import clean_name
 from fullshard.policies import ParamStyle, UnitConfig
 
@@ -41,11 +41,18 @@ def flat_unit(
     parameters = CoveredParameters(covered, ignored_params)
     paths = qualified_names([module], parameters.slots.values())
     names = dict(zip(parameters.slots, paths, strict=True))
-    _check(module, names, parameters, mesh, config)
-    specs = [_spec(parameter, name, config) for parameter, name in names.items()]
+    _check_flattenable(module, names, parameters, mesh, config)
+    specs = [_param_spec(parameter, name, config) for parameter, name in names.items()]
     is_aligned = config.style is not ParamStyle.FLAT  # programs rely on a FlatParameter's size
     layout = flat_layout(specs, shard_size=mesh.plan.shard_size, is_aligned=is_aligned)
-    owned = _owned(layout, mesh.plan.shard_rank)
+    rank = mesh.plan.shard_rank
+    owned = {
+        param.index: OwnedPiece(
+            next(iter(bucket.pieces(param, rank)), None), bucket.shard_range(param, rank)[1]
+        )
+        for bucket in layout.buckets
+        for param in bucket.params
+    }
     holder = None
     if config.style is ParamStyle.FLAT and names:
         first = next(iter(names))
@@ -56,38 +63,38 @@ def flat_unit(
             requires_grad=first.requires_grad,
             is_part=mesh.plan.shard_size > 1,
         )
-    _warn_of_hooks(names, config)
+    hooked = [name for parameter, name in names.items() if parameter._post_accumulate_grad_hooks]
+    if holder is not None and hooked:
+        warnings.warn(
+            f"{', '.join(hooked)}: hooks after accumulation (register_post_accumulate_grad_hook) "
+            "are not called with use_orig_params=False, which keeps the gradient of no single "
+            "parameter. Pass use_orig_params=True, or register them on the flat parameter.",
+            UserWarning,
+            stacklevel=4,
+        )
     managed = []
     for index, (parameter, slots) in enumerate(parameters.slots.items()):
         form = ParamForm(unsharded=parameter._spec if isinstance(parameter, DTensor) else None)
         parameter._fsdp_flattened = True  # type: ignore[attr-defined] # PyTorch's mark, for libraries
-        managed.append(_managed(parameter, slots, form, owned[index], holder))
+        managed.append(
+            PieceParameter(parameter, slots, form, owned[index])
+            if holder is None
+            else HiddenParameter(parameter, slots, form, owned[index], holder)
+        )
     name_below([module], managed)
     unit = make_unit(managed, mesh, device, config, layout, comms)
-    if unit.params.flat is not None:
-        unit.params.flat.sharded._fqns = names_below(module, unit)  # type: ignore[attr-defined]
+    if unit.flat_parameter is not None:
+        unit.flat_parameter._fqns = names_below(module, unit)  # type: ignore[attr-defined]
     return unit
 
 
 def names_below(module: nn.Module, unit: Unit) -> list[str]:
     """Return the paths of the unit's parameters below a module, without prefixes of wrappers."""
-    paths = qualified_names([module], [param.slots for param in unit.params])
+    paths = qualified_names([module], [param.slots for param in unit.managed])
     return [clean_name(path.partition(": ")[2]) for path in paths]
 
 
-def _managed(
-    parameter: nn.Parameter,
-    slots: list[Slot],
-    form: ParamForm,
-    owned: OwnedPiece,
-    holder: FlatHolder | None,
-) -> PieceParameter:
-    if holder is None:
-        return PieceParameter(parameter, slots, form, owned)
-    return HiddenParameter(parameter, slots, form, owned, holder)
-
-
-def _spec(parameter: nn.Parameter, name: str, config: UnitConfig) -> ParamSpec:
+def _param_spec(parameter: nn.Parameter, name: str, config: UnitConfig) -> ParamSpec:
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     dtype = parameter.dtype
     low = config.mp_policy.param_dtype if dtype.is_floating_point else None
@@ -96,17 +103,7 @@ def _spec(parameter: nn.Parameter, name: str, config: UnitConfig) -> ParamSpec:
     )
 
 
-def _owned(layout: UnitLayout, rank: int) -> dict[int, OwnedPiece]:
-    return {
-        param.index: OwnedPiece(
-            next(iter(bucket.pieces(param, rank)), None), bucket.shard_range(param, rank)[1]
-        )
-        for bucket in layout.buckets
-        for param in bucket.params
-    }
-
-
-def _check(
+def _check_flattenable(
     root: nn.Module,
     names: dict[nn.Parameter, str],
     parameters: CoveredParameters,
@@ -127,9 +124,9 @@ def _check(
                 f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1. It is {name}."
             )
     for owner, slot in parameters.ties:
-        others = " and ".join(_place(root, other) for other in owner.slots)
+        others = " and ".join(_where(root, other) for other in owner.slots)
         raise ShardingError(
-            f"{_place(root, slot)} is {others}, the parameter of a nested FSDP instance, which would "
+            f"{_where(root, slot)} is {others}, the parameter of a nested FSDP instance, which would "
             "be gathered for that instance alone. Wrap the modules that share it together, in one "
             "instance."
         )
@@ -137,25 +134,12 @@ def _check(
         _check_uniform(names)
 
 
-def _place(root: nn.Module, slot: Slot) -> str:
+def _where(root: nn.Module, slot: Slot) -> str:
     """Return where a parameter is registered, for messages: its path if that is below the root."""
     for path, module in root.named_modules():
         if module is slot.module():
             return f"{type(root).__name__}: {clean_name(f'{path}.{slot.name}')}"
     return f"{slot.name} of {type(slot.module()).__name__}"
-
-
-def _warn_of_hooks(names: dict[nn.Parameter, str], config: UnitConfig) -> None:
-    """Warn of parameters whose hooks after accumulation will never be called."""
-    hooked = [name for parameter, name in names.items() if parameter._post_accumulate_grad_hooks]
-    if config.style is ParamStyle.FLAT and hooked:
-        warnings.warn(
-            f"{', '.join(hooked)}: hooks after accumulation (register_post_accumulate_grad_hook) "
-            "are not called with use_orig_params=False, which keeps the gradient of no single "
-            "parameter. Pass use_orig_params=True, or register them on the flat parameter.",
-            UserWarning,
-            stacklevel=5,
-        )
 
 
 def _check_uniform(names: dict[nn.Parameter, str]) -> None:

@@ -6,29 +6,33 @@ holds a flat unit: where the unit's parameters are gathered and reduced, see `en
 
 import contextlib
 import functools
+import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Self
 
 from fullshard.comm.select import default_comm
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.module_state import state_of
+from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.restoring import restoring
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit, choose_comms
-from fullshard.engine.whole import refusing_backward
-from fullshard.errors import MisuseError, StateError
+from fullshard.engine.whole import WholeOptions, refusing_backward, whole_parameters
+from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 from fullshard.faces.coverage import covered_modules, ignored_names
-from fullshard.faces.interop import mark_managed
+from fullshard.faces.interop import FlatHandle, mark_managed
 from fullshard.fsdp1.auto_wrap import auto_wrap
-from fullshard.fsdp1.flatten import flat_unit
-from fullshard.fsdp1.gradients import WithGradients
+from fullshard.fsdp1.flatten import flat_unit, names_below
 from fullshard.fsdp1.options import (
+    HYBRID_SHARDING_STRATEGIES,
     NO_RESHARD_AFTER_FORWARD_STRATEGIES,
     CPUOffload,
     MixedPrecision,
@@ -36,33 +40,36 @@ from fullshard.fsdp1.options import (
 )
 from fullshard.fsdp1.recognition import recognise
 from fullshard.fsdp1.setup import (
+    Ignored,
     ProcessGroups,
+    ShardingRanks,
     broadcast_states,
-    check_one_device,
     check_parameters,
     choose_ranks,
     compute_device,
     find_ignored,
-    full_precision_in_eval,
     materialise,
     move,
 )
-from fullshard.fsdp1.state_dicts import WithStateDicts
-from fullshard.fsdp1.whole import WithWholeParameters
+from fullshard.fsdp1.state_dicts import StateDictMethods
 from fullshard.fsdp1.wrap_policies import CustomPolicy, ModuleWrapPolicy
-from fullshard.fsdp1.wrapper import wrappers_in
 from fullshard.fsdp2.module import UnshardHandle, start_unshard
+from fullshard.optim.grad_norm import clip_grad_norm_
+from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.policies import (
     BackwardPrefetch,
+    CommHook,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ParamStyle,
+    TrainingState,
     UnitConfig,
 )
+from fullshard.torch_private import ActivationWrapper
 
 
-class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameters):
+class FullyShardedDataParallel(StateDictMethods):
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     All parameters in ``module`` that are in no nested instance become one unit. They are gathered
@@ -93,6 +100,10 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
     accelerator, whose memory is freed module by module. Source: PyTorch FSDP, arXiv 2304.11277.
     """
 
+    _fsdp_wrapped_module: nn.Module
+    _ignored: Ignored  # with what nested instances ignore
+    _outer: "weakref.ref[FullyShardedDataParallel] | None" = None  # made around this one last
+
     def __init__(
         self,
         module: nn.Module,
@@ -122,7 +133,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
             )
         self._ignored = find_ignored(module, ignored_modules, ignored_states)
         self.compute_device = compute_device(device_id, device_mesh)
-        self._ranks = choose_ranks(
+        self._ranks: ShardingRanks = choose_ranks(
             process_group,
             sharding_strategy,
             device_mesh,
@@ -135,16 +146,21 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
         self.forward_prefetch = bool(forward_prefetch)
         self.limit_all_gathers = bool(limit_all_gathers)
         self._use_orig_params = bool(use_orig_params)
-        self._computes_fully_in_eval = full_precision_in_eval()
+        # An environment variable because PyTorch's FSDP1 has no other switch for it.
+        self._computes_fully_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         wrap_children = None
         if auto_wrap_policy is not None:
+            if device_mesh is None and self._ranks.replicate_group is not None:
+                # Passed on, so that hybrid groups are made once for the whole model.
+                process_group = self._ranks.shard_group, self._ranks.replicate_group
             wrap_children = functools.partial(
                 auto_wrap,
                 module,
                 auto_wrap_policy,
                 FullyShardedDataParallel,
+                ignored=self._ignored,
                 root_kwargs={
-                    "process_group": self._groups_of_children(process_group),
+                    "process_group": process_group,
                     "sharding_strategy": sharding_strategy,
                     "cpu_offload": cpu_offload,
                     "backward_prefetch": backward_prefetch,
@@ -158,30 +174,30 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
                     "ignored_states": self._ignored.params,
                     "device_mesh": device_mesh,
                 },
-                ignored_modules=self._ignored.modules,
-                ignored_params=self._ignored.params,
-                use_orig_params=use_orig_params,
-                mixed_precision=mixed_precision,
             )
-        values = _FirstValues(
+        unit, covered = self._make_unit(
+            module,
+            wrap_children,
             device_id=device_id,
             param_init_fn=param_init_fn,
             sync_module_states=sync_module_states,
         )
-        unit, covered = self._make_unit(module, wrap_children, values)
-        self._attach(unit, covered)
-
-    def _groups_of_children(self, given: ProcessGroups) -> ProcessGroups:
-        """Return the process groups of the instances that a policy makes inside this one.
-
-        Those of a hybrid strategy are passed on, so that they are made once for the whole model.
-        """
-        if self._device_mesh is not None or self._ranks.replicate_group is None:
-            return given
-        return self._ranks.shard_group, self._ranks.replicate_group
+        self._state = Hooks([self], [unit], is_wrapper=True)
+        self._state.ignored.update(self._ignored.modules)
+        self._state.ignored_names.update(ignored_names(covered, self._ignored.params))
+        for inner in self.fsdp_modules(module):
+            inner._outer = weakref.ref(self)
+        mark_managed(covered, keeps_parameters=self._use_orig_params)
+        self._register_state_dict_hooks()
 
     def _make_unit(
-        self, module: nn.Module, wrap_children: Callable[[], None] | None, values: "_FirstValues"
+        self,
+        module: nn.Module,
+        wrap_children: Callable[[], None] | None,
+        *,
+        device_id: int | str | torch.device | None,
+        param_init_fn: Callable[[nn.Module], None] | None,
+        sync_module_states: bool,
     ) -> tuple[Unit, list[nn.Module]]:
         """Wrap what a policy chooses, and flatten the rest; return the unit and its modules.
 
@@ -191,50 +207,136 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
         config, mesh, ignored = _unit_config(self), self._ranks.mesh, self._ignored
         comms = choose_comms(mesh, self.compute_device, config)  # may raise: so before any change
         what = f"FullyShardedDataParallel of {type(module).__name__}"
+        # Restoring keeps whole parameters alive until all of a module is wrapped. Host memory has
+        # room for that; an accelerator's may not.
+        is_on_host = all(p.device.type in ("cpu", "meta") for p in module.parameters())
+        restores_all = wrap_children is None or is_on_host
         with contextlib.ExitStack() as stack:
-            restores_all = wrap_children is None or _is_in_host_memory(module)
             if restores_all:
                 stack.enter_context(restoring(module.modules(), what))
             if wrap_children is not None:
                 wrap_children()
             self._fsdp_wrapped_module = module
-            is_wrapped = state_of(module) is not None  # then its own unit has all parameters
-            covered = (
-                []
-                if is_wrapped
-                else covered_modules([module], lambda each: each not in ignored.modules)
-            )
+            covered: list[nn.Module] = []
+            if state_of(module) is None:  # else it is wrapped, and its own unit has all parameters
+                covered = covered_modules([module], lambda each: each not in ignored.modules)
             if not restores_all:
                 stack.enter_context(restoring(covered, what))
             # Values are made before they are broadcast, and moved to where groups communicate.
-            check_parameters(covered, ignored)
-            check_one_device(covered, ignored, values.device_id)
-            materialise(covered, ignored, self.compute_device, values.param_init_fn)
+            check_parameters(covered, ignored, device_id)
+            materialise(covered, ignored, self.compute_device, param_init_fn)
             move(covered, ignored, self.compute_device, offload=self.cpu_offload.offload_params)
-            if values.sync_module_states:
+            if sync_module_states:
                 broadcast_states(covered, ignored, mesh)
             unit = flat_unit(
                 self.module, covered, mesh, self.compute_device, config, ignored.params, comms
             )
         return unit, covered
 
-    def _attach(self, unit: Unit, covered: list[nn.Module]) -> None:
-        """Register the unit with the engine, nested instances with this one, and hooks."""
-        self._state = Hooks([self], [unit], is_wrapper=True)
-        self._outer = None
-        self._state.ignored.update(self._ignored.modules)
-        self._state.ignored_names.update(ignored_names(covered, self._ignored.params))
-        for inner in wrappers_in(self._fsdp_wrapped_module):
-            inner._outer = weakref.ref(self)
-        mark_managed(covered, keeps_parameters=self._use_orig_params)
-        self._register_state_dict_hooks()
-
     @staticmethod
     def fsdp_modules(
         module: nn.Module, root_only: bool = False
     ) -> list["FullyShardedDataParallel"]:
         """Return the instances in a module, itself included, or those in no other one."""
-        return cast("list[FullyShardedDataParallel]", wrappers_in(module, outermost=root_only))
+        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        inside: set[nn.Module] = set()  # `modules()` yields an instance before what is in it
+        roots: list[FullyShardedDataParallel] = []
+        for each in found:
+            if each not in inside and each.check_is_root():
+                roots.append(each)
+                inside.update(each.modules())
+        return roots
+
+    # What it is
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without a wrapper for activation checkpointing around it."""
+        wrapped: Any = self._fsdp_wrapped_module
+        if isinstance(wrapped, ActivationWrapper):
+            return wrapped._checkpoint_wrapped_module
+        return wrapped
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that parameters are sharded over, or replicated over if nothing is sharded."""
+        return self._ranks.shard_group
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy in effect. In a group of one rank it is NO_SHARD, unless hybrid."""
+        return self._ranks.strategy
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in `process_group`."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in `process_group`."""
+        return self.process_group.size()
+
+    @property
+    def training_state(self) -> TrainingState:
+        """The wrapped module's phase in a training step."""
+        return self._state.training_state
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        return next(iter(self.params), None)
+
+    @property
+    def _handle(self) -> FlatHandle | None:
+        return FlatHandle(self._unit, self) if self._unit.managed else None
+
+    @property
+    def _is_root(self) -> bool | None:  # None before the first forward, as in PyTorch's
+        return None if self._state.known_iteration is None else self._state.is_root
+
+    def check_is_root(self) -> bool:
+        """Return whether this instance is in no other one, as far as known before a forward."""
+        if self._state.known_iteration is not None:
+            return self._state.is_root
+        # `_outer` may have been taken apart, or hold this instance no longer.
+        outer = self._outer() if self._outer is not None else None
+        return outer is None or all(module is not self for module in outer.modules())
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This rank's shard as flat parameters: the one that is trained, or views of the buffers.
+
+        With ``use_orig_params=True`` there may be two views, of trainable and of frozen parameters.
+        """
+        unit = self._unit
+        if unit.flat_parameter is not None:
+            return [unit.flat_parameter]
+        if not unit.managed:
+            return []
+        trainable = [bucket.params[0].spec.trainable for bucket in unit.plan_layout().buckets]
+        views: list[nn.Parameter] = []
+        grads = iter(unit.gradients.flat_gradients())
+        for flat, has_grad in zip(unit.flat_shards, trainable, strict=True):
+            views.append(FlatParameter(flat, requires_grad=has_grad))
+            views[-1]._fqns = names_below(self.module, unit)  # type: ignore[attr-defined]
+            views[-1].grad = next(grads, None) if has_grad else None
+        return views
+
+    @passing_through
+    def __getattr__(self, name: str) -> Any:
+        """Look missing attributes up on the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED_MODULE:  # not set yet: `__init__` has not come that far
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: int) -> Any:
+        """Index the wrapped module, such as an ``nn.Sequential``."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     # Running
 
@@ -251,8 +353,8 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
 
     @eager
     def _refuse_overlap(self) -> None:
-        for instance in wrappers_in(self):
-            if instance._unit.params.flat is not None and any(
+        for instance in self.fsdp_modules(self):
+            if instance._unit.flat_parameter is not None and any(
                 hasattr(parameter, "_in_backward_optimizers") for parameter in instance.params
             ):
                 raise StateError(
@@ -264,7 +366,7 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
         """Let all instances compute in full precision in evaluation, if this one is the root."""
         if self._state.known_iteration is not None and not self._state.is_root:
             return
-        for instance in wrappers_in(self):
+        for instance in self.fsdp_modules(self):
             instance._state.use_precision(full=not instance.training)
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -285,13 +387,165 @@ class FullyShardedDataParallel(WithStateDicts, WithGradients, WithWholeParameter
             "Copy the module before wrapping it, or load its state_dict into a second one."
         )
 
+    # Gradients
 
-class _FirstValues(NamedTuple):
-    """The arguments of `FullyShardedDataParallel` for devices and values before flattening."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero gradients, of parameters that an exception left unsharded as well."""
+        super().zero_grad(set_to_none)
+        for instance in self.fsdp_modules(self):
+            if not instance._unit.is_sharded:
+                instance._unit.zero_gradients(set_to_none=set_to_none)
 
-    device_id: int | str | torch.device | None
-    param_init_fn: Callable[[nn.Module], None] | None
-    sync_module_states: bool
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients unreduced inside the block; the next backward outside of it reduces all.
+
+        Costs the memory of whole gradients. Raises RuntimeError on an instance that is not the
+        root.
+        """
+        if not self.check_is_root():
+            raise StateError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
+                "root FSDP module."
+            )
+        instances = self.fsdp_modules(self)
+        if not all(instance._unit.config.reduce_grads for instance in instances):
+            raise MisuseError("Already in no_sync(): one context is enough.")
+        before = []
+        for instance in instances:
+            reshards = instance.sharding_strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+            unsynced = {
+                "reduce_grads": False,
+                "all_reduce_grads": False,
+                "reshard_after_backward": reshards,
+            }
+            before.append({name: getattr(instance._unit.config, name) for name in unsynced})
+            instance._unit.configure(**unsynced)
+        try:
+            yield
+        finally:
+            # These options alone: the first forward inside of this decides on others.
+            for instance, options in zip(instances, before, strict=True):
+                instance._unit.configure(**options)
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
+        """Scale gradients so that their norm over all ranks is at most ``max_norm``.
+
+        norm_type: 1, 2, any p, or infinity. Returns the norm before scaling as a 0-dim tensor, the
+        same on every rank, in the widest dtype of the gradients. Every rank has to call it. Raises
+        RuntimeError on an instance that is not the root.
+        """
+        if not self.check_is_root():
+            raise StateError("`clip_grad_norm_()` should only be called on the root FSDP instance")
+        parameters = list(self.parameters())
+        dtypes = [p.grad.dtype for p in parameters if p.grad is not None]
+        trained = [p for p in parameters if p.requires_grad] or parameters
+        if not dtypes and any(p.numel() for p in trained):
+            warnings.warn(
+                f"called FSDP.clip_grad_norm_() on rank {self.rank} with no gradients -- returning "
+                "the total norm in the default dtype torch.float32",
+                stacklevel=2,
+            )
+        norm = clip_grad_norm_(parameters, float(max_norm), float(norm_type))
+        return norm.to(
+            functools.reduce(torch.promote_types, dtypes, dtypes[0] if dtypes else torch.float32)
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Reduce gradients by ``hook(state, grads, shard)`` from now on.
+
+        grads: this rank's flat gradients, undivided; shard: to be filled with this rank's part of
+        the result. Where nothing is sharded, ``hook(state, grads)`` reduces them in place. Hooks
+        are those of ``torch.distributed.algorithms._comm_hooks``. Raises AssertionError on an
+        instance that is not the root, and for hybrid strategies.
+        """
+        if not self.check_is_root():
+            raise MisuseError("register_comm_hook can only be called on a root instance.")
+        if not callable(hook):
+            raise ShardingError(f"The communication hook must be callable but got {hook}")
+        for instance in self.fsdp_modules(self):
+            if instance.sharding_strategy in HYBRID_SHARDING_STRATEGIES:
+                raise MisuseError(
+                    "Communication hook is currently not supported for hybrid strategies, of which "
+                    f"{instance.sharding_strategy} is one."
+                )
+            if instance._unit.config.comm_hook is not None:
+                raise MisuseError("A communication hook is already registered")
+            instance._unit.configure(comm_hook=CommHook(state, hook))
+
+    # Whole parameters
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Show whole parameters, in the dtype of the shards, inside the block. Collective.
+
+        recurse: of all instances in ``module``; else of the outermost ones alone.
+        writeback: what the block changes is written to the shards when it ends.
+        rank0_only: other ranks keep their pieces. offload_to_cpu: in host memory.
+        with_grads: gradients as well, which takes ``use_orig_params=True``.
+
+        Raises UnsupportedError for options that exclude each other, and MisuseError during forward
+        or backward and inside another such block.
+        """
+        if writeback and rank0_only:
+            raise UnsupportedError(
+                "writeback=True and rank0_only=True is not supported: ranks would differ. Pass "
+                "writeback=False."
+            )
+        if offload_to_cpu and not rank0_only:
+            warnings.warn(
+                "offload_to_cpu=True with rank0_only=False keeps one copy of the parameters for "
+                "every rank of a host in its memory. Pass rank0_only=True to keep one.",
+                stacklevel=3,
+            )
+        instances = FullyShardedDataParallel.fsdp_modules(module)
+        if with_grads and (offload_to_cpu or not all(i._use_orig_params for i in instances)):
+            raise UnsupportedError(
+                "with_grads=True takes use_orig_params=True and offload_to_cpu=False."
+            )
+        if not recurse and isinstance(module, FullyShardedDataParallel):
+            instances = [module]
+        elif not recurse:
+            instances = FullyShardedDataParallel.fsdp_modules(module, root_only=True)
+        with _shown_whole(
+            instances,
+            WholeOptions(
+                writeback=writeback,
+                rank0_only=rank0_only,
+                offload_to_cpu=offload_to_cpu,
+                with_grads=with_grads,
+            ),
+        ):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Apply a function to every module inside, with whole parameters. Collective."""
+        if self._unit.is_whole:
+            raise MisuseError(
+                "apply() expects to be in the state IDLE, not SUMMON_FULL_PARAMS: it gathers whole "
+                "parameters itself. Call it outside."
+            )
+        # This instance's alone: nested ones gather theirs when `nn.Module.apply` calls their apply.
+        with _shown_whole([self], WholeOptions()):
+            return super().apply(fn)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters; inside `summon_full_params` by the names they had before wrapping."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield (clean_name(name) if self._unit.is_whole else name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield buffers; inside `summon_full_params` by the names they had before wrapping."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (clean_name(name) if self._unit.is_whole else name), buffer
 
 
 @passing_through
@@ -299,28 +553,23 @@ def _run_wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
     return instance._fsdp_wrapped_module(*args, **kwargs)
 
 
-def _is_in_host_memory(module: nn.Module) -> bool:
-    """Return whether a module is in host memory.
-
-    Restoring keeps whole parameters alive until all of a module is wrapped. Host memory has room
-    for that; an accelerator's may not.
-    """
-    return all(p.device.type in ("cpu", "meta") for p in module.parameters())
-
-
-def _stays_whole(instance: FullyShardedDataParallel) -> bool:
-    """Return whether parameters are whole from forward to backward, for whoever uses them there.
-
-    Without a strategy that divides them they always are, unless they are cast, which takes memory.
-    """
-    strategy, dtype = instance.sharding_strategy, instance.mixed_precision.param_dtype
-    is_undivided = strategy is ShardingStrategy.NO_SHARD and dtype is None
-    return is_undivided or strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+@contextlib.contextmanager
+def _shown_whole(
+    instances: Sequence[FullyShardedDataParallel], options: WholeOptions
+) -> Iterator[None]:
+    for instance in instances:
+        if instance.training_state is not TrainingState.IDLE:
+            raise MisuseError("Cannot manually unshard parameters during forward/backward.")
+    with whole_parameters([instance._unit for instance in instances], options):
+        yield
 
 
 def _unit_config(instance: FullyShardedDataParallel) -> UnitConfig:
     """Return the constructor's options as the engine's."""
-    precision = instance.mixed_precision
+    precision, strategy = instance.mixed_precision, instance.sharding_strategy
+    # Parameters that nothing divides are always whole, unless they are cast, which takes memory.
+    is_undivided = strategy is ShardingStrategy.NO_SHARD and precision.param_dtype is None
+    stays_whole = is_undivided or strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
     offload = instance.cpu_offload.offload_params
     return UnitConfig(
         mp_policy=MixedPrecisionPolicy(
@@ -332,7 +581,7 @@ def _unit_config(instance: FullyShardedDataParallel) -> UnitConfig:
         buffer_dtype=precision.buffer_dtype,
         keep_low_precision_grads=bool(precision.keep_low_precision_grads),
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-        reshard_after_forward=False if _stays_whole(instance) else None,
+        reshard_after_forward=False if stays_whole else None,
         comm=default_comm(),
         style=ParamStyle.PIECES if instance._use_orig_params else ParamStyle.FLAT,
         forward_prefetch=instance.forward_prefetch,

@@ -1,4 +1,4 @@
-"""Lets torch's distributed state dicts recognise the wrapper.
+"""Let torch's distributed state dicts recognise the wrapper.
 
 ``torch.distributed.checkpoint.state_dict`` finds wrapped modules by PyTorch's class. A model that
 it does not recognise would be saved as if nothing were sharded: one rank's pieces, under wrong keys.
@@ -15,7 +15,7 @@ from torch import nn
 from fullshard.errors import StateError
 from fullshard.faces.interop import wrapped_state
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES
-from fullshard.fsdp1.state_dicts import WithStateDicts
+from fullshard.fsdp1.state_dicts import StateDictMethods
 from fullshard.process_hooks import Replacements
 from fullshard.state import options
 from fullshard.state.options import StateDictType
@@ -80,7 +80,7 @@ class _Either(type):
         return cls._of(model).optim_state_dict_to_load(model, *args, **kwargs)
 
 
-def recognise(ours: type[WithStateDicts]) -> None:
+def recognise(ours: type[StateDictMethods]) -> None:
     """Make torch's distributed state dicts recognise wrappers of this class beside PyTorch's.
 
     Does nothing if they do already, after an earlier call or through `install`.
@@ -103,7 +103,7 @@ def recognise(ours: type[WithStateDicts]) -> None:
         _names.set(module, _HYBRID, [*strategies, *HYBRID_SHARDING_STRATEGIES])
 
 
-def recognise_again(ours: type[WithStateDicts]) -> None:
+def recognise_again(ours: type[StateDictMethods]) -> None:
     """Call `recognise` again if it was called before: for `uninstall`, which undoes its effect."""
     if ours in _wanted:
         recognise(ours)

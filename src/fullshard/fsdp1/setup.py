@@ -1,9 +1,8 @@
-"""Preparation of a module before its parameters are flattened.
+"""Prepare a module before its parameters are flattened.
 
 In the order of use: ignored parameters and modules, ranks to shard over, the device, first values.
 """
 
-import os
 import socket
 import warnings
 import weakref
@@ -262,14 +261,6 @@ def _groups_by_host(
 # Devices and values
 
 
-def full_precision_in_eval() -> bool:
-    """Return whether evaluation ignores mixed precision.
-
-    It is an environment variable because PyTorch's FSDP1 has no other switch for this.
-    """
-    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-
-
 def compute_device(
     device_id: int | str | torch.device | None, mesh: DeviceMesh | None
 ) -> torch.device:
@@ -340,8 +331,14 @@ def materialise(
                     param_init_fn(module)
         else:
             _reset(on_meta, device)
-    if param_init_fn is not None:
-        _refuse_left(_names_on_meta(modules, ignored.params))
+    left = _names_on_meta(modules, ignored.params) if param_init_fn is not None else {}
+    if left:
+        names = ", ".join(name for own in left.values() for name in own)
+        raise StateError(
+            f"param_init_fn was called on every module, and left on the meta device: {names}. Let it "
+            "call module.to_empty(device=..., recurse=False), and give values to parameters and "
+            "buffers."
+        )
 
 
 def _reset(on_meta: dict[nn.Module, list[str]], device: torch.device) -> None:
@@ -366,17 +363,6 @@ def _reset(on_meta: dict[nn.Module, list[str]], device: torch.device) -> None:
             reset()
 
 
-def _refuse_left(on_meta: dict[nn.Module, list[str]]) -> None:
-    """Raise StateError if ``param_init_fn`` has left something on the meta device."""
-    if on_meta:
-        names = ", ".join(name for own in on_meta.values() for name in own)
-        raise StateError(
-            f"param_init_fn was called on every module, and left on the meta device: {names}. Let it "
-            "call module.to_empty(device=..., recurse=False), and give values to parameters and "
-            "buffers."
-        )
-
-
 def _names_on_meta(
     modules: Sequence[nn.Module], ignored: set[nn.Parameter]
 ) -> dict[nn.Module, list[str]]:
@@ -394,26 +380,13 @@ def _names_on_meta(
     return found
 
 
-def check_one_device(covered: Iterable[nn.Module], ignored: Ignored, device_id: object) -> None:
-    """Raise StateError for parameters on several devices, unless ``device_id`` tells the target."""
-    devices = {
-        p.device
-        for module in covered
-        for p in module.parameters(recurse=False)
-        if p not in ignored.params and not p.is_meta
-    }
-    if len(devices) > 1 and device_id is None:
-        raise StateError(
-            "FSDP only supports single device modules but got params on "
-            f"{sorted(map(str, devices))}. Pass device_id=."
-        )
+def check_parameters(covered: Iterable[nn.Module], ignored: Ignored, device_id: object) -> None:
+    """Refuse parameters that no flat buffer can hold, or no gradient of one.
 
-
-def check_parameters(covered: Iterable[nn.Module], ignored: Ignored) -> None:
-    """Raise UnsupportedError for parameters that no flat buffer can hold, or no gradient of one.
-
-    That is those that are not strided, and those that ask for gradients of another dtype.
+    Raises UnsupportedError for those that are not strided, and those that ask for gradients of
+    another dtype; StateError for some on several devices, unless ``device_id`` tells the target.
     """
+    devices: set[torch.device] = set()
     for module in covered:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in ignored.params:
@@ -431,6 +404,13 @@ def check_parameters(covered: Iterable[nn.Module], ignored: Ignored) -> None:
                     f"but is {parameter.dtype}, and gradients in one buffer have its dtype. Use "
                     "fully_shard, which follows grad_dtype, or leave it unset."
                 )
+            if not parameter.is_meta:
+                devices.add(parameter.device)
+    if len(devices) > 1 and device_id is None:
+        raise StateError(
+            "FSDP only supports single device modules but got params on "
+            f"{sorted(map(str, devices))}. Pass device_id=."
+        )
 
 
 def move(

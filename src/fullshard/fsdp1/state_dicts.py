@@ -4,16 +4,19 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.engine.hooks import Hooks
+from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Phase, Unit
 from fullshard.errors import MisuseError, StateError
-from fullshard.fsdp1.wrapper import Wrapper
+from fullshard.fsdp1.setup import ShardingRanks
 from fullshard.plan.units import WRAPPED_MODULE
 from fullshard.state.model import after_loading, after_saving, before_loading, before_saving
 from fullshard.state.optim import SaveOptions, Values, load, save
@@ -51,13 +54,21 @@ def _replaced_by(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return decorate
 
 
-class WithStateDicts(Wrapper):
-    """A wrapper whose state dicts have the kind of values that its settings say.
+class StateDictMethods(nn.Module):
+    """The methods of `FullyShardedDataParallel` for state dicts, of models and of optimizers.
 
-    Keys are the names before wrapping, whatever the kind.
+    Their values are of the kind that its settings say; keys are the names before wrapping.
     """
 
     _state_dict_settings: StateDictSettings
+    _state: Hooks
+    _ranks: ShardingRanks
+    _device_mesh: DeviceMesh | None  # as given
+
+    @property
+    @passing_through
+    def _unit(self) -> Unit:
+        return self._state.all_units[0]
 
     @staticmethod
     def set_state_dict_type(
@@ -79,9 +90,18 @@ class WithStateDicts(Wrapper):
             stacklevel=2,
         )
         settings = default_settings(state_dict_type, state_dict_config, optim_state_dict_config)
-        before = WithStateDicts.get_state_dict_type(module)
+        before = StateDictMethods.get_state_dict_type(module)
         for instance in _instances(module):
-            instance._set_state_dict_settings(settings)
+            has_mesh = instance._device_mesh is not None
+            if has_mesh and state_dict_type is StateDictType.LOCAL_STATE_DICT:
+                raise StateError(
+                    "DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT, "
+                    "which holds DTensors over the mesh."
+                )
+            for config in (settings.state_dict_config, settings.optim_state_dict_config):
+                if hasattr(config, "_use_dtensor"):
+                    config._use_dtensor = has_mesh
+            instance._state_dict_settings = settings
         return before
 
     @staticmethod
@@ -109,17 +129,12 @@ class WithStateDicts(Wrapper):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """Use other state-dict settings inside the block: see `set_state_dict_type`."""
-        instances = _instances(module)
-        WithStateDicts.get_state_dict_type(module)  # raises if they differ
-        before = [instance._state_dict_settings for instance in instances]
-        WithStateDicts.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
+        StateDictMethods.get_state_dict_type(module)  # raises if they differ
+        with _restoring_settings(_instances(module)):
+            StateDictMethods.set_state_dict_type(
+                module, state_dict_type, state_dict_config, optim_state_dict_config
+            )
             yield
-        finally:
-            for instance, settings in zip(instances, before, strict=True):
-                instance._state_dict_settings = settings
 
     @staticmethod
     def optim_state_dict(
@@ -136,7 +151,7 @@ class WithStateDicts(Wrapper):
         optim_state_dict: a result of the optimizer's own ``state_dict()``; default: of a call now.
         group: the ranks that take part; default: all ranks.
         """
-        settings = WithStateDicts.get_state_dict_type(model)
+        settings = StateDictMethods.get_state_dict_type(model)
         config = settings.optim_state_dict_config
         is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
         return save(
@@ -170,7 +185,7 @@ class WithStateDicts(Wrapper):
 
         Raises ShardingError for values that do not fit this model's parameters.
         """
-        config = WithStateDicts.get_state_dict_type(model).optim_state_dict_config
+        config = StateDictMethods.get_state_dict_type(model).optim_state_dict_config
         result = load(
             model,
             optim,
@@ -280,18 +295,6 @@ class WithStateDicts(Wrapper):
             raise MisuseError(f"Expected an OptimStateKeyType, got {optim_state_key_type!r}.")
         return rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
 
-    def _set_state_dict_settings(self, settings: StateDictSettings) -> None:
-        is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-        if is_local and self._device_mesh is not None:
-            raise StateError(
-                "DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT, which "
-                "holds DTensors over the mesh."
-            )
-        for config in (settings.state_dict_config, settings.optim_state_dict_config):
-            if hasattr(config, "_use_dtensor"):
-                config._use_dtensor = self._device_mesh is not None
-        self._state_dict_settings = settings
-
     def _register_state_dict_hooks(self) -> None:
         self._state_dict_settings = default_settings(StateDictType.FULL_STATE_DICT)
         module: Any = self  # whose methods have no types
@@ -299,18 +302,14 @@ class WithStateDicts(Wrapper):
         module._register_state_dict_hook(_after_saving)
         module._register_load_state_dict_pre_hook(_before_loading, with_module=True)
         module.register_load_state_dict_post_hook(after_loading)
-        self._warn_of_pieces()
-
-    def _warn_of_pieces(self) -> None:
-        """Let the modules whose parameters this wrapper has warn of state dicts that are not of the wrapper."""
-        for module in {slot.module() for param in self._unit.params for slot in param.slots}:
-            if module is not None:
-                _units[module] = weakref.ref(self._unit)
-                module.register_state_dict_pre_hook(_warn_of_pieces)
+        for inner in {slot.module() for param in self._unit.managed for slot in param.slots}:
+            if inner is not None:
+                _units[inner] = weakref.ref(self._unit)
+                inner.register_state_dict_pre_hook(_warn_of_pieces)
 
 
-def _instances(module: nn.Module) -> list[WithStateDicts]:
-    return [each for each in module.modules() if isinstance(each, WithStateDicts)]
+def _instances(module: nn.Module) -> list[StateDictMethods]:
+    return [each for each in module.modules() if isinstance(each, StateDictMethods)]
 
 
 @contextlib.contextmanager
@@ -320,14 +319,20 @@ def saving_sharded(model: nn.Module) -> Iterator[None]:
     Overrides their state-dict settings, which are restored when the block ends.
     """
     instances = _instances(model)
+    with _restoring_settings(instances):
+        for instance in instances:
+            if instance._ranks.mesh.shard_group is None:
+                settings = default_settings(StateDictType.FULL_STATE_DICT)
+            else:
+                config = ShardedStateDictConfig(_use_dtensor=True)
+                settings = default_settings(StateDictType.SHARDED_STATE_DICT, config)
+            instance._state_dict_settings = settings
+        yield
+
+
+@contextlib.contextmanager
+def _restoring_settings(instances: Sequence[StateDictMethods]) -> Iterator[None]:
     before = [instance._state_dict_settings for instance in instances]
-    for instance in instances:
-        if instance._ranks.mesh.shard_group is None:
-            settings = default_settings(StateDictType.FULL_STATE_DICT)
-        else:
-            config = ShardedStateDictConfig(_use_dtensor=True)
-            settings = default_settings(StateDictType.SHARDED_STATE_DICT, config)
-        instance._state_dict_settings = settings
     try:
         yield
     finally:

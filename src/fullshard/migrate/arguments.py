@@ -1,4 +1,4 @@
-"""Translation of each argument and method of `FullyShardedDataParallel` to `fully_shard`."""
+"""Translate each argument and method of `FullyShardedDataParallel` to `fully_shard`."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -110,7 +110,7 @@ def _ranks(instance: Instance, call: Call) -> Translation:
     wrapper = instance.wrapper
     value = "ranks " + ", ".join(map(str, instance.ranks(wrapper.process_group)))
     if instance.is_hybrid:
-        replicas = instance.ranks(instance.kept.ranks.replicate_group)
+        replicas = instance.ranks(instance.wrapper._ranks.replicate_group)
         value = f"sharded over {value}, replicated over {', '.join(map(str, replicas))}"
     mesh = call.option("mesh")
     becomes = "mesh left out: all ranks" if mesh is None else f"mesh={mesh}"
@@ -157,7 +157,7 @@ def _precision(instance: Instance, call: Call) -> Iterator[Translation]:
             "dtype and let the optimizer keep a float32 copy",
             has_equivalent=False,
         )
-    if instance.kept.computes_fully_in_eval:
+    if instance.wrapper._computes_fully_in_eval:
         yield Translation(
             "FSDP_USE_FULL_PREC_IN_EVAL",
             "1",
@@ -187,7 +187,7 @@ def _other_arguments(instance: Instance, call: Call) -> Iterator[Translation]:
     )
     yield Translation(
         "use_orig_params",
-        str(instance.kept.use_orig_params),
+        str(instance.wrapper._use_orig_params),
         "nothing: parameters are always themselves, as DTensors. Build the optimizer afterwards",
     )
     yield Translation(
@@ -195,7 +195,7 @@ def _other_arguments(instance: Instance, call: Call) -> Iterator[Translation]:
         str(instance.wrapper.compute_device),
         "nothing: modules move to the mesh's device",
     )
-    if instance.kept.has_comm_hook:
+    if instance.wrapper._unit.config.comm_hook is not None:
         yield Translation(
             "register_comm_hook",
             "registered",

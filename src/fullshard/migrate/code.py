@@ -1,4 +1,4 @@
-"""The `fully_shard` calls that replace a model's wrappers, and the source code of the program."""
+"""Plan the `fully_shard` calls that replace a model's wrappers, and write the program that makes them."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,6 @@ from torch import nn
 
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.options import NO_RESHARD_AFTER_FORWARD_STRATEGIES, ShardingStrategy
-from fullshard.fsdp1.wrapper import kept_arguments
 from fullshard.migrate.instances import Instance, original_path, owner_among
 from fullshard.migrate.meshes import mesh_expression
 
@@ -89,10 +88,13 @@ def source_code(planned: Calls, instances: Sequence[Instance]) -> str:
     made = [c for c, i in zip(planned.calls, instances, strict=True) if i.skipped is None]
     body = [_assignment(name, expression) for name, expression in planned.variables]
     body += [""] if body else []
-    for _, group in itertools.groupby(sorted(made, key=_order), key=_order):
+    for _, group in itertools.groupby(sorted(made, key=_loop_key), key=_loop_key):
         body += _loop(list(group))
     body += _cast_buffers(planned)
-    return "\n".join([*_imports("\n".join(body)), "", *_remarks(instances), *body, ""])
+    remarks = ["# `model` is as it was before it was wrapped."]
+    if any(instance.is_alone for instance in instances):
+        remarks.append("# As for FULL_SHARD: on one rank, what was asked for is not known.")
+    return "\n".join([*_imports("\n".join(body)), "", *remarks, *body, ""])
 
 
 # Options
@@ -152,7 +154,7 @@ def _named(name: str, expressions: Iterable[str | None]) -> dict[str, str]:
 
 def _ignored_names(model: nn.Module, instances: Iterable[Instance]) -> dict[str, nn.Parameter]:
     """Return the parameters that any instance ignores, by name before wrapping, each once."""
-    ignored = {p for instance in instances for p in instance.kept.ignored.params}
+    ignored = {p for instance in instances for p in instance.wrapper._ignored.params}
     names: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -182,7 +184,7 @@ def _buffers(model: nn.Module) -> tuple[tuple[tuple[str, torch.dtype], ...], boo
                 continue
             num_buffers += 1
             wrapper = wrappers.get(owner) if owner is not None else None
-            if wrapper is None or module in kept_arguments(wrapper).ignored.modules:
+            if wrapper is None or module in wrapper._ignored.modules:
                 continue
             if (dtype := wrapper.mixed_precision.buffer_dtype) is not None:
                 path = original_path(name)
@@ -202,7 +204,7 @@ def _assignment(name: str, expression: str) -> str:
     return "\n".join([f"{function}(", *(f"    {field}," for field in fields.split(", ")), ")"])
 
 
-def _order(call: Call) -> tuple[int, str, str, tuple[tuple[str, str], ...], str]:
+def _loop_key(call: Call) -> tuple[int, str, str, tuple[tuple[str, str], ...], str]:
     """Return a sort key: bottom-up, and calls that can be one loop next to each other.
 
     Those of blocks.0 and blocks.1 can, that of blocks.0.norm cannot.
@@ -283,11 +285,4 @@ def _imports(body: str) -> list[str]:
     if meshes:
         lines.append(f"from torch.distributed.device_mesh import {', '.join(meshes)}")
     lines.append(f"from fullshard import {', '.join(name for name in ours if name in used)}")
-    return lines
-
-
-def _remarks(instances: Iterable[Instance]) -> list[str]:
-    lines = ["# `model` is as it was before it was wrapped."]
-    if any(instance.is_alone for instance in instances):
-        lines.append("# As for FULL_SHARD: on one rank, what was asked for is not known.")
     return lines

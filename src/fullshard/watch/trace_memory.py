@@ -1,10 +1,9 @@
-"""Memory by category while steps are traced.
+"""Count memory by category while steps are traced.
 
 `memory_report` counts everything at one moment, which is too slow to do hundreds of times in a
-step.
-Here totals are kept up to date instead: a unit is counted again whenever it changes, the optimizer
-after each of its steps, and tensors that autograd saves when they are saved and dropped. Reading
-the totals then costs next to nothing.
+step. Here totals are kept up to date instead: a unit is counted again whenever it changes, the
+optimizer after each of its steps, and tensors that autograd saves when they are saved and dropped.
+Reading the totals then costs next to nothing.
 """
 
 import itertools
@@ -46,7 +45,7 @@ class SavedTensors:
         self._uses: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        local = _local(tensor)
+        local = _local_part(tensor)
         storage = local.untyped_storage()
         key = storage._cdata
         if key in self._ignored:
@@ -89,9 +88,9 @@ class MemoryMeter:
     ) -> None:
         self._units = list(units)
         self._optimizer = optimizer
-        forms = [form for unit in units for param in unit.params for form in param.forms]
+        forms = [form for unit in units for param in unit.managed for form in param.forms]
         self.saved = SavedTensors(
-            [_local(each) for each in (*model.parameters(), *forms) if each is not None]
+            [_local_part(each) for each in (*model.parameters(), *forms) if each is not None]
         )
         self._known: dict[tuple[int, Unit], int] = {}  # by category and unit
         self._totals = [0] * (len(CATEGORIES) - 1)
@@ -101,19 +100,17 @@ class MemoryMeter:
 
     def count_unsharded(self, unit: Unit) -> None:
         """Count a unit's unsharded parameters again."""
-        memory = [] if unit.params.buffers is None else unit.params.buffers.unsharded_memory
-        tensors = (*memory, *unit.params.extended_memory)
-        nbytes = sum(_local(tensor).untyped_storage().nbytes() for tensor in tensors)
+        nbytes = sum(_local_part(t).untyped_storage().nbytes() for t in unit.unsharded_memory)
         self._put(_UNSHARDED, unit, nbytes)
 
     def count_full_gradients(self, unit: Unit) -> None:
         """Count a unit's full gradients again, with those that wait for a reduction."""
-        forms = [param.unsharded for param in unit.params]
+        forms = [param.unsharded for param in unit.managed]
         grads = [form.grad for form in forms if form is not None and form.grad is not None]
         kept = (*unit.gradients.unreduced.spare_memory, *unit.gradients.partial_sums)
         tensors = (*grads, *unit.gradients.unreduced.memory, *kept)
         sizes: dict[int, int] = {}
-        for tensor in map(_local, tensors):  # one may be a view of another
+        for tensor in map(_local_part, tensors):  # one may be a view of another
             address = tensor.untyped_storage().data_ptr()
             sizes[address] = max(sizes.get(address, 0), tensor.nbytes)
         self._put(_FULL_GRADIENTS, unit, sum(sizes.values()))
@@ -144,7 +141,7 @@ class MemoryMeter:
         if self._optimizer is None:
             return
         self._totals[_OPTIMIZER] = sum(
-            _local(value).nbytes
+            _local_part(value).nbytes
             for state in self._optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
@@ -162,5 +159,5 @@ class MemoryMeter:
         self._known[category, unit] = nbytes
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

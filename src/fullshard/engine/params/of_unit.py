@@ -117,11 +117,6 @@ class UnitParams(Sequence[ManagedParameter]):
         """The memory of this rank's plain shards."""
         return [] if self.buffers is None else self.buffers.shard_memory
 
-    @property
-    def extended_memory(self) -> list[torch.Tensor]:
-        """The memory of unsharded extended parameters."""
-        return [] if self.extended is None else self.extended.memory
-
     def layout(
         self,
         comm: Comm,
