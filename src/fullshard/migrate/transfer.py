@@ -16,8 +16,8 @@ from fullshard.fsdp1.state_dicts import saving_sharded
 from fullshard.state.first_state import first_state, lacking_state, with_first_states
 from fullshard.state.optim import SaveOptions, Values, load, save
 from fullshard.state.optim_keys import trained_parameters
-from fullshard.state.parts import locals_of
 from fullshard.state.structure import structure_of, whole_of
+from fullshard.state.unit_values import locals_of
 
 
 def sharded_state(

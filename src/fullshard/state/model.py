@@ -4,13 +4,14 @@ Keys are those of the module before it was wrapped: the prefixes that wrappers a
 saving and put back before loading. A value is
 
     FULL      the whole tensor, gathered one unit at a time
-    SHARDED   this rank's rows (see `values`), exchanged for its pieces without a whole copy
+    SHARDED   this rank's rows (see `sharded_tensors`), exchanged for its pieces without a whole copy
     LOCAL     this rank's shard of the flat buffer, under ``_flat_param``
 
 A state dict of any of these kinds can be loaded, whatever the settings say. LOCAL takes the number
 of ranks and the wrapping that it was saved with; the others take any.
 """
 
+import itertools
 import warnings
 from typing import Any
 
@@ -25,6 +26,7 @@ from fullshard.engine.params.flat import FLAT_PARAM, HiddenParameter
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import gather_whole, is_first
 from fullshard.errors import MisuseError
+from fullshard.plan.boxes import Box
 from fullshard.plan.layout import BucketLayout
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.state.options import (
@@ -35,8 +37,9 @@ from fullshard.state.options import (
     StateDictType,
     default_settings,
 )
-from fullshard.state.parts import division_group, locals_of, sharded_values
-from fullshard.state.values import flat_sharded_tensor
+from fullshard.state.sharded_tensors import sharded_tensor
+from fullshard.state.unit_parts import division_group
+from fullshard.state.unit_values import locals_of, sharded_values
 from fullshard.torch_private import ShardedTensor
 
 _PREFIX = f"{WRAPPED_MODULE}."
@@ -129,8 +132,11 @@ def _local_values(unit: Unit, prefix: str) -> dict[str, torch.Tensor | ShardedTe
         zip(unit.plan_layout().buckets, unit.params.buffers.flat_shards, strict=True)
     ):
         sizes = _filled(bucket)
+        starts = itertools.accumulate(sizes, initial=0)
+        boxes = [Box((start,), (size,)) for start, size in zip(starts, sizes, strict=False)]
         local = flat.detach()[: sizes[unit.mesh.plan.shard_rank]]
-        values[f"{prefix}{_flat_key(position)}"] = flat_sharded_tensor(local, sizes, group)
+        value = sharded_tensor(local, (sum(sizes),), boxes, group)
+        values[f"{prefix}{_flat_key(position)}"] = value
     return values
 
 

@@ -4,7 +4,7 @@ An optimizer keeps its state by the parameter it trains: a DTensor, this rank's 
 buffer, or a flat parameter that stands for many. The state dicts made here are by name instead, and
 hold the state that each parameter would have if nothing were flattened. In between is one form,
 `UnitState` (see `optim_units`): for every parameter of a unit, this rank's part (its *local*, see
-`parts`) of each state tensor, and state of other kinds, such as step counters.
+`unit_values`) of each state tensor, and state of other kinds, such as step counters.
 
     saving    optimizer -> locals -> whole tensors (FULL) or sharded ones (SHARDED)
     loading   values of any kind -> locals -> optimizer
@@ -48,9 +48,9 @@ from fullshard.state.optim_units import (
     report,
     take_apart,
 )
-from fullshard.state.parts import sharded_values, whole_values
 from fullshard.state.spread import spread
 from fullshard.state.structure import units_of
+from fullshard.state.unit_values import sharded_values, whole_values
 from fullshard.torch_private import ShardedTensor
 
 StateByName = dict[str, dict[str, Any]]

@@ -22,7 +22,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
 from fullshard.state.agreement import Kinds, Report
 from fullshard.state.optim_keys import Trained
-from fullshard.state.parts import locals_of
+from fullshard.state.unit_values import locals_of
 from fullshard.torch_private import ShardedTensor
 
 

@@ -3,7 +3,8 @@
     rank 1 of 2, w (5, 4) sharded by rows       box (3, 0) (2, 4)
     the same, flat                              boxes (2, 2) (1, 2) and (3, 0) (2, 4)
 
-The same boxes are those of optimizer state of the parameters' size.
+The same boxes are those of optimizer state of the parameters' size. This rank's memory of them is a *local*:
+a tensor of the shape of the parameter's shard, which is a piece of a flat buffer or rows.
 """
 
 import weakref
@@ -18,8 +19,16 @@ from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import StateError, UnsupportedError
-from fullshard.plan.boxes import Box, Cut, box_after, boxes_of_run, whole_box
-from fullshard.plan.layout import Shape
+from fullshard.plan.boxes import (
+    Box,
+    Cut,
+    Division,
+    box_after,
+    boxes_of_run,
+    chunks,
+    whole_box,
+)
+from fullshard.plan.layout import BucketLayout, ParamLayout, Piece, Shape
 from fullshard.torch_private import DTensorSpec, StridedShard
 
 
@@ -72,16 +81,11 @@ class UnitParts:
         self.world_size = _world_size()
         self._parts: dict[int, Part] = {}
         self._places: dict[int, Place] = {}
-        self._pieces: dict[int, Sequence[tuple[int, int, int]]] = {}
+        self._divisions: dict[int, Division] = {}
+        self._layouts: dict[int, tuple[BucketLayout, ParamLayout]] = {}
         if self._is_flat:
-            rank = unit.mesh.plan.shard_rank
-            for bucket in unit.plan_layout().buckets:
-                for place in bucket.params:
-                    pieces = bucket.pieces(place, rank)
-                    first = pieces[0].shard_start if pieces else 0
-                    self._pieces[place.index] = [
-                        (p.param_start, p.shard_start - first, p.numel) for p in pieces
-                    ]
+            buckets = unit.plan_layout().buckets
+            self._layouts = {place.index: (b, place) for b in buckets for place in b.params}
 
     def is_current(self, params: Sequence[ManagedParameter]) -> bool:
         """Whether what it was planned from has stayed."""
@@ -103,17 +107,55 @@ class UnitParts:
                 )
             view = local if local.shape == box.shape else local.view(box.shape)
             return (HeldBox(box, view),) if numel else ()
-        param = self._unit.params[index]
-        base = None if param.form.unsharded is None else self._place(index).box.offset
         flat = local.reshape(-1)
         held: list[HeldBox] = []
-        for start, own_start, numel in self._pieces[index]:
-            position = own_start
-            for box in boxes_of_run(tuple(param.shape), start, numel):
-                view = flat[position : position + box.numel].view(box.shape)
-                held.append(HeldBox(box if base is None else box.moved(base), view))
-                position += box.numel
+        position = 0
+        for box in self._flat_boxes(index, self._unit.mesh.plan.shard_rank):
+            held.append(HeldBox(box, flat[position : position + box.numel].view(box.shape)))
+            position += box.numel
         return tuple(held)
+
+    def division(self, index: int) -> Division:
+        """Return which boxes of a parameter each rank of the `division_group` holds."""
+        if index not in self._divisions:
+            group = division_group(self._unit)
+            ranks = range(1 if group is None else group.size())
+            if self._unit.mesh.shard_group is None:
+                self._divisions[index] = [(self.region(index),) for _ in ranks]
+            elif self._is_flat:
+                self._divisions[index] = [self._flat_boxes(index, rank) for rank in ranks]
+            else:
+                region, dim = self.region(index), self.forms[index].shard_dim
+                boxes = [box.moved(region.offset) for box in chunks(region.shape, dim, len(ranks))]
+                self._divisions[index] = [(box,) if box.numel else () for box in boxes]
+        return self._divisions[index]
+
+    def region(self, index: int) -> Box:
+        """Return what of a parameter the unit's ranks divide: all, or this rank's tensor-parallel part."""
+        spec = self.forms[index].unsharded
+        return whole_box(self._unit.params[index].shape) if spec is None else place_on(spec).box
+
+    def cut(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's local of what the unit's ranks divide; shares memory with it where it can."""
+        shape = self._unit.params[index].shard_shape
+        if self._is_flat:
+            (run,) = self._pieces(index, self._unit.mesh.plan.shard_rank) or (Piece(0, 0, 0),)
+            return whole.reshape(-1)[run.param_start : run.param_start + run.numel].view(shape)
+        own = self._place(index).box
+        return whole[own.within(self.region(index))].view(shape)
+
+    def _pieces(self, index: int, rank: int) -> Sequence[Piece]:
+        bucket, place = self._layouts[index]
+        return bucket.pieces(place, rank)
+
+    def _flat_boxes(self, index: int, rank: int) -> tuple[Box, ...]:
+        """Return the boxes of a flat parameter that a rank's pieces of it make up, in their order."""
+        shape, base = tuple(self._unit.params[index].shape), self.region(index).offset
+        return tuple(
+            box.moved(base)
+            for piece in self._pieces(index, rank)
+            for box in boxes_of_run(shape, piece.param_start, piece.numel)
+        )
 
     def part(self, index: int) -> Part:
         """Return what follows of a parameter from the mesh alone."""
@@ -141,6 +183,11 @@ class UnitParts:
             spec = form.unsharded if self._is_flat else form.spec
             self._places[index] = Place(whole_box(()), 0, 1, 1) if spec is None else place_on(spec)
         return self._places[index]
+
+
+def division_group(unit: Unit) -> dist.ProcessGroup | None:
+    """Return the group among whose ranks values are divided; replicas if nothing is sharded."""
+    return unit.mesh.shard_group or unit.mesh.replicate_group
 
 
 _parts: "weakref.WeakKeyDictionary[Unit, UnitParts]" = weakref.WeakKeyDictionary()
