@@ -206,6 +206,14 @@ def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
     assert not {*read, *_imports(module)} & {"os.environ", "os.getenv", "os.environb"}
 
 
+@every_module(but=("state/unit_parts.py",))
+def test_one_file_of_those_that_keep_state_looks_into_units(module: Path) -> None:
+    room = module.relative_to(SOURCE).parts[0]
+    if room in ("checkpoint", "deferred", "huggingface", "live", "migrate", "offline", "state"):
+        inside = {ast.unparse(n) for n in _nodes(module) if isinstance(n, ast.Attribute)}
+        assert not {"unit.params", "unit.plan_layout"} & inside
+
+
 @every_module()
 def test_accelerators_are_those_that_are_there(module: Path) -> None:
     # Without `check_available` torch says what it was built for.

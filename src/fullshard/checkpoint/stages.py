@@ -47,6 +47,7 @@ from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.boxes import tiling_fault
 from fullshard.plan.paths import by_text
 from fullshard.state.structure import Structure
+from fullshard.state.unit_parts import holders_of
 from fullshard.versions import VERSION
 
 
@@ -189,7 +190,7 @@ def _moments(
             if ledger is not None:
                 text = f"{ledger.moment} ({ledger.place} operations of the group)"
                 places[ledger.key] = ledger.place, text
-                updates.setdefault(ledger.key, []).extend(map(num_updates, unit.params.holders))
+                updates.setdefault(ledger.key, []).extend(map(num_updates, holders_of(unit)))
     if places:
         groups = ", ".join(sorted(places))
         for section, optimizer in optimizers.items():

@@ -1,4 +1,4 @@
-"""Moves tensors between ranks, from one division into boxes to another.
+"""Move tensors between ranks, from one division into boxes to another.
 
 Every rank plans by itself what moves (`plan.boxes.moves`), without a message. Only elements that change
 ranks are sent, as bytes, so that any mix of dtypes fits into one collective. At its peak, memory holds

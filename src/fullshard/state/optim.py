@@ -50,6 +50,7 @@ from fullshard.state.optim_units import (
 )
 from fullshard.state.spread import spread
 from fullshard.state.structure import units_of
+from fullshard.state.unit_parts import inner_specs, parts_of
 from fullshard.state.unit_values import sharded_values, whole_values
 from fullshard.torch_private import ShardedTensor
 
@@ -85,7 +86,7 @@ class SaveOptions:
         if is_for_all or dist.get_rank(self.group) == 0:
             return True
         first = dist.get_process_group_ranks(self.group)[0]
-        specs = [param.form.unsharded for unit in units for param in unit.params]
+        specs = [spec for unit in units for spec in inner_specs(unit)]
         return any(spec is not None and first in spec.mesh.mesh for spec in specs)
 
 
@@ -170,7 +171,7 @@ def _values_of_unit(
     locals_ = complete(unit, state, agreed.kinds)
     indices, tensors = [index for index, _ in locals_], [*locals_.values()]
     gathered: Sequence[Any]
-    if options.values is Values.WHOLE or (unit.params.is_flat and unit.mesh.shard_group is None):
+    if options.values is Values.WHOLE or (parts_of(unit).is_flat and unit.mesh.shard_group is None):
         gathered = whole_values(unit, indices, tensors, rank0_only=options.rank0_only)
     else:
         is_dtensors = options.values is Values.DTENSORS

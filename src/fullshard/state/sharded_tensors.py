@@ -1,7 +1,7 @@
-"""Tensors of sharded state dicts, which have the whole shape while each rank holds a box of it.
+"""Tensors that have the whole shape while each rank holds boxes of it: DTensors and ShardedTensors.
 
-Such a value is a ``ShardedTensor``, or a ``DTensor`` where the model was sharded over a device mesh. Those
-made here are divided as they say; those read may be divided in any way.
+They are what sharded state dicts have: a ``DTensor`` where the model was sharded over a device mesh, else a
+``ShardedTensor``. Those made here are divided as is said; those read may be divided in any way.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fullshard.errors import LayoutError
-from fullshard.plan.boxes import Box, Division, chunks, tiling_fault, whole_box
+from fullshard.errors import LayoutError, UnsupportedError
+from fullshard.plan.boxes import Box, Cut, Division, box_after, chunks, tiling_fault, whole_box
 from fullshard.plan.layout import Shape
 from fullshard.state.moving import Moving, move
 from fullshard.torch_private import (
@@ -22,9 +22,22 @@ from fullshard.torch_private import (
     ShardedTensor,
     ShardedTensorMetadata,
     ShardMetadata,
+    StridedShard,
     TensorMeta,
     TensorProperties,
 )
+
+
+class MeshBox(NamedTuple):
+    """This rank's box of a tensor on a mesh.
+
+    copy, copies: its number among the ranks of the mesh that hold the same box. num_ranks: of the mesh.
+    """
+
+    box: Box
+    copy: int
+    copies: int
+    num_ranks: int
 
 
 def sharded_tensor(
@@ -106,6 +119,43 @@ def whole_of(value: Any, shape: Shape, device: torch.device) -> torch.Tensor:
     wanted = [(whole_box(shape),)] * group.size()
     move([Moving(found.division, wanted, found.here, [whole])], group, device=device)
     return whole
+
+
+def placement_of(spec: DTensorSpec) -> str:
+    """Say how a DTensor is divided: "dim 0 over dp 4, replicated over tp 2"."""
+    parts = []
+    for axis, placement in enumerate(spec.placements):
+        names = spec.mesh.mesh_dim_names
+        axis_name = f" {names[axis]}" if names else ""
+        kind = f"dim {placement.dim}" if hasattr(placement, "dim") else "replicated"
+        parts.append(f"{kind} over{axis_name} {spec.mesh.size(axis)}")
+    return ", ".join(parts)
+
+
+def place_on(spec: DTensorSpec, coordinate: Sequence[int] | None = None) -> MeshBox:
+    """Return a rank's box of a DTensor: of this one, or of that at a coordinate of the mesh.
+
+    Raises UnsupportedError for a partial sum, of which no rank has the values.
+    """
+    coordinate = spec.mesh.get_coordinate() if coordinate is None else coordinate
+    assert coordinate is not None  # DTensors are made on the ranks of their mesh
+    cuts: list[Cut] = []
+    later: list[Cut] = []  # a strided axis cuts what the axes behind it have left
+    copy, copies = 0, 1
+    for axis, placement in enumerate(spec.placements):
+        size, number = spec.mesh.size(axis), coordinate[axis]
+        if placement.is_replicate():
+            copy, copies = copy * size + number, copies * size
+        elif isinstance(placement, StridedShard):
+            later.append(Cut(placement.dim, number, size))
+        elif isinstance(placement, Shard):
+            cuts.append(Cut(placement.dim, number, size))
+        else:
+            raise UnsupportedError(
+                f"A DTensor of shape {tuple(spec.shape)} is {placement} on {spec.mesh}: each rank has "
+                "a term of a sum, which cannot be saved. Reduce it first."
+            )
+    return MeshBox(box_after(tuple(spec.shape), [*cuts, *later]), copy, copies, spec.mesh.size())
 
 
 def _of_sharded_tensor(value: ShardedTensor, shape: Shape, device: torch.device) -> ValueParts:

@@ -1,12 +1,13 @@
-"""Conversion between what ranks hold of a unit's parameters and the values of state dicts.
+"""Convert between what ranks hold of a unit's parameters and the values of state dicts.
 
 A *local* is this rank's part of a parameter, or of a tensor of the parameter's size (optimizer state), as
 `UnitParts.boxes` takes it. The locals of all of a unit's tensors move at once (`moving`). Only values that
 are divided over other ranks than the unit are made whole first.
 """
 
+import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +19,16 @@ from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.unit import Unit
 from fullshard.faces.meshes import joined_mesh, tensor_parallel_spec
 from fullshard.plan.boxes import Box, Division, chunks, common
+from fullshard.plan.layout import Shape
 from fullshard.state.moving import Moving, move
 from fullshard.state.sharded_tensors import (
     parts_of_value,
+    place_on,
     sharded_dtensor,
     sharded_tensor,
     whole_of,
 )
-from fullshard.state.unit_parts import UnitParts, division_group, parts_of, place_on
+from fullshard.state.unit_parts import UnitParts, division_group, parts_of
 from fullshard.torch_private import DTensorSpec, ShardedTensor, TensorMeta
 
 
@@ -38,6 +41,7 @@ def whole_values(
     rank0_only: all but the first of the ranks that divide them get None, and send without receiving.
     """
     group, parts = division_group(unit), parts_of(unit)
+    division = _divisions(parts)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     is_wanted = rank == 0 or not rank0_only
     wanted: dict[int, Division] = {
@@ -47,10 +51,10 @@ def whole_values(
     moving: list[Moving] = []
     values: list[torch.Tensor | None] = []
     for index, local in zip(indices, locals_, strict=True):
-        shape = unit.params[index].shape
+        shape, spec = parts.region(index).shape, parts.forms[index].unsharded
         here = [torch.empty(shape, dtype=local.dtype, device=unit.device)] if is_wanted else []
-        moving.append(_moving(parts, index, local, wanted[index], here))
-        spec = unit.params[index].form.unsharded
+        held = _views(parts, index, local)
+        moving.append(Moving(division(index), wanted[index], held, here))
         values += [here[0] if spec is None else sharded_dtensor(here[0], spec)] if here else [None]
     move(moving, group, device=unit.device)
     return values
@@ -69,18 +73,18 @@ def sharded_values(
     dtensors: make DTensors, also where the unit was given no mesh. Otherwise those are
         ShardedTensors.
     """
-    params, group = unit.params, unit.mesh.shard_group
-    if not params.is_flat:
+    parts, group = parts_of(unit), unit.mesh.shard_group
+    if not parts.is_flat:
         values: list[torch.Tensor | ShardedTensor] = []
         for index, local in zip(indices, locals_, strict=True):
-            spec = params[index].form.spec
+            spec = parts.forms[index].spec
             assert spec is not None  # of all parameters that are rows
-            values.append(sharded_dtensor(local.reshape(params[index].shard_shape), spec))
+            values.append(sharded_dtensor(parts.as_local(index, local), spec))
         return values
     assert group is not None
-    routes = {index: _route(unit, index, dtensors=dtensors) for index in dict.fromkeys(indices)}
+    routes = {i: _route(unit, parts, i, dtensors=dtensors) for i in dict.fromkeys(indices)}
     return [
-        sharded_tensor(share, params[index].shape, routes[index].boxes, group)
+        sharded_tensor(share, parts.region(index).shape, routes[index].boxes, group)
         if (spec := routes[index].spec) is None
         else sharded_dtensor(share, spec)
         for index, share in zip(indices, _shares(unit, indices, locals_, routes), strict=True)
@@ -93,17 +97,18 @@ def locals_of(unit: Unit, indices: Sequence[int], values: Sequence[Any]) -> list
     values: whole tensors, DTensors or ShardedTensors, divided in any way; one per index.
     """
     group, parts = division_group(unit), parts_of(unit)
+    division = _divisions(parts)
     locals_: list[torch.Tensor] = []
     moving: list[Moving] = []
     for index, value in zip(indices, values, strict=True):
-        param = unit.params[index]
-        if param.form.unsharded is not None:
-            locals_.append(parts.cut(index, _own_part(value, param.form.unsharded, unit.device)))
+        inner = parts.forms[index].unsharded
+        if inner is not None:
+            locals_.append(parts.cut(index, _own_part(value, inner, unit.device)))
         elif isinstance(value, (ShardedTensor, DTensor)):
-            found = parts_of_value(value, tuple(param.shape), group, unit.device)
-            local = torch.empty(param.shard_shape, dtype=value.dtype, device=unit.device)
-            here = [held.view for held in parts.boxes(index, local)]
-            moving.append(Moving(found.division, parts.division(index), found.here, here))
+            found = parts_of_value(value, parts.region(index).shape, group, unit.device)
+            local = parts.new_local(index, value.dtype)
+            here = _views(parts, index, local)
+            moving.append(Moving(found.division, division(index), found.here, here))
             locals_.append(local)
         else:  # a tensor, or what stands for one
             locals_.append(parts.cut(index, torch.detach(value)))
@@ -111,15 +116,16 @@ def locals_of(unit: Unit, indices: Sequence[int], values: Sequence[Any]) -> list
     return locals_
 
 
-def _moving(
-    parts: UnitParts,
-    index: int,
-    local: torch.Tensor,
-    wanted: Division,
-    wanted_here: Sequence[torch.Tensor],
-) -> Moving:
-    held = [each.view for each in parts.boxes(index, local.detach())]
-    return Moving(parts.division(index), wanted, held, wanted_here)
+def _divisions(parts: UnitParts) -> Callable[[int], Division]:
+    """Return what looks up a parameter's division once a call: tensors of one share a plan of what moves.
+
+    Not kept for longer, as it grows with the number of ranks.
+    """
+    return functools.cache(parts.division)
+
+
+def _views(parts: UnitParts, index: int, local: torch.Tensor) -> list[torch.Tensor]:
+    return [held.view for held in parts.boxes(index, local.detach())]
 
 
 class _Route(NamedTuple):
@@ -141,12 +147,13 @@ class _Via(NamedTuple):
     wanted: Division
 
 
-def _route(unit: Unit, index: int, *, dtensors: bool) -> _Route:
-    spec, group = _spec_of_values(unit, index, dtensors=dtensors), unit.mesh.shard_group
+def _route(unit: Unit, parts: UnitParts, index: int, *, dtensors: bool) -> _Route:
+    group = unit.mesh.shard_group
     assert group is not None
+    own, shape = parts.forms[index].unsharded, parts.region(index).shape
+    spec = _spec_of_values(unit, shape, own, dtensors=dtensors)
     if spec is None:
-        return _Route(None, chunks(unit.params[index].shape, 0, group.size()))
-    own = unit.params[index].form.unsharded
+        return _Route(None, chunks(shape, 0, group.size()))
     axis = None if own is None else _axis_cut_again(spec, own)
     if own is None or axis is None:
         return _Route(spec, _boxes(spec, group))
@@ -157,11 +164,8 @@ def _route(unit: Unit, index: int, *, dtensors: bool) -> _Route:
     beside = DTensorSpec(spec.mesh, placements, spec.tensor_meta)
     shared = place_on(beside).box
     held = [common(shared, box) for box in _boxes(own, inner)]
-    via = _Via(
-        inner,
-        [(box,) if box else () for box in held],
-        [(box,) for box in _boxes(spec, inner)],
-    )
+    by_then = [(box,) if box else () for box in held]
+    via = _Via(inner, by_then, [(box,) for box in _boxes(spec, inner)])
     region = place_on(own).box
     none = Box(region.offset, (0,) * len(region.shape))
     return _Route(spec, [common(region, box) or none for box in _boxes(beside, group)], via)
@@ -176,6 +180,7 @@ def _shares(
     """Move pieces of flat buffers to this rank's parts of values. Collective."""
     parts, group = parts_of(unit), unit.mesh.shard_group
     assert group is not None
+    division = _divisions(parts)
     wanted: dict[int, Division] = {i: [(box,) for box in r.boxes] for i, r in routes.items()}
     shares: list[torch.Tensor] = []
     moving: list[Moving] = []
@@ -184,7 +189,8 @@ def _shares(
         route = routes[index]
         shape = route.boxes[group.rank()].shape
         share = torch.empty(shape, dtype=piece.dtype, device=unit.device)
-        moving.append(_moving(parts, index, piece, wanted[index], [share]))
+        pieces_here = _views(parts, index, piece)
+        moving.append(Moving(division(index), wanted[index], pieces_here, [share]))
         if route.via is not None:
             inner, held, last = route.via
             held_here, (box,) = [share] if held[inner.rank()] else [], last[inner.rank()]
@@ -197,7 +203,9 @@ def _shares(
     return shares
 
 
-def _spec_of_values(unit: Unit, index: int, *, dtensors: bool) -> DTensorSpec | None:
+def _spec_of_values(
+    unit: Unit, shape: Shape, own: DTensorSpec | None, *, dtensors: bool
+) -> DTensorSpec | None:
     """Return how a flat parameter's values in sharded state dicts are divided; None for ShardedTensors.
 
     As PyTorch's wrapper divides them, which loads no others without a checkpoint:
@@ -210,9 +218,8 @@ def _spec_of_values(unit: Unit, index: int, *, dtensors: bool) -> DTensorSpec | 
     PyTorch cuts a plain parameter's value over the last axis of a mesh that is no slice, whichever axis
     the parameter itself is sharded over.
     """
-    param, group = unit.params[index], unit.mesh.shard_group
+    group, mesh, axis = unit.mesh.shard_group, unit.mesh.mesh, unit.mesh.shard_axis
     assert group is not None
-    own, mesh, axis = param.form.unsharded, unit.mesh.mesh, unit.mesh.shard_axis
     if own is not None:  # a ShardedTensor cannot say that tensor parallel has cut it before
         return _around(unit, own)
     if mesh is None:
@@ -223,9 +230,8 @@ def _spec_of_values(unit: Unit, index: int, *, dtensors: bool) -> DTensorSpec | 
         axis = mesh.ndim - 1
     elif mesh.mesh_dim_names == (root.mesh_dim_names or ())[: mesh.ndim]:
         mesh = root
-    meta = TensorMeta(
-        torch.Size(param.shape), torch.empty(param.shape, device="meta").stride(), torch.float32
-    )
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, torch.float32)
     return DTensorSpec(mesh, _cut_on(axis, mesh.ndim), tensor_meta=meta)
 
 
