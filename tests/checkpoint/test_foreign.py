@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fullshard
 from fullshard.checkpoint.collector import collector_waits
 from fullshard.checkpoint.dcp_files import DcpFiles
-from fullshard.checkpoint.locations import folder_at
+from fullshard.checkpoint.opening import folder_at
 from fullshard.errors import CheckpointError
 from tests.api import TORCH, Api, use_api
 from tests.checkpoint.test_any_to_any import _sharded, _state, _train

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.collector import collector_waits
 from fullshard.checkpoint.folder import Folder
 from fullshard.checkpoint.foreign import (
@@ -31,6 +30,7 @@ from fullshard.checkpoint.spans import Wanted
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, common, tiling_fault, whole_box
 from fullshard.plan.layout import Shape
+from fullshard.state.host_memory import checksum
 
 METADATA = ".metadata"
 _PACKAGE = "torch.distributed.checkpoint"

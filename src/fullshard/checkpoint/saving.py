@@ -9,7 +9,7 @@ from fullshard.checkpoint.background import PendingSave, finish_background, stag
 from fullshard.checkpoint.collector import collector_waits
 from fullshard.checkpoint.kept_plan import kept_plan
 from fullshard.checkpoint.local_content import Models, Optimizers
-from fullshard.checkpoint.locations import Location
+from fullshard.checkpoint.opening import Location
 from fullshard.checkpoint.peers import Peers, said
 from fullshard.checkpoint.stages import (
     SavedCheckpoint,

@@ -35,9 +35,9 @@ from fullshard.checkpoint.local_content import (
     section_names,
     structures_of,
 )
-from fullshard.checkpoint.locations import Location, folder_at
-from fullshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, readable
+from fullshard.checkpoint.manifest import FileEntry, FilePiece, Manifest, TensorEntry, readable
 from fullshard.checkpoint.module_states import module_states
+from fullshard.checkpoint.opening import Location, folder_at
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
@@ -391,7 +391,7 @@ def manifest_of(
     Raises CheckpointError if ranks disagree on a tensor, or its pieces do not cover it exactly once.
     """
     files: list[FileEntry] = []
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FilePiece]] = {}
     facts: dict[str, dict[str, Any]] = {}
     for rank, (written, tensors) in enumerate(everyones):
         for name, fact in tensors.items():
@@ -402,7 +402,7 @@ def manifest_of(
                     f"{fact['shape']} and {fact['dtype']} on rank {rank}."
                 )
         for each in written.pieces:
-            piece = Piece(each.box, len(files) + each.file, each.start, each.checksums)
+            piece = FilePiece(each.box, len(files) + each.file, each.start, each.checksums)
             pieces.setdefault(each.name, []).append(piece)
         files += written.files
     entries = {}

@@ -1,4 +1,4 @@
-"""Find the ranks that have a model together, by the meshes that it is sharded over.
+"""Find the ranks that have a model together, by the meshes that it is sharded over; do things on all or none.
 
 Mostly all ranks of the job. A model that is sharded over some of them is these ranks' alone: others
 may have a model of the same names, or none, and do not join its collectives.
@@ -6,13 +6,20 @@ may have a model of the same names, or none, and do not join its collectives.
     ranks 0, 1: policy over [0, 1]     ranks 2, 3: reward over [2, 3]
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.outside_steps import gather_objects
 from fullshard.comm.own_group import group_over
+from fullshard.errors import StateError
 from fullshard.state.structure import units_of
 from fullshard.state.unit_parts import rank_sets
+
+T = TypeVar("T")
 
 
 def owners_of(model: nn.Module) -> dist.ProcessGroup | None:
@@ -38,3 +45,34 @@ def owners_of(model: nn.Module) -> dist.ProcessGroup | None:
             if group is not None and largest == {*dist.get_process_group_ranks(group)}:
                 return group
     return group_over(sorted(largest))
+
+
+def num_ranks(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks of a group, or of the job for None; 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def together(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Return what this rank's function returns, once those of all ranks have. Collective.
+
+    group: these ranks; None for all of the job. Raises on every rank if one raises: its own error there, a
+    StateError that names the ranks elsewhere.
+    """
+    if num_ranks(group) == 1:
+        return function()
+    error: Exception | None = None
+    value: Any = None
+    try:
+        value = function()
+    except Exception as caught:
+        error = caught
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    texts = gather_objects(text, group, "a call of all ranks")
+    if error is not None:
+        raise error
+    ranks = dist.get_process_group_ranks(group)
+    problems = [f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True) if text]
+    if problems:
+        raise StateError("\n".join(problems))
+    result: T = value
+    return result
