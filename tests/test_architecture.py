@@ -208,15 +208,27 @@ def test_environment_is_read_by_the_command_line_alone(module: Path) -> None:
     assert not {*read, *_imports(module)} & {"os.environ", "os.getenv", "os.environb"}
 
 
-# What a unit has to say of its parameters to rooms above is on `Unit` itself (`managed` and what follows).
-# `state`, `live`, `checkpoint` and `batches` still read `unit.params`.
-_CLOSED_TO = {"debugging", "deferred", "faces", "fsdp1", "fsdp2", "migrate", "optim", "watch"}
-
-
-@every_module()
+# What a unit has to say of its parameters to rooms above is on `Unit` itself (`managed` and what follows);
+# what keeps state reads its parts through one file.
+@every_module(but=("state/unit_parts.py",))
 def test_parameters_of_units_are_the_engines_alone(module: Path) -> None:
-    read = {name for name in _attributes(module) if re.search(r"(unit|_shown)\.params$", name)}
-    assert _room(module) not in _CLOSED_TO or not read
+    if _room(module) not in ("batches", "engine"):
+        read = {name for name in _attributes(module) if re.search(r"(unit|_shown)\.params$", name)}
+        assert not read
+
+
+@every_module(but=("state/unit_parts.py",))
+def test_what_keeps_state_asks_no_unit_for_its_layout(module: Path) -> None:
+    if _room(module) in (
+        "checkpoint",
+        "deferred",
+        "huggingface",
+        "live",
+        "migrate",
+        "offline",
+        "state",
+    ):
+        assert "unit.plan_layout" not in _attributes(module)
 
 
 @every_module()

@@ -18,7 +18,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fullshard import torch_private
-from fullshard.state.values import sharded_tensor
+from fullshard.plan.boxes import chunks
+from fullshard.state.sharded_tensors import sharded_tensor
 from fullshard.torch_private import ATTRIBUTES, Attribute, check_attributes
 from tests.harness import on_ranks
 from tests.test_architecture import MODULES, SOURCE, every_module
@@ -180,7 +181,8 @@ def test_what_instances_alone_have_is_there() -> None:
     assert hasattr(parameter, "_in_backward_optimizers")
     assert isinstance(checkpoint_wrapper(layer := nn.Linear(1, 1)), torch_private.ActivationWrapper)
     assert checkpoint_wrapper(layer)._checkpoint_wrapped_module is layer
-    value = sharded_tensor(torch.ones(2, 2), (2, 2), torch.distributed.group.WORLD)
+    boxes = chunks((2, 2), 0, 1)
+    value = sharded_tensor(torch.ones(2, 2), (2, 2), boxes, torch.distributed.group.WORLD)
     assert value._process_group is torch.distributed.group.WORLD
     assert hasattr(torch.optim.AdamW, "_init_group")
 

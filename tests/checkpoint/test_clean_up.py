@@ -27,8 +27,8 @@ import fullshard
 from fullshard.checkpoint import folder as folder_module
 from fullshard.checkpoint import local_folder, object_folder
 from fullshard.checkpoint.local_folder import LocalDraft, LocalFolder
-from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
+from fullshard.checkpoint.opening import folder_at
 from fullshard.errors import CheckpointError
 from tests.fresh import in_warm_forks
 

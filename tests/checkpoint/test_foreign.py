@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard.checkpoint.dcp_files import DcpFiles
-from fullshard.checkpoint.locations import folder_at
+from fullshard.checkpoint.opening import folder_at
 from fullshard.errors import CheckpointError
 from fullshard.process_hooks import collector_waits
 from tests.api import TORCH, Api, use_api

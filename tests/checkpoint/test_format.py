@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fullshard
-from fullshard.checkpoint.checksums import checksum
-from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.opening import folder_at
 from fullshard.checkpoint.reading import Reader
 from fullshard.errors import CheckpointError, FullshardError
+from fullshard.state.host_memory import checksum
 from fullshard.tools.checkpoint_commands import inspect
 
 

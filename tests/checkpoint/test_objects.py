@@ -25,8 +25,8 @@ from torch import nn
 import fullshard
 from fullshard.checkpoint import folder as folder_module
 from fullshard.checkpoint import object_folder
-from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
+from fullshard.checkpoint.opening import folder_at
 from fullshard.errors import CheckpointError
 from tests.api import Api
 from tests.harness import Fate, mesh_of, on_ranks, rank, run_fresh, world_size

@@ -33,9 +33,9 @@ import fullshard
 from fullshard.checkpoint import background, local_content, saving, stages
 from fullshard.checkpoint import folder as folder_module
 from fullshard.checkpoint.local_folder import LocalDraft, LocalFolder
-from fullshard.checkpoint.locations import folder_at
 from fullshard.checkpoint.manager import checkpoints_in, prune_checkpoints
 from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.opening import folder_at
 from fullshard.checkpoint.reading import Reader
 from fullshard.errors import CheckpointError, DamagedCheckpointError, StateError
 from tests.api import Api

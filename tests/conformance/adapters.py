@@ -20,9 +20,10 @@ from fullshard.engine.params.flat import FLAT_PARAM  # noqa: F401
 from fullshard.faces.coverage import CoveredParameters, covered_modules
 from fullshard.faces.interop import FlatHandle, is_composable, state_view
 from fullshard.faces.meshes import default_mesh, mesh_info
+from fullshard.plan.boxes import chunks
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.policies import CommHook
-from fullshard.state.values import sharded_tensor
+from fullshard.state.sharded_tensors import sharded_tensor
 
 # Tests count collectives, so ranks must make PyTorch's. "auto" runs the same tests on peer memory.
 fullshard.set_default_comm(os.environ.get("CONFORMANCE_COMM", "collectives"))
@@ -80,7 +81,8 @@ def _create_chunk_sharded_tensor(
     tensor: torch.Tensor, rank: int, world_size: int, num_devices: int, pg: dist.ProcessGroup
 ) -> ShardedTensor:
     rows = [*tensor.chunk(world_size), *[tensor.new_empty(0, *tensor.shape[1:])] * world_size]
-    return sharded_tensor(rows[rank].clone(), tuple(tensor.shape), pg)
+    boxes = chunks(tuple(tensor.shape), 0, world_size)
+    return sharded_tensor(rows[rank].clone(), tuple(tensor.shape), boxes, pg)
 
 
 def _init_intra_and_inter_node_groups(

@@ -10,12 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.errors import LayoutError
 from fullshard.plan.boxes import (
     Box,
     Cut,
     box_after,
     boxes_of_run,
+    chunks,
     common,
+    moves,
     share,
     tiling_fault,
     whole_box,
@@ -143,3 +146,53 @@ def test_common_part_of_boxes() -> None:
 def test_empty_tensors_have_no_pieces(shape: tuple[int, ...]) -> None:
     assert boxes_of_run(shape, 0, 0) == ()
     assert tiling_fault(shape, []) is None
+
+
+@st.composite
+def _divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Box, ...]]:
+    """Divide a tensor over some ranks: in runs or along a dim, with replicas and ranks without boxes."""
+    parts = draw(st.integers(1, 4))
+    if shape and draw(st.booleans()):
+        own = [(box,) for box in chunks(shape, draw(st.integers(0, len(shape) - 1)), parts)]
+    else:
+        numel = math.prod(shape)
+        cuts = [0, *sorted(draw(st.lists(st.integers(0, numel), max_size=3))), numel]
+        own = [boxes_of_run(shape, a, b - a) for a, b in itertools.pairwise(cuts)]
+    return draw(st.permutations([*own, *draw(st.lists(st.sampled_from([*own, ()]), max_size=3))]))
+
+
+@given(shapes, st.data())
+def test_moves_give_every_rank_each_element_it_wants_once(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    held, wanted = data.draw(_divisions(shape)), data.draw(_divisions(shape))
+    size = max(len(held), len(wanted))
+    held, wanted = ([*each, *[()] * (size - len(each))] for each in (held, wanted))
+    plans = [list(moves(held, wanted, rank=rank)) for rank in range(size)]
+    got: dict[tuple[int, int], list[int]] = {}
+    for rank, plan in enumerate(plans):
+        for sender, receiver, own, target, box in plan:
+            assert rank in (sender, receiver)
+            assert common(box, held[sender][own]) == common(box, wanted[receiver][target]) == box
+            if receiver == rank:
+                got.setdefault((rank, target), []).extend(_elements(shape, box).flatten().tolist())
+                # What a rank holds it keeps.
+                assert sender == rank or held[sender][own] not in held[rank]
+        for other in range(rank):  # what passes between two, they list alike
+            both = [
+                [m for m in p if {m.sender, m.receiver} == {rank, other}]
+                for p in (plan, plans[other])
+            ]
+            for way in (rank, other):
+                one, two = ([m for m in each if m.sender == way] for each in both)
+                assert one == two
+    for rank, boxes in enumerate(wanted):
+        for number, box in enumerate(boxes):
+            elements = sorted(_elements(shape, box).flatten().tolist())
+            assert sorted(got.get((rank, number), [])) == elements
+
+
+def test_elements_that_no_rank_holds_are_refused() -> None:
+    rows = chunks((4, 2), 0, 2)
+    with pytest.raises(LayoutError, match="no rank holds 4 of the elements"):
+        list(moves([(rows[0],), ()], [(whole_box((4, 2)),), ()], rank=0))

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.plan.boxes import Box, Cut, box_after, boxes_of_run, whole_box
-from fullshard.plan.gathering import Divided, plan_buckets
+from fullshard.plan.gathering import DividedTensor, plan_buckets
 from fullshard.plan.sizes import round_up
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 
 
-def _divided(shape: tuple[int, ...], itemsize: int, way: str, num_ranks: int) -> Divided:
+def _divided(shape: tuple[int, ...], itemsize: int, way: str, num_ranks: int) -> DividedTensor:
     numel = math.prod(shape)
     if way == "rows" and shape:
         boxes = [[box_after(shape, [Cut(0, r, num_ranks)])] for r in range(num_ranks)]
@@ -25,7 +25,7 @@ def _divided(shape: tuple[int, ...], itemsize: int, way: str, num_ranks: int) ->
         boxes = [list(boxes_of_run(shape, a, b - a)) for a, b in itertools.pairwise(edges)]
     else:
         boxes = [[whole_box(shape)] if r == num_ranks - 1 else [] for r in range(num_ranks)]
-    return Divided(shape, itemsize, [[box for box in own if box.numel] for own in boxes])
+    return DividedTensor(shape, itemsize, [[box for box in own if box.numel] for own in boxes])
 
 
 @given(

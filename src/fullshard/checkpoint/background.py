@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fullshard.checkpoint.locations import folder_at
+from fullshard.checkpoint.opening import folder_at
 from fullshard.checkpoint.peers import Peers, said
 from fullshard.checkpoint.room import check_copies
 from fullshard.checkpoint.stages import SavedCheckpoint, SaveJob, SaveRequest, execute

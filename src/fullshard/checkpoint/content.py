@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.everyones_groups import differing_scalars, merged_values
 from fullshard.checkpoint.local_content import LocalContent, Told
 from fullshard.checkpoint.optimizer_state import OptimizerState, agreed_state
@@ -20,9 +19,16 @@ from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import decoded, encoded
 from fullshard.checkpoint.writing import ToWrite
 from fullshard.errors import CheckpointError
-from fullshard.state.copies import digest_of_unnumbered, numbered, own_share
-from fullshard.state.differing import differing_tensors, digest_of_values, said_of_differing
+from fullshard.state.copies import (
+    differing_tensors,
+    digest_of_unnumbered,
+    digest_of_values,
+    numbered,
+    own_share,
+    said_of_differing,
+)
 from fullshard.state.holdings import HeldTensor, Holding, tensor_holding
+from fullshard.state.host_memory import checksum
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,10 +56,8 @@ def agreed_content(own: LocalContent, told: Sequence[Told], peers: Peers) -> Con
         for section, state in own.states.items():
             digests = [each.states[section] for each in told]
             agreed[section] = agreed_state(state, f"{section}/", peers.group, digests)
-    except (
-        Exception
-    ) as error:  # of stages of a pipeline perhaps not on all ranks: raised below, on all
-        fault = error
+    except Exception as error:
+        fault = error  # of stages of a pipeline perhaps not on all ranks: raised below, on all
     differing = _differing([each.extras for each in told])
     compares = own.compares and peers.size > 1
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.folder import Folder
 from fullshard.checkpoint.foreign import (
     ForeignFiles,
@@ -31,6 +30,7 @@ from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, common, tiling_fault, whole_box
 from fullshard.plan.layout import Shape
 from fullshard.process_hooks import collector_waits
+from fullshard.state.host_memory import checksum
 
 METADATA = ".metadata"
 _PACKAGE = "torch.distributed.checkpoint"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fullshard.errors import CheckpointError
-from fullshard.state.differing import Differing
+from fullshard.state.copies import Differing
 
 # As a manifest has them: by section, "class", "groups" and "scalars".
 OptimizerValues = Mapping[str, Mapping[str, Any]]

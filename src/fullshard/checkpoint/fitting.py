@@ -1,4 +1,4 @@
-"""Whether files fit a model: what differs is listed by kind, and refused on all ranks alike.
+"""Compare files with the model that they are loaded into: list what differs by kind, and refuse it on all ranks alike.
 
 A problem is a line whose first word is its kind: "missing 0.weight". Each rank finds its own.
 """

@@ -38,7 +38,7 @@ from fullshard.engine.access import settle_to_read
 from fullshard.engine.module_state import state_of
 from fullshard.engine.unit import Unit
 from fullshard.state.structure import Structure
-from fullshard.state.unit_parts import parts_of
+from fullshard.state.unit_parts import parts_of, trained_of
 
 
 class Facts:
@@ -102,11 +102,13 @@ def _add_model(facts: Facts, structure: Structure) -> None:
         settle_to_read(unit)
         facts.units.append(unit)
         facts.add(unit)
-        facts.add(parts_of(unit))
+        parts = parts_of(unit)
+        facts.add(parts)
         facts.compared.append(names)
-        for param in unit.params:
-            facts.add_number(param.sharded)
-            facts.add_tensor(param.local)
+        for sharded, indices in trained_of(unit):
+            facts.add_number(sharded)
+            for index in indices:
+                facts.add_tensor(parts.local(index))
     for prefix, module in structure.modules:
         facts.compared += (prefix, type(module))
         facts.add(module)
@@ -182,7 +184,7 @@ class KeptPlan:
     def _keep(self, content: LocalContent, facts: Facts) -> None:
         """Keep a content, if every box is the memory of one tensor, and of no other one."""
         self._content = None
-        if facts.has_casts or any(unit.params.is_flat for unit in facts.units):
+        if facts.has_casts or any(parts_of(unit).is_flat for unit in facts.units):
             return
         numbers: dict[Any, list[int]] = {}
         for number, tensor in enumerate(facts.tensors):

@@ -15,8 +15,7 @@ from fullshard.checkpoint.background import finish_background
 from fullshard.checkpoint.fitting import Source, check_allowed, check_fits, listed
 from fullshard.checkpoint.load_plan import LoadPlan, plan_load
 from fullshard.checkpoint.local_content import Models, Optimizers, named, section_names
-from fullshard.checkpoint.locations import Location
-from fullshard.checkpoint.opening import check_same_files, opened
+from fullshard.checkpoint.opening import Location, check_same_files, opened
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.room import Load, check_room, state_nbytes
 from fullshard.checkpoint.saved_state import SavedState

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.module_states import MODULE_STATES, States
 from fullshard.checkpoint.optimizer_state import LocalState, TrainedBy, local_state
 from fullshard.checkpoint.random_states import RNG, random_states
@@ -31,7 +30,7 @@ from fullshard.state.holdings import (
     tensor_holding,
     without_ddp,
 )
-from fullshard.state.host_memory import host_bytes
+from fullshard.state.host_memory import checksum, host_bytes
 from fullshard.state.structure import Structure, structure_of
 
 Models = nn.Module | Mapping[str, nn.Module]

@@ -24,8 +24,8 @@ from fullshard.checkpoint.background import PendingSave, finish_background
 from fullshard.checkpoint.folder import Folder
 from fullshard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from fullshard.checkpoint.local_content import Models, Optimizers
-from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manifest import MANIFEST, loads
+from fullshard.checkpoint.opening import Location, folder_at
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.saving import save_later, save_now
 from fullshard.checkpoint.stages import SavedCheckpoint, SaveRequest
@@ -34,9 +34,8 @@ from fullshard.process_hooks import AFTER_FORK, set_signal
 
 LATEST = "latest"
 _CAN_BE_HEARD = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-_NAME = re.compile(
-    r"step-(\d{1,18})(-\d+)?"
-)  # a second one where an abandoned one has kept its name
+# With a second number where an abandoned one has kept its name.
+_NAME = re.compile(r"step-(\d{1,18})(-\d+)?")
 
 
 class Checkpoint(NamedTuple):
@@ -165,9 +164,8 @@ class CheckpointManager:
         self._folder = self._peers.together(checked)
         self.stopping = False
         self._model, self._optimizer = model, optimizer
-        self._extra = (
-            {} if extra is None else extra
-        )  # the program's: each save takes what it has then
+        # The program's: each save takes what it has then.
+        self._extra = {} if extra is None else extra
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._keep_last, self._keep_every = keep_last, keep_every
         self._in_background = in_background

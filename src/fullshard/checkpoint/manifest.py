@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.checksums import CHECKSUM, checksum
 from fullshard.checkpoint.folder import is_small
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, tiling_fault
 from fullshard.plan.layout import Shape
+from fullshard.state.host_memory import CHECKSUM, checksum
 
 MANIFEST = "manifest.json"
 FORMAT = "fullshard-checkpoint"
@@ -71,7 +71,7 @@ class FileEntry:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A box of a tensor in a file.
 
     file: index in the manifest's files. start: first byte in the file.
@@ -94,7 +94,7 @@ class TensorEntry:
 
     shape: Shape
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     aliases: tuple[str, ...] = ()
     placement: str = ""
 
@@ -117,7 +117,7 @@ class Manifest:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def piece_nbytes(self, tensor: TensorEntry, piece: Piece) -> int:
+    def piece_nbytes(self, tensor: TensorEntry, piece: FilePiece) -> int:
         return piece.box.numel * tensor.dtype.itemsize
 
 
@@ -329,7 +329,7 @@ class _Reader:
         dtype: torch.dtype,
         files: Sequence[FileEntry],
         block_nbytes: int,
-    ) -> Piece:
+    ) -> FilePiece:
         box = Box(self.shape(fields["offset"], name), self.shape(fields["shape"], name))
         inside = len(box.offset) == len(box.shape) == len(shape) and all(
             start + size <= extent
@@ -346,7 +346,7 @@ class _Reader:
         checksums = tuple(self.digits(each, name) for each in fields["checksums"])
         if len(checksums) != -(-nbytes // block_nbytes):
             raise _refused(self.where, f"{name}: {box} has not one checksum a block")
-        return Piece(box, file, start, checksums)
+        return FilePiece(box, file, start, checksums)
 
     def check_values(self, content: dict[str, Any], tensors: Mapping[str, TensorEntry]) -> None:
         """Refuse values of another form than loading takes for granted."""

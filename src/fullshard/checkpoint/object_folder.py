@@ -40,9 +40,8 @@ from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.errors import CheckpointError, DamagedCheckpointError, FullshardError
 
 _WRITER = re.compile(rf"writer-({TAG})\.json")
-_REMOVED = re.compile(
-    rf"removed-{TAG}\.json"
-)  # there from before the manifest goes until all has gone
+# There from before the manifest goes until all has gone.
+_REMOVED = re.compile(rf"removed-{TAG}\.json")
 _ABANDONED = "abandoned.json"  # beside checkpoints: a list of the names of some
 _LEFT_AFTER_S = 3600.0  # unfinished objects that have not changed for so long are nobody's
 

@@ -81,19 +81,19 @@ class Destination:
             take_apart(entry, {k: v for k, v in own.items() if not is_apart(v, parameter)}, there)
         if id(unit) not in self._units:
             self._units[id(unit)], self._parts[id(unit)] = UnitState(), parts_of(unit)
-        state = self._units[id(unit)]
-        if unit.params.flat is not None and len({frozenset(keys) for keys in wanted.values()}) > 1:
+        state, parts = self._units[id(unit)], self._parts[id(unit)]
+        kinds = {frozenset(keys) for keys in wanted.values()}
+        if parts.is_one_parameter and len(kinds) > 1:
             lacking = [name for name, keys in wanted.items() if not keys] or list(wanted)
             self.problems += [f"flat {prefix}{name}" for name in lacking]
             return
         is_kept = bool(own)
         for index, name in zip(entry.indices, entry.names, strict=True):
-            param = unit.params[index]
             state.locals[index], state.others[index] = {}, {}
             for key in wanted[name]:
                 shape, dtype = saved[name, key]
                 dtype = self._dtype_of(parameter, name, key, dtype)
-                if shape != self._parts[id(unit)].part(index).shape:
+                if shape != parts.placed(index).shape:
                     value = self._made_by_optimizer(parameter, key)
                     full_name = f"{prefix}{name}/{key}"
                     if isinstance(value, DTensor) and _is_like(value, shape, dtype):
@@ -105,13 +105,11 @@ class Destination:
                 local = there.locals.get(index, {}).get(key)
                 if local is None or local.dtype != dtype:
                     is_kept = False
-                    local = torch.empty(param.shard_shape, dtype=dtype, device=param.local.device)
-                elif local.numel() == 0:
-                    local = local.view(param.shard_shape)
-                state.locals[index][key] = local.view(param.shard_shape)
-                self.holdings[name, key] = unit_holding(
-                    self._parts[id(unit)], index, (f"{prefix}{name}/{key}",), local
-                )
+                    local = parts.new_local(index, dtype, parts.local(index).device)
+                local = parts.as_local(index, local)
+                state.locals[index][key] = local
+                names = (f"{prefix}{name}/{key}",)
+                self.holdings[name, key] = unit_holding(parts, index, names, local)
             if set(there.locals.get(index, {})) != set(state.locals[index]):
                 is_kept = False
         if is_kept:

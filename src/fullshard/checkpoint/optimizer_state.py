@@ -53,7 +53,7 @@ class ParameterState(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-class Place(NamedTuple):
+class TrainedPlace(NamedTuple):
     """What a parameter of an optimizer stands for.
 
     unit: the number of its unit; None, and no indices, if it is not sharded.
@@ -75,7 +75,7 @@ class LocalState:
     """
 
     units: Sequence[tuple[Unit, Mapping[int, str]]]
-    places: Sequence[Place]
+    places: Sequence[TrainedPlace]
     reports: Sequence[Report]
     of_units: dict[tuple[str, str], Holding]
     of_others: dict[tuple[str, str], Holding]
@@ -165,12 +165,12 @@ def local_state(
     numbers = {id(unit): number for number, unit in enumerate(units)}
     states = {id(unit): UnitState() for unit in units}
     tensors: dict[tuple[str, str], Holding] = {}
-    places: list[Place] = []
+    places: list[TrainedPlace] = []
     read = states_of(optimizer)
     for parameter, own in zip(parameters_of(optimizer), read, strict=True):
         entry = trained[parameter]
         name = entry.names[0]
-        places.append(Place(name, numbers.get(id(entry.unit)), entry.indices))
+        places.append(TrainedPlace(name, numbers.get(id(entry.unit)), entry.indices))
         if own is None:
             continue
         for key in (*own.values, *own.tensors):
@@ -263,9 +263,9 @@ def agreed_state(
                     continue
                 own = local.of_units.get((name, key))
                 if own is None:  # this rank owns nothing of it
-                    nothing = torch.empty(unit.params[index].shard_shape, dtype=dtype, device="cpu")
-                    full_name = f"{prefix}{name}/{key}"
-                    own = unit_holding(parts_of(unit), index, (full_name,), nothing)
+                    parts = parts_of(unit)
+                    nothing = parts.new_local(index, dtype, torch.device("cpu"))
+                    own = unit_holding(parts, index, (f"{prefix}{name}/{key}",), nothing)
                 tensors[name, key] = own
     return OptimizerState(tensors, scalars, local.groups, local.kind, differing)
 
@@ -312,7 +312,7 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 def is_apart(value: Any, parameter: nn.Parameter) -> bool:
-    """Whether a state says itself how it is divided: a DTensor of another shape than its parameter's."""
+    """Return whether a state says itself how it is divided: a DTensor not of its parameter's shape."""
     return isinstance(value, DTensor) and value.dim() > 0 and value.shape != parameter.shape
 
 
@@ -348,10 +348,7 @@ class TrainedBy:
         sections = [own for own in self._by_section.values() if parameters & own.keys()]
         joined: dict[nn.Parameter, Trained] = {}
         for own in self._by_section.values():
-            joined = {
-                **own,
-                **joined,
-            }  # of a parameter that several models have, the first one's name
+            joined = {**own, **joined}  # of what several models have, the first one's name
         trained = [name for p in parameters if p in joined for name in joined[p].names]
         if len(sections) < 2 or len({*trained}) == len(trained):
             return joined

@@ -10,12 +10,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.folder import DataFile, Folder
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
-    Piece,
+    FilePiece,
     TensorEntry,
     blocks_of,
     loads,
@@ -25,7 +24,7 @@ from fullshard.checkpoint.spans import Limits, Wanted, read_at_once, read_shared
 from fullshard.checkpoint.values import check_encoded
 from fullshard.errors import CheckpointError, DamagedCheckpointError
 from fullshard.plan.boxes import Box, common
-from fullshard.state.host_memory import bytes_of
+from fullshard.state.host_memory import bytes_of, checksum
 
 
 class _Shared(NamedTuple):
@@ -33,7 +32,7 @@ class _Shared(NamedTuple):
 
     tensor: TensorEntry
     wanted: Wanted
-    piece: Piece
+    piece: FilePiece
     box: Box
 
 
@@ -114,13 +113,15 @@ class Reader(SavedState):
                     fault = error
                 yield name, self.manifest.piece_nbytes(tensor, piece), fault
 
-    def _check_piece(self, name: str, tensor: TensorEntry, piece: Piece) -> None:
+    def _check_piece(self, name: str, tensor: TensorEntry, piece: FilePiece) -> None:
         nbytes = self.manifest.piece_nbytes(tensor, piece)
         request = max(self.folder.request_nbytes // self.manifest.block_nbytes, 1)
         for begin, stop in blocks_of(nbytes, request * self.manifest.block_nbytes):
             self._read_blocks(name, piece, begin, memoryview(bytearray(stop - begin)))
 
-    def _read_shared(self, tensor: TensorEntry, wanted: Wanted, piece: Piece, shared: Box) -> int:
+    def _read_shared(
+        self, tensor: TensorEntry, wanted: Wanted, piece: FilePiece, shared: Box
+    ) -> int:
         """Read the elements that are in a piece and in a wanted box; return the bytes read."""
         block = self.manifest.block_nbytes
         return read_shared(
@@ -135,7 +136,7 @@ class Reader(SavedState):
         )
 
     def _read_span(
-        self, name: str, tensor: TensorEntry, piece: Piece, first: int, out: memoryview
+        self, name: str, tensor: TensorEntry, piece: FilePiece, first: int, out: memoryview
     ) -> int:
         """Read bytes of a piece from ``first`` on; check the blocks that they lie in."""
         total = self.manifest.piece_nbytes(tensor, piece)
@@ -158,7 +159,7 @@ class Reader(SavedState):
             position += count
         return nbytes_read
 
-    def _read_blocks(self, name: str, piece: Piece, begin: int, out: memoryview) -> None:
+    def _read_blocks(self, name: str, piece: FilePiece, begin: int, out: memoryview) -> None:
         """Read whole blocks of a piece in one request, and compare them with their checksums."""
         block = self.manifest.block_nbytes
         position = piece.start + begin

@@ -1,4 +1,4 @@
-"""Whether a load fits into the memory of its hosts, before anything is read.
+"""Refuse a load that does not fit into the memory of its hosts, before anything is read.
 
 Linux gives out memory that it does not have, and kills a process when it is written to. What a load writes
 to is known before: if it cannot fit, all ranks get an error in place of a signal.

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from fullshard.checkpoint.background import PendingSave, finish_background, staging
 from fullshard.checkpoint.kept_plan import kept_plan
 from fullshard.checkpoint.local_content import Models, Optimizers
-from fullshard.checkpoint.locations import Location
+from fullshard.checkpoint.opening import Location
 from fullshard.checkpoint.peers import Peers, said
 from fullshard.checkpoint.stages import (
     SavedCheckpoint,

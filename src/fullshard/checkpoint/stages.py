@@ -35,9 +35,9 @@ from fullshard.checkpoint.local_content import (
     section_names,
     structures_of,
 )
-from fullshard.checkpoint.locations import Location, folder_at
-from fullshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, readable
+from fullshard.checkpoint.manifest import FileEntry, FilePiece, Manifest, TensorEntry, readable
 from fullshard.checkpoint.module_states import module_states
+from fullshard.checkpoint.opening import Location, folder_at
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.values import encoded
 from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
@@ -47,6 +47,7 @@ from fullshard.errors import CheckpointError, FullshardError
 from fullshard.plan.boxes import tiling_fault
 from fullshard.plan.paths import by_text
 from fullshard.state.structure import Structure
+from fullshard.state.unit_parts import holders_of
 from fullshard.versions import VERSION
 
 
@@ -189,7 +190,7 @@ def _moments(
             if ledger is not None:
                 text = f"{ledger.moment} ({ledger.place} operations of the group)"
                 places[ledger.key] = ledger.place, text
-                updates.setdefault(ledger.key, []).extend(map(num_updates, unit.params.holders))
+                updates.setdefault(ledger.key, []).extend(map(num_updates, holders_of(unit)))
     if places:
         groups = ", ".join(sorted(places))
         for section, optimizer in optimizers.items():
@@ -390,7 +391,7 @@ def manifest_of(
     Raises CheckpointError if ranks disagree on a tensor, or its pieces do not cover it exactly once.
     """
     files: list[FileEntry] = []
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FilePiece]] = {}
     facts: dict[str, dict[str, Any]] = {}
     for rank, (written, tensors) in enumerate(everyones):
         for name, fact in tensors.items():
@@ -401,7 +402,7 @@ def manifest_of(
                     f"{fact['shape']} and {fact['dtype']} on rank {rank}."
                 )
         for each in written.pieces:
-            piece = Piece(each.box, len(files) + each.file, each.start, each.checksums)
+            piece = FilePiece(each.box, len(files) + each.file, each.start, each.checksums)
             pieces.setdefault(each.name, []).append(piece)
         files += written.files
     entries = {}

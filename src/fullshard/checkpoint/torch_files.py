@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.foreign import (
     ForeignFiles,
     ForeignTensor,
@@ -15,6 +14,7 @@ from fullshard.checkpoint.foreign import (
 )
 from fullshard.checkpoint.spans import Wanted
 from fullshard.errors import CheckpointError
+from fullshard.state.host_memory import checksum
 
 _ENDS_NBYTES = 1 << 20
 

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.folder import Folder, shard_name
 from fullshard.checkpoint.manifest import BLOCK_NBYTES, FileEntry, blocks_of, dtype_name
 from fullshard.plan.boxes import Box
 from fullshard.process_hooks import start_thread
-from fullshard.state.host_memory import host_bytes
+from fullshard.state.host_memory import checksum, host_bytes
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from torch import nn
 from fullshard.checkpoint.background import finish_background
 from fullshard.checkpoint.below import said_below
 from fullshard.checkpoint.folder import Folder, NewFile, new_tag
-from fullshard.checkpoint.locations import Location, disk_path, folder_at
 from fullshard.checkpoint.manager import latest_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.opening import Location, disk_path, folder_at
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.reading import Reader
 from fullshard.checkpoint.writing import Described, header_of
@@ -37,7 +37,7 @@ from fullshard.huggingface.files import INDEX
 from fullshard.huggingface.names import by_new_name, is_wide_float
 from fullshard.huggingface.side_files import Config, check_ties, files_beside
 from fullshard.huggingface.sources import Available, CheckpointSource, ModelSource
-from fullshard.plan.renaming import Rename
+from fullshard.plan.units import Rename
 from fullshard.state.host_memory import host_bytes
 
 Progress = Callable[[int, int], object] | None

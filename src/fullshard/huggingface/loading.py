@@ -10,8 +10,8 @@ from torch import nn
 
 from fullshard.checkpoint.background import finish_background
 from fullshard.checkpoint.fitting import Source, check_allowed, check_fits, listed, other_shape
-from fullshard.checkpoint.locations import disk_path
 from fullshard.checkpoint.manifest import DTYPES
+from fullshard.checkpoint.opening import disk_path
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.room import Load, check_room
 from fullshard.checkpoint.spans import Wanted
@@ -24,7 +24,7 @@ from fullshard.huggingface.names import (
     prefix_hint,
 )
 from fullshard.plan.boxes import Box
-from fullshard.plan.renaming import Rename
+from fullshard.plan.units import Rename
 from fullshard.state.holdings import Holding, holdings_of, tell_loaded
 from fullshard.state.host_memory import bytes_of
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import CheckpointError
-from fullshard.plan.renaming import Rename, renamer
-from fullshard.plan.units import clean_name, without_compile
+from fullshard.plan.units import Rename, clean_name, renamer, without_compile
 
 
 def plain_name(name: str) -> str:

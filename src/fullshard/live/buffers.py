@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.backends import any_device, moves
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.errors import ShardingError, StateError
-from fullshard.live.together import num_ranks
-from fullshard.state.differing import crc
-from fullshard.state.host_memory import host_bytes
-from fullshard.state.owners import owners_of
+from fullshard.state.host_memory import crc, host_bytes
+from fullshard.state.owners import num_ranks, owners_of
 from fullshard.state.structure import structure_of
 
 _LABEL = "comparing buffers"

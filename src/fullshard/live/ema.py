@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.checks.model import registrations
 from fullshard.engine.module_state import state_of
-from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
 from fullshard.plan.boxes import Box, whole_box
@@ -34,7 +33,7 @@ from fullshard.state.holdings import (
     without_ddp,
 )
 from fullshard.state.structure import structure_of, units_of
-from fullshard.state.unit_parts import HeldBox
+from fullshard.state.unit_parts import HeldBox, memory_of, parts_of
 
 Decay = float | Callable[[int], float]
 
@@ -45,7 +44,7 @@ _CAST_NUMEL = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Source:
+class _ModelTensor:
     """A tensor of the model: its holding without memory, and by box how to find that.
 
     Found anew each time: a view that is kept looks like a user's, which the engine forbids to use after a
@@ -61,14 +60,14 @@ class _Source:
         return self.holding.dtype.is_floating_point and not self.holding.is_buffer
 
 
-class _Sources:
+class _ModelTensors:
     """What this rank holds of a model, looked up again when its units or modules have changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = without_ddp(model)
-        self.all: Sequence[_Source] = ()
+        self.all: Sequence[_ModelTensor] = ()
         self._num_registrations = -1
-        self._buffers: list[tuple[Unit, object]] = []
+        self._memory: list[tuple[Unit, object]] = []
         self._plain: list[tuple[dict[str, Any], str]] = []
         self._num_buffers = 0
 
@@ -76,10 +75,11 @@ class _Sources:
         """Look them up, as `holdings_of` does."""
         structure = structure_of(self._model)
         holdings = holdings_in(structure, writes=writes)
-        managers = {
-            own[0]: param
+        sharded = {
+            own[0]: functools.partial(parts.local, index)
             for unit, names in structure.units
-            for param, own in zip(unit.params, names, strict=True)
+            for parts in [parts_of(unit)]
+            for index, own in enumerate(names)
             if own
         }
         plain = {
@@ -88,10 +88,10 @@ class _Sources:
             for registry in (module._parameters, module._buffers)
             for name in registry
         }
-        self.all = [_source(h, managers.get(h.name), plain.get(h.name)) for h in holdings]
-        self._plain = [plain[h.name] for h in holdings if h.name not in managers]
+        self.all = [_model_tensor(h, sharded.get(h.name), plain.get(h.name)) for h in holdings]
+        self._plain = [plain[h.name] for h in holdings if h.name not in sharded]
         self._num_registrations, self._num_buffers = registrations.value, self._count()
-        self._buffers = [(unit, unit.params.buffers) for unit, _ in structure.units]
+        self._memory = [(unit, memory_of(unit)) for unit, _ in structure.units]
 
     @property
     def are_current(self) -> bool:
@@ -101,8 +101,7 @@ class _Sources:
         if (self._num_registrations, self._num_buffers) != (registrations.value, self._count()):
             return False  # something was added, or a buffer or module taken away
         return all(registry.get(name) is not None for registry, name in self._plain) and all(
-            unit.params.buffers is buffers and not unit.is_whole and not unit.watch.have_moved
-            for unit, buffers in self._buffers
+            memory_of(unit) is memory for unit, memory in self._memory
         )
 
     def _count(self) -> int:
@@ -113,30 +112,35 @@ class _Sources:
         )
 
 
-def _source(
-    holding: Holding, manager: ManagedParameter | None, plain: tuple[dict[str, Any], str] | None
-) -> _Source:
+def _model_tensor(
+    holding: Holding,
+    local: Callable[[], torch.Tensor] | None,
+    plain: tuple[dict[str, Any], str] | None,
+) -> _ModelTensor:
     views: list[Callable[[], torch.Tensor]] = []
     for box, view in holding.boxes:
         if holding.after_loading is not None:
             views.append(functools.partial(_same, view))  # which `after_loading` writes back
-        elif manager is not None:
-            nbytes = view.data_ptr() - manager.local.detach().data_ptr()
-            views.append(functools.partial(_part_of, manager, nbytes // view.itemsize, box.shape))
+        elif local is not None:
+            nbytes = view.data_ptr() - local().detach().data_ptr()
+            start = nbytes // view.itemsize
+            views.append(functools.partial(_part_of, local, holding.name, start, box.shape))
         else:
             assert plain is not None
             views.append(functools.partial(_registered, *plain))
     names = tuple(dict.fromkeys(map(without_compile, holding.names)))
     boxes = tuple(held.box for held in holding.boxes)
-    return _Source(holding._replace(names=names, boxes=()), boxes, tuple(views))
+    return _ModelTensor(holding._replace(names=names, boxes=()), boxes, tuple(views))
 
 
 def _same(view: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def _part_of(manager: ManagedParameter, start: int, shape: Shape) -> torch.Tensor:
-    local = plain_memory(manager.local.detach(), manager.name)
+def _part_of(
+    local_of: Callable[[], torch.Tensor], name: str, start: int, shape: Shape
+) -> torch.Tensor:
+    local = plain_memory(local_of().detach(), name)
     return local.reshape(-1)[start : start + math.prod(shape)].view(shape)
 
 
@@ -192,7 +196,7 @@ class EMA:
         self._model, self._dtype = model, dtype
         self._is_applied = False
         self._averages: dict[str, tuple[torch.Tensor, ...]] = {}
-        self._sources = _Sources(model)
+        self._sources = _ModelTensors(model)
         self._follow_model()
 
     @torch.no_grad()
@@ -295,7 +299,7 @@ class EMA:
             decay = min(decay, (1 + self.num_updates) / (10 + self.num_updates))
         return decay
 
-    def _dtype_of(self, source: _Source) -> torch.dtype:
+    def _dtype_of(self, source: _ModelTensor) -> torch.dtype:
         dtype = source.holding.dtype
         if not source.is_averaged:
             return dtype
@@ -351,7 +355,7 @@ class EMA:
             )
 
 
-def _parts_of(value: Any, source: _Source) -> list[torch.Tensor]:
+def _parts_of(value: Any, source: _ModelTensor) -> list[torch.Tensor]:
     """Return this rank's boxes of a loaded average."""
     holding = source.holding
     if isinstance(value, HeldTensor):

@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.errors import ShardingError
-from fullshard.live.together import together
-from fullshard.plan.renaming import Rename, renamer
-from fullshard.plan.units import without_compile
+from fullshard.plan.units import Rename, renamer, without_compile
 from fullshard.state.copies import numbered_and_compared
 from fullshard.state.gathering import gathered_wholes
 from fullshard.state.holdings import Holding, holdings_of
-from fullshard.state.owners import owners_of
+from fullshard.state.owners import owners_of, together
 from fullshard.state.structure import units_of
 
 

@@ -15,8 +15,9 @@ from fullshard.engine.unit import Unit
 from fullshard.engine.whole import WholeOptions, bits, whole_parameters
 from fullshard.errors import MisuseError, UnsupportedError
 from fullshard.process_hooks import BEFORE_STEP
-from fullshard.state.holdings import forms_in, refuse_others
+from fullshard.state.holdings import refuse_others
 from fullshard.state.structure import whole_of
+from fullshard.state.unit_parts import forms_in
 
 _TORCH_FSDP = "torch.distributed.fsdp."
 
@@ -117,9 +118,9 @@ def _units(module: nn.Module) -> list[Unit]:
     for state in states:
         state.check_idle("full_parameters")
     units = [unit for state in states for unit in state.units]
-    managers = {param for unit in units for param in unit.params}
+    own = {id(unit) for unit in units}
     for name, manager in _managed_in(module):
-        if manager not in managers:
+        if id(manager.unit()) not in own:
             raise UnsupportedError(
                 f"full_parameters: {name} of {type(module).__name__} is {manager.name} of a unit that "
                 "contains more than this module. Call it with the module that was sharded, or with the "

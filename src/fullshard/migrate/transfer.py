@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from fullshard.comm.outside_steps import gather_objects
-from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.fsdp1.state_dicts import saving_sharded
 from fullshard.state.first_state import first_state, lacking_state, with_first_states
 from fullshard.state.optim import SaveOptions, Values, load, save
 from fullshard.state.optim_keys import trained_parameters
-from fullshard.state.parts import locals_of
 from fullshard.state.structure import structure_of, whole_of
+from fullshard.state.unit_parts import UnitParts, parts_of
+from fullshard.state.unit_values import locals_of
 
 
 def sharded_state(
@@ -61,13 +61,14 @@ def load_sharded_state(
         _refuse_incomplete(model, optimizer, state["optimizer"])
     values = dict(state["model"])
     for unit, names in structure_of(model).units:
-        if unit.is_flat:
+        parts = parts_of(unit)
+        if parts.is_flat:
             continue  # its own state-dict hooks take values of any kind
         given = {i: n[0] for i, n in enumerate(names) if n and n[0] in values}
-        _refuse_misshapen(unit, {name: values[name] for name in given.values()}, given)
+        _refuse_misshapen(parts, {name: values[name] for name in given.values()}, given)
         shards = locals_of(unit, list(given), [values[name] for name in given.values()])
         for index, shard in zip(given, shards, strict=True):
-            wrapped = unit.managed[index].wrap_shard(shard)
+            wrapped = parts.as_shown(index, shard)
             values.update({name: wrapped for name in names[index] if name in values})
     model.load_state_dict(values)
     if optimizer is not None:
@@ -123,11 +124,11 @@ def _refuse_incomplete(
         )
 
 
-def _refuse_misshapen(unit: Unit, values: dict[str, Any], names: dict[int, str]) -> None:
+def _refuse_misshapen(parts: UnitParts, values: dict[str, Any], names: dict[int, str]) -> None:
     wrong = [
-        f"{name}: {tuple(values[name].size())}, expected {tuple(expected)}"
+        f"{name}: {tuple(values[name].size())}, expected {expected}"
         for index, name in names.items()
-        if tuple(values[name].size()) != tuple(expected := unit.managed[index].sharded.shape)
+        if tuple(values[name].size()) != (expected := parts.placed(index).shape)
     ]
     if wrong:
         raise StateError(f"size mismatch for {'; '.join(wrong)}. Load the state of this model.")

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, and what two of them differ in: `verify_checkpoint`, `diff_checkpoints`."""
+"""Check that a checkpoint is whole, and compare two: `verify_checkpoint`, `diff_checkpoints`."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.locations import Location
+from fullshard.checkpoint.opening import Location
 from fullshard.checkpoint.reading import Reader
 from fullshard.checkpoint.saved_state import SavedState, SavedTensor
 from fullshard.checkpoint.spans import Wanted

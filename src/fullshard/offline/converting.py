@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.folder import new_tag
-from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manifest import readable
 from fullshard.checkpoint.module_states import MODULE_STATES
+from fullshard.checkpoint.opening import Location, folder_at
 from fullshard.checkpoint.saved_state import SavedState, SavedTensor
 from fullshard.checkpoint.spans import Wanted
 from fullshard.checkpoint.stages import SavedCheckpoint, check_sizes, facts_of_today, manifest_of

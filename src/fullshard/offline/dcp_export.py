@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from fullshard.checkpoint.dcp_files import METADATA
 from fullshard.checkpoint.folder import new_tag
-from fullshard.checkpoint.locations import Location, disk_path
 from fullshard.checkpoint.module_states import MODULE_STATES
+from fullshard.checkpoint.opening import Location, disk_path
 from fullshard.checkpoint.random_states import RNG
 from fullshard.checkpoint.saved_state import SavedState
 from fullshard.checkpoint.spans import Wanted

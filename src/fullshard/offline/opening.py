@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.checksums import checksum
 from fullshard.checkpoint.dcp_files import METADATA
 from fullshard.checkpoint.folder import SHARD_SUFFIX, Folder
 from fullshard.checkpoint.foreign import VALUES, ForeignState, ForeignTensor
-from fullshard.checkpoint.locations import Location, folder_at
 from fullshard.checkpoint.manager import latest_checkpoint
 from fullshard.checkpoint.manifest import DTYPES, MANIFEST
-from fullshard.checkpoint.opening import opened
+from fullshard.checkpoint.opening import Location, folder_at, opened
 from fullshard.checkpoint.peers import said
 from fullshard.checkpoint.reading import Reader
 from fullshard.checkpoint.saved_state import SavedState, naming_malformed
@@ -24,6 +22,7 @@ from fullshard.errors import CheckpointError
 from fullshard.huggingface.files import WeightsReader, weights_of
 from fullshard.offline.guessing import guessed_names
 from fullshard.plan.boxes import whole_box
+from fullshard.state.host_memory import checksum
 
 _OF_A_RUN = "checkpoints"  # where `fullshard train` keeps them in a run's folder
 _WEIGHTS = "model/"

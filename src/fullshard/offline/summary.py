@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.locations import Location
+from fullshard.checkpoint.opening import Location
 from fullshard.checkpoint.reading import Reader
 from fullshard.offline.opening import form_of, open_state
 

@@ -9,6 +9,9 @@ a tensor of shape (4, 4) are
     offset (3, 0), shape (1, 2)      the beginning of row 3
 
 Each box of a run is contiguous where the run is, and the boxes follow one another.
+
+A **division** of a tensor says, rank by rank, which boxes of it a rank holds or wants. `moves` leads from
+any division to any other.
 """
 
 import itertools
@@ -18,10 +21,13 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from fullshard.errors import LayoutError
 from fullshard.plan.layout import Shape
 from fullshard.plan.sizes import rows_per_rank
 
 _PRIME = 2**61 - 1
+
+Division = Sequence[Sequence["Box"]]
 
 
 class Box(NamedTuple):
@@ -73,6 +79,11 @@ def box_after(shape: Shape, cuts: Iterable[Cut]) -> Box:
     return Box(tuple(offset), tuple(size))
 
 
+def chunks(shape: Shape, dim: int, parts: int) -> list[Box]:
+    """Return the boxes into which ``torch.chunk`` cuts a tensor along a dim; the last may be empty."""
+    return [box_after(shape, [Cut(dim, part, parts)]) for part in range(parts)]
+
+
 def boxes_of_run(shape: Shape, start: int, numel: int) -> tuple[Box, ...]:
     """Return the boxes of consecutive elements of a flattened tensor, in their order."""
     if numel == 0:
@@ -81,10 +92,8 @@ def boxes_of_run(shape: Shape, start: int, numel: int) -> tuple[Box, ...]:
         return (Box((), ()),)
     row = math.prod(shape[1:])
     stop = start + numel
-    first, last = (
-        start // row,
-        stop // row,
-    )  # the first row touched, and the first not full to its end
+    # The first row touched, and the first that is not full to its end.
+    first, last = start // row, stop // row
     boxes: list[Box] = []
 
     def of_row(index: int, begin: int, count: int) -> Iterator[Box]:
@@ -163,6 +172,54 @@ def share(box: Box, part: int, parts: int) -> Box | None:
         return box if part == 0 and box.numel else None
     own = box_after(box.shape, [Cut(dim, part, parts)]).moved(box.offset)
     return own if own.numel else None
+
+
+class Move(NamedTuple):
+    """Elements that ``sender`` gives ``receiver``, or keeps if they are the same rank.
+
+    box: these elements, in the whole tensor. held, wanted: the numbers of the boxes in which they are,
+    among those that the sender holds and those that the receiver wants.
+    """
+
+    sender: int
+    receiver: int
+    held: int
+    wanted: int
+    box: Box
+
+
+def moves(held: Division, wanted: Division, *, rank: int) -> Iterator[Move]:
+    """Yield the moves in which a rank takes part, after which every rank has what it wants.
+
+        w (3, 2) by rows on 2 ranks, wanted by columns: of rank 1
+            Move(0, 1, 0, 0, Box((0, 1), (2, 1)))     rows 0 and 1 of column 1
+            Move(1, 0, 0, 0, Box((2, 0), (1, 1)))     row 2 of column 0
+            Move(1, 1, 0, 0, Box((2, 1), (1, 1)))     row 2 of column 1 stays
+
+    held: boxes that are equal, and then the first rank that has one sends it, or do not overlap. A rank
+    that holds a box keeps what it wants of it.
+
+    Every rank computes its own without a message, and two ranks yield what passes between them in the same
+    order. Costs grow with the number of boxes of all ranks. Raises LayoutError, on a rank that wants
+    elements which no rank holds.
+    """
+    first: dict[Box, tuple[int, int]] = {}
+    for holder, boxes in enumerate(held):
+        for number, box in enumerate(boxes):
+            first.setdefault(box, (holder, number))
+    sent = {box: place for box, place in first.items() if place[0] == rank}
+    kept = {box: (rank, number) for number, box in enumerate(held[rank])}
+    for receiver, boxes in enumerate(wanted):
+        sources = {**first, **kept} if receiver == rank else sent
+        for number, whole in enumerate(boxes):
+            lacking = whole.numel
+            for box, (sender, own) in sources.items():
+                part = common(box, whole)
+                if part is not None and (receiver == rank or box not in held[receiver]):
+                    lacking -= part.numel
+                    yield Move(sender, receiver, own, number, part)
+            if receiver == rank and lacking:
+                raise LayoutError(f"no rank holds {lacking} of the elements of {whole}.")
 
 
 def tiling_fault(shape: Shape, boxes: Sequence[Box]) -> str | None:

@@ -1,4 +1,4 @@
-"""In which buckets whole tensors are put together from the boxes that ranks hold.
+"""Plan the buckets in which whole tensors are put together from the boxes that ranks hold.
 
 Every element of a tensor is in one box of one rank. A bucket is one message of each rank with parts of
 these boxes, one after the other:
@@ -25,7 +25,7 @@ _ALIGNED_NBYTES = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Divided:
+class DividedTensor:
     """A tensor: its shape, the bytes of an element, and by rank the boxes that the rank sends."""
 
     shape: Shape
@@ -37,7 +37,7 @@ class Divided:
         return math.prod(self.shape) * self.itemsize
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """A part of a box in a message.
 
     tensor: its index. rank: who sends it. number: of the box among that rank's boxes of the tensor.
@@ -59,13 +59,13 @@ class Bucket:
     nothing comes later.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[MessagePart, ...]
     nbytes: tuple[int, ...]
     complete: tuple[int, ...]
 
 
 def plan_buckets(
-    tensors: Sequence[Divided], *, num_ranks: int, bucket_nbytes: int
+    tensors: Sequence[DividedTensor], *, num_ranks: int, bucket_nbytes: int
 ) -> Iterator[Bucket]:
     """Yield the buckets that put these tensors together, of at most about ``bucket_nbytes`` each.
 
@@ -99,10 +99,10 @@ class _Filled:
     def __init__(self, num_ranks: int) -> None:
         self.tensors: list[int] = []
         self.tensor_nbytes = 0
-        self._parts: list[Part] = []
+        self._parts: list[MessagePart] = []
         self._nbytes = [0] * num_ranks
 
-    def add(self, index: int, tensor: Divided, part: int, num_parts: int) -> None:
+    def add(self, index: int, tensor: DividedTensor, part: int, num_parts: int) -> None:
         """Add one of ``num_parts`` equal parts of every box of a tensor."""
         self.tensors.append(index)
         self.tensor_nbytes += tensor.nbytes
@@ -111,7 +111,7 @@ class _Filled:
                 start, stop = (box.numel * n // num_parts for n in (part, part + 1))
                 for inner in boxes_of_run(box.shape, start, stop - start):
                     own = inner.moved(box.offset)
-                    self._parts.append(Part(index, rank, number, own, self._nbytes[rank]))
+                    self._parts.append(MessagePart(index, rank, number, own, self._nbytes[rank]))
                     nbytes = own.numel * tensor.itemsize
                     self._nbytes[rank] += round_up(nbytes, _ALIGNED_NBYTES)
 

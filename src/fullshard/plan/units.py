@@ -1,12 +1,15 @@
-"""Names of modules, and the unit that owns a parameter which several modules share."""
+"""Names of modules and tensors, and the unit that owns a parameter which several modules share."""
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 _MOST_NAMES = 8  # so many names in a message
 # The attribute under which FSDP1 wrappers keep the module that they wrap.
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 _WRAPPERS = re.compile(rf"(^|\.)(?:{WRAPPED_MODULE}|_checkpoint_wrapped_module)(?=\.|$)")
+
+# New names for tensors, as users give them.
+Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
 
 
 def clean_name(name: str) -> str:
@@ -26,6 +29,30 @@ def first_names(names: Sequence[str]) -> str:
     """Join the first names, for a message, and say how many more there are."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def renamer(rename: Rename) -> Callable[[str], str | None]:
+    """Return what gives each name its new one, or None for what is left out.
+
+    Of a mapping, a key that ends with a dot, or is empty, is the beginning of names, and its value
+    takes its place; other keys are names. A name is looked up first, then the longest beginning.
+    """
+    if rename is None:
+        return lambda name: name
+    if not isinstance(rename, Mapping):
+        return rename
+    beginnings = sorted((k for k in rename if not k or k.endswith(".")), key=len, reverse=True)
+
+    def renamed(name: str) -> str | None:
+        if name in rename:
+            return rename[name]
+        for beginning in beginnings:
+            if name.startswith(beginning):
+                new = rename[beginning]
+                return None if new is None else new + name[len(beginning) :]
+        return name
+
+    return renamed
 
 
 def lowest_common_unit(users: Sequence[str], units: Container[str]) -> str | None:

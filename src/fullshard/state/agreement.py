@@ -1,4 +1,4 @@
-"""Agreement of all ranks on which optimizer state there is, before any of it is exchanged.
+"""Agree with all ranks on which optimizer state there is, before any of it is exchanged.
 
 A rank that owns nothing of a parameter may have no state of it, or outdated state. So each rank
 makes a report. Mostly all reports are equal; comparing digests shows that, and nothing else is

@@ -1,22 +1,35 @@
-"""Which of the ranks that hold the same boxes hands them on: every element is one rank's to send or write."""
+"""Choose one rank to hand on each box that several ranks hold: every element is one rank's to send or write.
+
+Of plain modules, and of a model that is sharded several times in a job without replicating, that is the first
+rank. Nothing keeps their values equal, though mostly all have the same. Where they have not, two stages of a
+pipeline may have parameters of one name, and all but the first would be lost without a word: so it is said.
+"""
 
 import hashlib
 import itertools
 import math
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.plan.boxes import Box, share, without
-from fullshard.state.differing import differing_tensors, digest_of_values, said_of_differing
 from fullshard.state.holdings import ELSEWHERE, Holding
+from fullshard.state.host_memory import crc, host_bytes
+from fullshard.state.owners import num_ranks
 from fullshard.state.unit_parts import HeldBox
 
 _LABEL = "agreeing on who hands on what"
+
+Differing = Mapping[str, tuple[int, int]]  # by name, two ranks, the first of which is taken
+
+# By name, what tells boxes apart, and what tells their values apart.
+_Values = Mapping[str, tuple[str, str]]
+
+_NAMES_SHOWN = 3
 
 _Boxes = tuple[Box, ...]
 
@@ -51,8 +64,7 @@ def numbered(
     lengths have cut at other elements.
     """
     unknown = _unnumbered(holdings)
-    size, rank = _group_size(group), _group_rank(group)
-    if size == 1:
+    if num_ranks(group) == 1:
         return [h if h.copies else h._replace(copies=1) for h in holdings]
     if digests is None:
         digests = gather_objects(digest_of_unnumbered(holdings), group, _LABEL)
@@ -69,7 +81,7 @@ def numbered(
             return holding
         found = holders.get(holding.name, {})  # empty if every rank has the same
         first = found[unknown[holding.name][1]][0] if found else 0
-        if first != rank:
+        if first != dist.get_rank(group):
             return holding._replace(copy=ELSEWHERE, copies=1)
         boxes = _left(holding, found) if found else holding.boxes
         return holding._replace(boxes=boxes, copies=1)
@@ -84,7 +96,7 @@ def numbered_and_compared(
 
     taken: what is done with the values of the first of two ranks, such as "saved". Collective.
     """
-    if _group_size(group) == 1:
+    if num_ranks(group) == 1:
         return numbered(holdings, group)
     own = digest_of_unnumbered(holdings), digest_of_values(holdings)
     told = gather_objects(own, group, _LABEL)
@@ -134,9 +146,61 @@ def own_share(holding: Holding) -> Holding:
     return holding._replace(boxes=tuple(own), copy=0, copies=1)
 
 
-def _group_size(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+# Values that nothing keeps equal
 
 
-def _group_rank(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
+def digest_of_values(holdings: Sequence[Holding], checksum: Callable[[Any], str] = crc) -> str:
+    """Return what ranks have alike that have the same values where nothing keeps them equal."""
+    return checksum(repr(_values(holdings, checksum)).encode())
+
+
+def differing_tensors(
+    holdings: Sequence[Holding],
+    gathered: Callable[[_Values], Sequence[_Values]],
+    checksum: Callable[[Any], str] = crc,
+) -> Differing:
+    """Return where ranks have different values of the same boxes. Collective.
+
+    gathered: returns every rank's argument, in rank order.
+    """
+    first: dict[object, tuple[int, str]] = {}
+    names: dict[str, tuple[int, int]] = {}
+    for rank, values in enumerate(gathered(_values(holdings, checksum))):
+        for name, (boxes, value) in values.items():
+            number, known = first.setdefault((name, boxes), (rank, value))
+            if known != value:
+                names.setdefault(name, (number, rank))
+    return names
+
+
+def said_of_differing(names: Differing, *, taken: str) -> str:
+    """Return what to say where ranks have different values; "" for none.
+
+    taken: what is done with the values of the first of two ranks, such as "saved".
+    """
+    if not names:
+        return ""
+    shown = ", ".join([*names][:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    number, other = next(iter(names.values()))
+    return (
+        f"{shown}{more}: rank {other} has other values than rank {number}, whose are {taken}; nothing keeps "
+        "them equal. Stages of a pipeline need different names of parameters. Copies of one model are kept "
+        "equal by replicate, DistributedDataParallel, or a mesh with an axis that replicates."
+    )
+
+
+def _values(holdings: Sequence[Holding], checksum: Callable[[Any], str]) -> _Values:
+    """Return the boxes and a checksum of the values of what nothing keeps equal.
+
+    Buffers are left out: running means differ, as they do in training. So is the extra state, of which
+    each rank has its own.
+    """
+    return {
+        each.name: (
+            repr([held.box for held in each.boxes]),
+            "".join([checksum(host_bytes(held.view)) for held in each.boxes]),
+        )
+        for each in holdings
+        if not each.copies and not each.is_buffer and not each.name.startswith("extra/")
+    }

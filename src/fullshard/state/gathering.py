@@ -1,4 +1,4 @@
-"""Gathers whole tensors from what the ranks hold, a bucket at a time.
+"""Gather whole tensors from what the ranks hold, a bucket at a time.
 
 The ranks tell each other once which boxes they hold, and plan alike (`plan.gathering`). Then each bucket
 is one exchange of bytes, whatever dtypes are in it: an all-gather, or, where the ranks' messages differ
@@ -20,7 +20,7 @@ from fullshard.comm.calls import all_gather
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.errors import StateError
 from fullshard.plan.boxes import tiling_fault, whole_box
-from fullshard.plan.gathering import Bucket, Divided, Part, plan_buckets
+from fullshard.plan.gathering import Bucket, DividedTensor, MessagePart, plan_buckets
 from fullshard.state.copies import own_share
 from fullshard.state.holdings import Holding
 from fullshard.state.unit_parts import HeldBox
@@ -59,7 +59,7 @@ def gathered_wholes(
     shares: dict[str, list[HeldBox]] = {}
     for holding in map(own_share, holdings):
         shares.setdefault(holding.name, []).extend(holding.boxes)
-    own = _Facts(
+    own = _Told(
         tuple((h.name, tuple(h.shape), h.dtype) for h in holdings),
         tuple(tuple(held.box for held in shares.get(h.name, ())) for h in holdings),
         next((held.view.device.type for h in holdings for held in h.boxes), "cpu"),
@@ -69,7 +69,7 @@ def gathered_wholes(
     facts = gather_objects(own, group, _LABEL) if many else [own]
     _check(facts, ranks)
     tensors = [
-        Divided(holding.shape, holding.dtype.itemsize, [each.boxes[index] for each in facts])
+        DividedTensor(holding.shape, holding.dtype.itemsize, [each.boxes[index] for each in facts])
         for index, holding in enumerate(holdings)
     ]
     views = [shares.get(h.name, []) for h in holdings]
@@ -78,7 +78,7 @@ def gathered_wholes(
     return _gather(list(holdings), views, tensors, wire, bucket_nbytes, device)
 
 
-class _Facts(NamedTuple):
+class _Told(NamedTuple):
     """What a rank tells the others.
 
     tensors: names, shapes and dtypes. boxes: that it sends. to_rank, bucket_nbytes: its arguments.
@@ -91,7 +91,7 @@ class _Facts(NamedTuple):
     bucket_nbytes: int
 
 
-def _check(facts: Sequence[_Facts], ranks: Sequence[int]) -> None:
+def _check(facts: Sequence[_Told], ranks: Sequence[int]) -> None:
     """Raise StateError if ranks want or hold different things, or not every element exactly once.
 
     ranks: of the job, those that the facts are from.
@@ -127,7 +127,7 @@ def _check(facts: Sequence[_Facts], ranks: Sequence[int]) -> None:
             )
 
 
-def _wire_device(facts: Sequence[_Facts], group: dist.ProcessGroup | None) -> torch.device:
+def _wire_device(facts: Sequence[_Told], group: dist.ProcessGroup | None) -> torch.device:
     """Return the device on which bytes travel: that of the tensors if the group can, alike on all ranks."""
     kinds = sorted({each.device_type for each in facts} - {"cpu"})
     if kinds and moves(group, kinds[0]):
@@ -139,7 +139,7 @@ def _wire_device(facts: Sequence[_Facts], group: dist.ProcessGroup | None) -> to
 def _gather(
     holdings: Sequence[Holding],
     views: Sequence[Sequence[HeldBox]],
-    tensors: Sequence[Divided],
+    tensors: Sequence[DividedTensor],
     wire: "_Wire",
     bucket_nbytes: int,
     device: torch.device | None,
@@ -154,11 +154,11 @@ def _gather(
             wholes[index] = torch.empty(holding.shape, dtype=holding.dtype, device=device or own)
         return wholes[index]
 
-    def view_of(part: Part) -> torch.Tensor:
+    def view_of(part: MessagePart) -> torch.Tensor:
         held = views[part.tensor][part.number]
         return held.view[part.box.within(held.box)]
 
-    def target_of(part: Part) -> torch.Tensor:
+    def target_of(part: MessagePart) -> torch.Tensor:
         return whole_of(part.tensor)[part.box.within(whole_box(tensors[part.tensor].shape))]
 
     for bucket in plan_buckets(tensors, num_ranks=wire.num_ranks, bucket_nbytes=bucket_nbytes):
@@ -178,7 +178,7 @@ def _gather(
             del whole  # a tensor belongs to whoever took it
 
 
-def _slot(message: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+def _slot(message: torch.Tensor, part: MessagePart, dtype: torch.dtype) -> torch.Tensor:
     """Return a part's place in a message."""
     nbytes = part.box.numel * dtype.itemsize
     return message[part.start : part.start + nbytes].view(dtype).view(part.box.shape)

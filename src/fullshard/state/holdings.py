@@ -26,8 +26,15 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, StateError, UnsupportedError
 from fullshard.plan.boxes import whole_box
 from fullshard.plan.layout import Shape
+from fullshard.state.sharded_tensors import place_on, placement_of
 from fullshard.state.structure import Structure, structure_of
-from fullshard.state.unit_parts import HeldBox, UnitParts, parts_of, place_on, placement_of
+from fullshard.state.unit_parts import (
+    HeldBox,
+    UnitParts,
+    forms_in,
+    parts_of,
+    slots_of,
+)
 
 _TORCH_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
@@ -146,7 +153,6 @@ def without_ddp(model: Any) -> Any:
 
 
 def is_ddp(model: Any) -> bool:
-    """Whether DistributedDataParallel wraps a model, and keeps it equal on all ranks."""
     return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
@@ -212,7 +218,7 @@ def unit_holding(
 
     local: this rank's part, as `UnitParts.boxes` takes it.
     """
-    shape, placement, copy, copies = parts.part(index)
+    shape, placement, copy, copies = parts.placed(index)
     return Holding(names, shape, local.dtype, parts.boxes(index, local), placement, copy, copies)
 
 
@@ -253,11 +259,10 @@ def tell_loaded(holdings: Sequence[Holding]) -> None:
 
 def _of_unit(unit: Unit, names: Sequence[Sequence[str]]) -> Iterator[Holding]:
     parts = parts_of(unit)
-    for index, (param, own_names) in enumerate(zip(unit.params, names, strict=True)):
-        if not own_names:
-            continue  # its module was taken out of the model
-        local = plain_memory(param.local.detach(), own_names[0])
-        yield unit_holding(parts, index, tuple(own_names), local)
+    for index, own_names in enumerate(names):
+        if own_names:  # else its module was taken out of the model
+            local = plain_memory(parts.local(index).detach(), own_names[0])
+            yield unit_holding(parts, index, tuple(own_names), local)
 
 
 def _plain_parameters(structure: Structure, managed: set[int]) -> Iterator[Holding]:
@@ -317,21 +322,13 @@ def _dtypes_before_casts(structure: Structure) -> dict[tuple[int, str], torch.dt
     }
 
 
-def forms_in(unit: Unit) -> Iterator[nn.Parameter]:
-    """Yield every form in which a unit's parameters may be registered."""
-    if unit.params.flat is not None:
-        yield unit.params.flat.sharded
-    for param in unit.params:
-        yield from (form for form in param.forms if form is not None)
-
-
 def _names_in_order(structure: Structure) -> Iterator[str]:
     """Yield the names of parameters and buffers in the order of modules, wherever they are kept."""
     names: dict[int, list[str]] = {}
     for unit, own in structure.units:
-        for param, each in zip(unit.params, own, strict=True):
-            for slot in param.slots:
-                names.setdefault(id(slot.module()), []).extend(each)
+        for places, each in zip(slots_of(unit), own, strict=True):
+            for module, _ in places:
+                names.setdefault(id(module), []).extend(each)
     for prefix, module in structure.modules:
         yield from names.get(id(module), ())
         for name in (*module._parameters, *module._buffers):

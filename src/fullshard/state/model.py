@@ -4,13 +4,14 @@ Keys are those of the module before it was wrapped: the prefixes that wrappers a
 saving and put back before loading. A value is
 
     FULL      the whole tensor, gathered one unit at a time
-    SHARDED   this rank's rows (see `values`), exchanged for its pieces without a whole copy
+    SHARDED   this rank's rows (see `sharded_tensors`), exchanged for its pieces without a whole copy
     LOCAL     this rank's shard of the flat buffer, under ``_flat_param``
 
 A state dict of any of these kinds can be loaded, whatever the settings say. LOCAL takes the number
 of ranks and the wrapping that it was saved with; the others take any.
 """
 
+import itertools
 import warnings
 from typing import Any
 
@@ -22,11 +23,11 @@ from fullshard.engine.access import settle_to_read, settle_to_write
 from fullshard.engine.adoption import follow_changes
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.module_state import ModuleState
-from fullshard.engine.params.flat import FLAT_PARAM, HiddenParameter
+from fullshard.engine.params.flat import FLAT_PARAM
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import gather_whole, is_first
 from fullshard.errors import MisuseError
-from fullshard.plan.layout import BucketLayout
+from fullshard.plan.boxes import Box
 from fullshard.plan.units import WRAPPED_MODULE, clean_name
 from fullshard.state.options import (
     FullStateDictConfig,
@@ -36,8 +37,18 @@ from fullshard.state.options import (
     StateDictType,
     default_settings,
 )
-from fullshard.state.parts import division_group, locals_of, sharded_values
-from fullshard.state.values import flat_sharded_tensor
+from fullshard.state.sharded_tensors import sharded_tensor
+from fullshard.state.unit_parts import (
+    division_group,
+    flat_shards,
+    hide_pieces,
+    inner_specs,
+    parts_of,
+    registered,
+    show_pieces,
+    slots_of,
+)
+from fullshard.state.unit_values import locals_of, sharded_values
 from fullshard.torch_private import ShardedTensor
 
 _PREFIX = f"{WRAPPED_MODULE}."
@@ -96,7 +107,7 @@ def after_saving(
 
 def _whole_values(unit: Unit) -> list[torch.Tensor]:
     if unit.is_whole:
-        current = [param.slots[0].current for param in unit.params]
+        current = registered(unit)
         shown = [p.detach().clone() for p in current if p is not None]
         if len(shown) < len(current):
             raise MisuseError(
@@ -106,32 +117,25 @@ def _whole_values(unit: Unit) -> list[torch.Tensor]:
         return shown
     whole = [tensor.clone() for tensor in gather_whole(unit)]
     return [
-        tensor
-        if param.form.unsharded is None
-        else DTensor(tensor, param.form.unsharded, requires_grad=False)
-        for tensor, param in zip(whole, unit.params, strict=True)
+        tensor if spec is None else DTensor(tensor, spec, requires_grad=False)
+        for tensor, spec in zip(whole, inner_specs(unit), strict=True)
     ]
 
 
 def _row_values(unit: Unit, config: StateDictConfig) -> list[torch.Tensor | ShardedTensor]:
-    locals_ = [param.local for param in unit.params]
+    parts = parts_of(unit)
+    indices = range(len(parts.forms))
     dtensors = isinstance(config, ShardedStateDictConfig) and config._use_dtensor
-    return sharded_values(unit, range(len(unit.params)), locals_, dtensors=dtensors)
+    return sharded_values(unit, indices, [*map(parts.local, indices)], dtensors=dtensors)
 
 
 def _local_values(unit: Unit, prefix: str) -> dict[str, torch.Tensor | ShardedTensor]:
     values: dict[str, torch.Tensor | ShardedTensor] = {}
-    group = division_group(unit)
-    if not unit.params:
-        return values
-    assert unit.params.buffers is not None
-    assert group is not None
-    for position, (bucket, flat) in enumerate(
-        zip(unit.plan_layout().buckets, unit.params.buffers.flat_shards, strict=True)
-    ):
-        sizes = _filled(bucket)
-        local = flat.detach()[: sizes[unit.mesh.plan.shard_rank]]
-        values[f"{prefix}{_flat_key(position)}"] = flat_sharded_tensor(local, sizes, group)
+    for position, (sizes, local) in enumerate(flat_shards(unit)):
+        starts = itertools.accumulate(sizes, initial=0)
+        boxes = [Box((start,), (size,)) for start, size in zip(starts, sizes, strict=False)]
+        value = sharded_tensor(local, (sum(sizes),), boxes, division_group(unit))
+        values[f"{prefix}{_flat_key(position)}"] = value
     return values
 
 
@@ -150,24 +154,23 @@ def before_loading(
     unit = _unit(module)
     if not unit.is_whole:
         settle_to_write(unit, "load_state_dict")
-        _show_pieces(unit)
-    names = [
-        f"{prefix}{_flat_key(position)}" for position in range(len(unit.plan_layout().buckets))
-    ]
+        show_pieces(unit)
+    parts = parts_of(unit)
+    names = [f"{prefix}{_flat_key(position)}" for position in range(parts.num_buffers)]
     flat = {name: state_dict.pop(name) for name in names if name in state_dict}
     _rename(state_dict, prefix, f"{prefix}{_PREFIX}")
     keys = _keys(module, unit, f"{prefix}{_PREFIX}")
     if flat:
         _load_flat(unit, [flat.get(name) for name in names])
-        state_dict.update({key: unit.params[index].local for index, key in keys})
+        state_dict.update({key: parts.local(index) for index, key in keys})
         return
     if unit.is_whole:
         return
     given = {index: state_dict[key] for index, key in keys if key in state_dict}
     named = {index: clean_name(key) for index, key in keys}
-    pieces = {index: unit.params[index].local for index in given}  # what is there already
+    pieces = {index: parts.local(index) for index in given}  # what is there already
     for index, value in list(given.items()):
-        if not _fits(value, _whole_shape(unit.params[index]), named[index], errors):
+        if not _fits(value, parts.placed(index).shape, named[index], errors):
             del given[index]
     pieces.update(zip(given, locals_of(unit, list(given), list(given.values())), strict=True))
     for index, key in keys:
@@ -195,18 +198,15 @@ def after_loading(module: nn.Module, incompatible: Any) -> None:
     """Hide pieces again, and rename missing and unexpected keys to the names before wrapping."""
     unit = _unit(module)
     if not unit.is_whole:
-        _hide_pieces(unit)
+        hide_pieces(unit)
         follow_changes(unit)
     for names in incompatible:
         names[:] = [clean_name(name) for name in names]
 
 
 def _load_flat(unit: Unit, values: list[Any]) -> None:
-    assert unit.params.buffers is not None
-    for bucket, flat, value in zip(
-        unit.plan_layout().buckets, unit.params.buffers.flat_shards, values, strict=True
-    ):
-        expected = _filled(bucket)[unit.mesh.plan.shard_rank]
+    for (_, flat), value in zip(flat_shards(unit), values, strict=True):
+        expected = flat.numel()
         if not isinstance(value, ShardedTensor):
             raise MisuseError(
                 f"{unit.label}: Tensors in local_state_dict should be ShardedTensor, not "
@@ -220,7 +220,7 @@ def _load_flat(unit: Unit, values: list[Any]) -> None:
                 f"owns {expected}. Load it on as many ranks as saved it, wrapped in the same way."
             )
         if local:
-            flat[:expected].copy_(torch.cat(local))
+            flat.copy_(torch.cat(local))
 
 
 # Names
@@ -230,10 +230,10 @@ def _keys(module: nn.Module, unit: Unit, prefix: str) -> list[tuple[int, str]]:
     """Return (index, key) of each parameter below a prefix; a shared parameter has several keys."""
     paths = _paths(module)
     return [
-        (index, f"{prefix}{path}{slot.name}")
-        for index, param in enumerate(unit.params)
-        for slot in param.slots
-        for path in paths.get(id(slot.module()), ())
+        (index, f"{prefix}{path}{name}")
+        for index, places in enumerate(slots_of(unit))
+        for own, name in places
+        for path in paths.get(id(own), ())
     ]
 
 
@@ -271,37 +271,6 @@ def _rename(state_dict: dict[str, Any], old: str, new: str) -> None:
 
 def _flat_key(position: int) -> str:
     return f"{FLAT_PARAM}_{position}" if position else FLAT_PARAM
-
-
-def _filled(bucket: BucketLayout) -> list[int]:
-    """Return the number of elements per shard without the padding at the buffer's end."""
-    stop = max(param.unsharded_offset + param.spec.numel for param in bucket.params)
-    size = bucket.shard_numel
-    return [min(max(stop - rank * size, 0), size) for rank in range(bucket.shard_size)]
-
-
-def _whole_shape(param: Any) -> tuple[int, ...]:
-    whole = param.form.unsharded
-    return tuple(param.shape if whole is None else whole.shape)
-
-
-def _show_pieces(unit: Unit) -> None:
-    if unit.params.flat is None:
-        return
-    unit.params.flat.slot.remove()
-    for param in unit.params:
-        assert isinstance(param, HiddenParameter)
-        param.show_piece()
-
-
-def _hide_pieces(unit: Unit) -> None:
-    if unit.params.flat is None:
-        return
-    for param in unit.params:
-        assert isinstance(param, HiddenParameter)
-        param.take_assigned()
-        param.show_sharded()
-    unit.params.flat.slot.register(unit.params.flat.sharded)
 
 
 def _hooks(module: nn.Module) -> Hooks:

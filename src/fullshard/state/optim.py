@@ -4,7 +4,7 @@ An optimizer keeps its state by the parameter it trains: a DTensor, this rank's 
 buffer, or a flat parameter that stands for many. The state dicts made here are by name instead, and
 hold the state that each parameter would have if nothing were flattened. In between is one form,
 `UnitState` (see `optim_units`): for every parameter of a unit, this rank's part (its *local*, see
-`parts`) of each state tensor, and state of other kinds, such as step counters.
+`unit_values`) of each state tensor, and state of other kinds, such as step counters.
 
     saving    optimizer -> locals -> whole tensors (FULL) or sharded ones (SHARDED)
     loading   values of any kind -> locals -> optimizer
@@ -48,9 +48,10 @@ from fullshard.state.optim_units import (
     report,
     take_apart,
 )
-from fullshard.state.parts import sharded_values, whole_values
 from fullshard.state.spread import spread
 from fullshard.state.structure import units_of
+from fullshard.state.unit_parts import inner_specs, parts_of
+from fullshard.state.unit_values import sharded_values, whole_values
 from fullshard.torch_private import ShardedTensor
 
 StateByName = dict[str, dict[str, Any]]
@@ -85,7 +86,7 @@ class SaveOptions:
         if is_for_all or dist.get_rank(self.group) == 0:
             return True
         first = dist.get_process_group_ranks(self.group)[0]
-        specs = [param.form.unsharded for unit in units for param in unit.params]
+        specs = [spec for unit in units for spec in inner_specs(unit)]
         return any(spec is not None and first in spec.mesh.mesh for spec in specs)
 
 
@@ -170,7 +171,7 @@ def _values_of_unit(
     locals_ = complete(unit, state, agreed.kinds)
     indices, tensors = [index for index, _ in locals_], [*locals_.values()]
     gathered: Sequence[Any]
-    if options.values is Values.WHOLE or (unit.params.is_flat and unit.mesh.shard_group is None):
+    if options.values is Values.WHOLE or (parts_of(unit).is_flat and unit.mesh.shard_group is None):
         gathered = whole_values(unit, indices, tensors, rank0_only=options.rank0_only)
     else:
         is_dtensors = options.values is Values.DTENSORS

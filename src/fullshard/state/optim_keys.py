@@ -20,6 +20,7 @@ from fullshard.errors import MisuseError, ShardingError, StateError
 from fullshard.plan.units import first_names
 from fullshard.state.options import OptimStateKeyType
 from fullshard.state.structure import Structure, structure_of
+from fullshard.state.unit_parts import parts_of, trained_of
 
 StateDict = dict[str, Any]
 ParamKey = int | str
@@ -31,8 +32,8 @@ class Trained:
     """The parameters before sharding that one parameter of an optimizer stands for.
 
     names: one name, or many for a flat parameter.
-    unit, indices: the unit that manages them and their places in ``unit.params``; None and () for a
-        parameter that is not sharded.
+    unit, indices: the unit that manages them and their numbers in it; None and () for a parameter that
+        is not sharded.
     """
 
     names: tuple[str, ...]
@@ -50,11 +51,10 @@ def trained_in(structure: Structure) -> dict[nn.Parameter, Trained]:
     found: dict[nn.Parameter, Trained] = {}
     for unit, every_name in structure.units:
         names = {index: own[0] for index, own in enumerate(every_name) if own}
-        if unit.params.flat is not None:
-            found[unit.params.flat.sharded] = Trained(tuple(names.values()), unit, tuple(names))
-            continue
-        for index, name in names.items():
-            found[unit.params[index].sharded] = Trained((name,), unit, (index,))
+        for sharded, stands_for in trained_of(unit):
+            indices = tuple(index for index in stands_for if index in names)
+            if indices or parts_of(unit).is_one_parameter:
+                found[sharded] = Trained(tuple(names[i] for i in indices), unit, indices)
     for prefix, module in structure.modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in found:
@@ -121,7 +121,7 @@ def group_with(param_group: Mapping[str, Any], params: list[Any]) -> dict[str, A
 
 
 def names_of_trained(trained: Mapping[nn.Parameter, Trained]) -> dict[int, dict[int, str]]:
-    """Return the names of sharded parameters, by id of the unit and index in ``unit.params``."""
+    """Return the names of sharded parameters, by id of the unit and number in it."""
     names: dict[int, dict[int, str]] = {}
     for entry in trained.values():
         if entry.unit is not None:

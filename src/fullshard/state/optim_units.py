@@ -1,4 +1,4 @@
-"""One unit's optimizer state: between what an optimizer keeps and the locals of parameters.
+"""One unit's optimizer state: from what an optimizer keeps to the locals of parameters, and back.
 
 `UnitState` is the form in which saving and loading meet:
 
@@ -11,24 +11,23 @@
 
 import copy
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fullshard.engine.unit import Unit
-from fullshard.errors import ShardingError, StateError
+from fullshard.errors import ShardingError
 from fullshard.state.agreement import Kinds, Report
 from fullshard.state.optim_keys import Trained
-from fullshard.state.parts import locals_of
+from fullshard.state.unit_parts import parts_of
+from fullshard.state.unit_values import locals_of
 from fullshard.torch_private import ShardedTensor
 
 
 @dataclasses.dataclass(slots=True)
 class UnitState:
-    """This rank's optimizer state of one unit, by index in ``unit.params`` and name of the state.
+    """This rank's optimizer state of one unit, by number of the parameter and name of the state.
 
     locals: state tensors of the parameter's size, cut as this rank's shard. others: the rest, such
     as step counters.
@@ -46,45 +45,22 @@ def take_apart(entry: Trained, own: Mapping[str, Any], into: UnitState) -> None:
 
     own: the optimizer's state of it, by name. Raises StateError for a tensor of another size.
     """
-    unit = entry.unit
-    assert unit is not None
-    places = (
-        {p.index: (b, p) for b in unit.plan_layout().buckets for p in b.params}
-        if unit.params.flat
-        else {}
-    )
+    assert entry.unit is not None
+    parts = parts_of(entry.unit)
     for index in entry.indices:
-        param = unit.params[index]
-        own_numel = math.prod(param.shard_shape)
         locals_ = into.locals.setdefault(index, {})
         others = into.others.setdefault(index, {})
         for name, value in own.items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                locals_[name] = parts.local_in(index, name, value)
+            else:
                 others[name] = value
-                continue
-            local = value._local_tensor if isinstance(value, DTensor) else value
-            if index in places:
-                bucket, place = places[index]
-                start, shape = bucket.shard_range(place, unit.mesh.plan.shard_rank)
-                # State of a whole flat shard; state that is cut already is left as it is.
-                if local.numel() == bucket.shard_numel:
-                    local = local.reshape(-1)[start : start + math.prod(shape)]
-            if local.numel() != own_numel:
-                raise StateError(
-                    f"{param.name}: the optimizer's state {name!r} has shape {tuple(value.shape)}, "
-                    f"which is not that of what it trains, {tuple(param.holder.sharded.shape)}, so "
-                    "it cannot be put together from all ranks."
-                )
-            locals_[name] = local if local.is_contiguous() else local.reshape(-1)
 
 
 def report(unit: Unit, state: UnitState) -> Report:
     """Return the state of a unit that this rank has, for `agree`."""
     dtypes = {i: {name: t.dtype for name, t in own.items()} for i, own in state.locals.items()}
-    owned = {index for index, param in enumerate(unit.params) if param.sharded.numel()}
-    if unit.params.flat is not None:  # the optimizer trains one parameter for all, on every rank
-        owned = set(range(len(unit.params)))
-    return Report(dtypes, state.others, owned)
+    return Report(dtypes, state.others, parts_of(unit).owned())
 
 
 def complete(unit: Unit, state: UnitState, kinds: Kinds) -> dict[tuple[int, str], torch.Tensor]:
@@ -92,14 +68,14 @@ def complete(unit: Unit, state: UnitState, kinds: Kinds) -> dict[tuple[int, str]
 
     Empty ones where this rank owns nothing, so that all ranks exchange the same list.
     """
-    locals_ = {}
+    parts, locals_ = parts_of(unit), {}
     for index, own in kinds.items():
         for name, dtype in own.items():
             if dtype is None:
                 continue
             local = state.locals.get(index, {}).get(name)
             if local is None:  # this rank owns nothing of it
-                local = torch.zeros(unit.params[index].shard_shape, dtype=dtype, device=unit.device)
+                local = parts.new_local(index, dtype).zero_()
             locals_[index, name] = local.to(unit.device)
     return locals_
 
@@ -112,29 +88,29 @@ def cut(unit: Unit, names: Mapping[int, str], source: Mapping[str, Any]) -> Unit
 
     names: of the unit's parameters, by index. Raises ShardingError for a value of another shape.
     """
-    state = UnitState()
+    state, parts = UnitState(), parts_of(unit)
     wanted: list[tuple[int, str]] = []
     values: list[Any] = []
     for index, name in names.items():
         if name not in source:
             continue
-        param = unit.params[index]
         state.locals[index], state.others[index] = {}, {}
         for key, value in source[name].items():
             if not isinstance(value, (torch.Tensor, ShardedTensor)) or len(value.size()) == 0:
                 state.others[index][key] = copied(value)
                 continue
-            expected = param.shape if param.form.unsharded is None else param.form.unsharded.shape
-            if tuple(value.size()) != tuple(expected):
+            expected = parts.placed(index).shape
+            if tuple(value.size()) != expected:
                 raise ShardingError(
                     f"{name}: the state {key!r} has shape {tuple(value.size())}, but the parameter "
-                    f"has {tuple(expected)}. Load a state dict of this model."
+                    f"has {expected}. Load a state dict of this model."
                 )
             wanted.append((index, key))
             values.append(value)
     locals_ = locals_of(unit, [index for index, _ in wanted], values)
     for (index, key), local in zip(wanted, locals_, strict=True):
-        state.locals[index][key] = local.clone()  # optimizers write to what they load
+        # Optimizers write to what they load, and steps over all tensors want it contiguous.
+        state.locals[index][key] = local.clone(memory_format=torch.contiguous_format)
     return state
 
 
@@ -144,16 +120,14 @@ def put_together(entry: Trained, state: UnitState) -> dict[str, Any]:
     Empty if this rank owns nothing of it, as optimizers keep no state of empty parameters. For a
     flat parameter, raises ShardingError if the parameters in it have different kinds of state.
     """
-    unit = entry.unit
-    assert unit is not None
-    if unit.params.flat is None:
+    assert entry.unit is not None
+    parts = parts_of(entry.unit)
+    if not parts.is_one_parameter:
         (index,) = entry.indices
-        param = unit.params[index]
-        if unit.params.is_flat and param.local.numel() == 0:
+        if parts.is_flat and parts.local(index).numel() == 0:
             return {}
-        own = {name: param.wrap_shard(t) for name, t in state.locals[index].items()}
+        own = {name: parts.as_shown(index, t) for name, t in state.locals[index].items()}
         return {**state.others[index], **own}
-    (bucket,) = unit.plan_layout().buckets
     result: dict[str, Any] = {}
     present = [index for index in entry.indices if index in state.locals]
     for name in dict.fromkeys(n for index in present for n in state.others[index]):
@@ -174,12 +148,8 @@ def put_together(entry: Trained, state: UnitState) -> dict[str, Any]:
                 f"{', '.join(entry.names)}: the states {name!r} are of different dtypes, {dtypes}, "
                 "but belong to one flat parameter."
             )
-        flat = torch.zeros(bucket.shard_numel, dtype=dtypes.pop(), device=unit.device)
-        for place in bucket.params:
-            start, shape = bucket.shard_range(place, unit.mesh.plan.shard_rank)
-            piece = state.locals[place.index][name]
-            flat[start : start + math.prod(shape)].copy_(piece.reshape(-1))
-        result[name] = flat
+        locals_ = {index: state.locals[index][name] for index in entry.indices}
+        result[name] = parts.joined(locals_, dtypes.pop())
     return result
 
 

@@ -1,4 +1,4 @@
-"""Which ranks have a model together, told by the meshes that it is sharded over.
+"""Find the ranks that have a model together, by the meshes that it is sharded over; do things on all or none.
 
 Mostly all ranks of the job. A model that is sharded over some of them is these ranks' alone: others
 may have a model of the same names, or none, and do not join its collectives.
@@ -6,17 +6,20 @@ may have a model of the same names, or none, and do not join its collectives.
     ranks 0, 1: policy over [0, 1]     ranks 2, 3: reward over [2, 3]
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.outside_steps import gather_objects
 from fullshard.comm.own_group import group_over
-from fullshard.engine.unit_mesh import UnitMesh
-from fullshard.faces.meshes import joined_mesh
+from fullshard.errors import StateError
 from fullshard.state.structure import units_of
+from fullshard.state.unit_parts import rank_sets
+
+T = TypeVar("T")
 
 
 def owners_of(model: nn.Module) -> dist.ProcessGroup | None:
@@ -27,48 +30,49 @@ def owners_of(model: nn.Module) -> dist.ProcessGroup | None:
     """
     if not dist.is_initialized():
         return None
-    meshes = [unit.mesh for unit in units_of(model)]
-    known = {ranks for mesh in meshes for ranks in _of_unit(mesh)}
+    units = units_of(model)
+    known = {ranks for unit in units for ranks in rank_sets(unit)}
     known |= {
-        _of_mesh(spec.mesh)
-        for unit in units_of(model)
-        for param in unit.params
-        for spec in (param.form.spec, param.form.unsharded)
-        if spec is not None
+        frozenset(p.device_mesh.mesh.flatten().tolist())
+        for p in model.parameters()
+        if isinstance(p, DTensor)
     }
-    known |= {
-        _of_mesh(mesh)
-        for unit in units_of(model)
-        for param in unit.params
-        if param.form.unsharded is not None
-        and (mesh := joined_mesh(unit.mesh, param.form.unsharded.mesh)) is not None
-    }
-    known |= {_of_mesh(p.device_mesh) for p in model.parameters() if isinstance(p, DTensor)}
     largest = max(known, key=len, default=frozenset())
     if len(largest) in (0, dist.get_world_size()) or not all(largest >= own for own in known):
         return None
-    groups = (group for mesh in meshes for group in (mesh.shard_group, mesh.replicate_group))
-    for group in groups:
-        if group is not None and _of_group(group) == largest:
-            return group
+    for unit in units:
+        for group in (unit.mesh.shard_group, unit.mesh.replicate_group):
+            if group is not None and largest == {*dist.get_process_group_ranks(group)}:
+                return group
     return group_over(sorted(largest))
 
 
-def _of_unit(mesh: UnitMesh) -> Iterator[frozenset[int]]:
-    """Yield the ranks of a unit's mesh; every rank of the job where groups do not tell them all."""
-    if mesh.mesh is not None:
-        yield _of_mesh(mesh.mesh)
-        return
-    groups = [g for g in (mesh.shard_group, mesh.replicate_group) if g is not None]
-    if len(groups) > 1:
-        yield frozenset(range(dist.get_world_size()))
-    else:
-        yield from map(_of_group, groups)
+def num_ranks(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks of a group, or of the job for None; 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
-def _of_mesh(mesh: DeviceMesh) -> frozenset[int]:
-    return frozenset(mesh.mesh.flatten().tolist())
+def together(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Return what this rank's function returns, once those of all ranks have. Collective.
 
-
-def _of_group(group: dist.ProcessGroup) -> frozenset[int]:
-    return frozenset(dist.get_process_group_ranks(group))
+    group: these ranks; None for all of the job. Raises on every rank if one raises: its own error there, a
+    StateError that names the ranks elsewhere.
+    """
+    if num_ranks(group) == 1:
+        return function()
+    error: Exception | None = None
+    value: Any = None
+    try:
+        value = function()
+    except Exception as caught:
+        error = caught
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    texts = gather_objects(text, group, "a call of all ranks")
+    if error is not None:
+        raise error
+    ranks = dist.get_process_group_ranks(group)
+    problems = [f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True) if text]
+    if problems:
+        raise StateError("\n".join(problems))
+    result: T = value
+    return result

@@ -1,4 +1,4 @@
-"""Giving every rank an optimizer state dict that the first rank alone has."""
+"""Give every rank an optimizer state dict that the first rank alone has."""
 
 import dataclasses
 from collections.abc import Callable

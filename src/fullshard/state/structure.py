@@ -5,10 +5,10 @@ from typing import NamedTuple
 from torch import nn
 
 from fullshard.engine.module_state import ModuleState, flat_states, state_of
-from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import UnsupportedError
 from fullshard.plan.units import clean_name
+from fullshard.state.unit_parts import slots_of
 
 NamedUnit = tuple[Unit, list[list[str]]]  # and the names of each of its parameters
 
@@ -42,12 +42,11 @@ def structure_of(model: nn.Module) -> Structure:
     for prefix, module in modules:
         prefixes.setdefault(id(module), []).append(prefix)
 
-    def names(param: ManagedParameter) -> list[str]:
-        slots = [(prefixes.get(id(slot.module()), ()), slot.name) for slot in param.slots]
-        return [prefix + name for places, name in slots for prefix in places]
+    def names(places: list[tuple[nn.Module | None, str]]) -> list[str]:
+        return [pre + name for m, name in places for pre in prefixes.get(id(m), ())]
 
     states = dict.fromkeys(state for _, m in modules if (state := state_of(m)) is not None)
-    units = [(unit, [*map(names, unit.params)]) for state in states for unit in state.units]
+    units = [(unit, [*map(names, slots_of(unit))]) for state in states for unit in state.units]
     return Structure(modules, units)
 
 
@@ -65,13 +64,13 @@ def whole_of(model: nn.Module) -> nn.Module:
     """
     modules = {id(module) for module in model.modules()}
     around = {
-        state: slot.name
+        state: name
         for state in flat_states()
         if not any(id(module) in modules for module in state.modules)
         for unit in state.units
-        for param in unit.params
-        for slot in param.slots
-        if id(slot.module()) in modules
+        for places in slots_of(unit)
+        for module, name in places
+        if id(module) in modules
     }
     for state, name in around.items():
         wrapper = _wrapper_of(model, state)

@@ -1,26 +1,38 @@
-"""Which boxes of a unit's parameters this rank holds: one of rows, or those that its flat pieces make up.
+"""What this rank holds of a unit's parameters, for state dicts, checkpoints and live access.
+
+No other file of these rooms looks into a unit's parameters. What is held is one box of rows, or the boxes
+that a flat piece makes up.
 
     rank 1 of 2, w (5, 4) sharded by rows       box (3, 0) (2, 4)
     the same, flat                              boxes (2, 2) (1, 2) and (3, 0) (2, 4)
 
-The same boxes are those of optimizer state of the parameters' size.
+The same boxes are those of optimizer state of the parameters' size. This rank's memory of them is a *local*:
+a tensor of the shape of the parameter's shard, which is a piece of a flat buffer or rows. Parameters go by
+their number in the unit.
 """
 
+import functools
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from fullshard.engine.params.managed import ManagedParameter
+from fullshard.engine.params.flat import HiddenParameter
+from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
-from fullshard.errors import StateError, UnsupportedError
-from fullshard.plan.boxes import Box, Cut, box_after, boxes_of_run, whole_box
-from fullshard.plan.layout import Shape
-from fullshard.torch_private import DTensorSpec, StridedShard
+from fullshard.errors import StateError
+from fullshard.faces.meshes import joined_mesh
+from fullshard.plan.boxes import Box, Division, boxes_of_run, chunks, whole_box
+from fullshard.plan.layout import BucketLayout, ParamLayout, Shape
+from fullshard.state.sharded_tensors import MeshBox, place_on, placement_of
+from fullshard.torch_private import DTensorSpec
 
 
 class HeldBox(NamedTuple):
@@ -30,7 +42,7 @@ class HeldBox(NamedTuple):
     view: torch.Tensor
 
 
-class Part(NamedTuple):
+class Placed(NamedTuple):
     """What follows of one parameter from its unit's mesh alone.
 
     shape: of the whole parameter, before any sharding, tensor parallel included. placement: how ranks
@@ -46,18 +58,6 @@ class Part(NamedTuple):
     copies: int
 
 
-class Place(NamedTuple):
-    """This rank's box of a tensor on a mesh.
-
-    copy, copies: its number among the ranks of the mesh that hold the same box. num_ranks: of the mesh.
-    """
-
-    box: Box
-    copy: int
-    copies: int
-    num_ranks: int
-
-
 class UnitParts:
     """Which parts of a unit's parameters this rank holds, and of the optimizer state of their size.
 
@@ -66,27 +66,96 @@ class UnitParts:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.proxy(unit)
-        self._is_flat = unit.params.is_flat
+        self.is_flat = unit.params.is_flat
+        # Whether an optimizer trains one flat parameter for all.
+        self.is_one_parameter = unit.params.flat is not None
         # What was planned from; a parameter gets another form if its unit changes.
         self.forms = tuple(param.form for param in unit.params)
         self.world_size = _world_size()
-        self._parts: dict[int, Part] = {}
-        self._places: dict[int, Place] = {}
-        self._pieces: dict[int, Sequence[tuple[int, int, int]]] = {}
-        if self._is_flat:
-            rank = unit.mesh.plan.shard_rank
-            for bucket in unit.plan_layout().buckets:
-                for place in bucket.params:
-                    pieces = bucket.pieces(place, rank)
-                    first = pieces[0].shard_start if pieces else 0
-                    self._pieces[place.index] = [
-                        (p.param_start, p.shard_start - first, p.numel) for p in pieces
-                    ]
+        self._placed: dict[int, Placed] = {}
+        self._places: dict[int, MeshBox] = {}
+
+    @property
+    def num_buffers(self) -> int:
+        """How many flat buffers there are: one for each dtype, and for what is frozen."""
+        return len(self._unit.plan_layout().buckets)
+
+    @functools.cached_property
+    def _layouts(self) -> dict[int, tuple[BucketLayout, ParamLayout]]:
+        buckets = self._unit.plan_layout().buckets
+        return {place.index: (bucket, place) for bucket in buckets for place in bucket.params}
 
     def is_current(self, params: Sequence[ManagedParameter]) -> bool:
-        """Whether what it was planned from has stayed."""
         forms = tuple([param.form for param in params])
         return forms == self.forms and self.world_size == _world_size()
+
+    # Memory
+
+    def local(self, index: int) -> torch.Tensor:
+        """Return this rank's part of a parameter."""
+        local: torch.Tensor = self._unit.params[index].local
+        return local
+
+    def new_local(
+        self, index: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """Return memory for a local, by default on the device of the unit."""
+        shape = self._unit.params[index].shard_shape
+        return torch.empty(shape, dtype=dtype, device=device or self._unit.device)
+
+    def as_local(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a local's elements in the local's shape."""
+        return tensor.view(self._unit.params[index].shard_shape)
+
+    def as_shown(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """Return a local in the type in which users see shards: a DTensor, or as it is."""
+        shown: torch.Tensor = self._unit.params[index].wrap_shard(local)
+        return shown
+
+    def cut(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's local of what the unit's ranks divide: a view where that can be."""
+        local: torch.Tensor = self._unit.params[index].own_part(whole)
+        return local
+
+    def local_in(self, index: int, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's local of optimizer state, which may be that of a whole flat shard.
+
+        key: its name. Raises StateError for a tensor of another size.
+        """
+        param = self._unit.params[index]
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if self.is_one_parameter:
+            bucket, place = self._layouts[index]
+            # State that is cut already is left as it is.
+            if local.numel() == bucket.shard_numel:
+                start, shape = bucket.shard_range(place, self._unit.mesh.plan.shard_rank)
+                local = local.reshape(-1)[start : start + math.prod(shape)]
+        if local.numel() != math.prod(param.shard_shape):
+            raise StateError(
+                f"{param.name}: the optimizer's state {key!r} has shape {tuple(value.shape)}, "
+                f"which is not that of what it trains, {tuple(param.holder.sharded.shape)}, so "
+                "it cannot be put together from all ranks."
+            )
+        return local if local.is_contiguous() else local.reshape(-1)
+
+    def joined(self, locals_: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return the locals of all parameters as one flat parameter has them, with padding of 0."""
+        (bucket,) = self._unit.plan_layout().buckets
+        flat = torch.zeros(bucket.shard_numel, dtype=dtype, device=self._unit.device)
+        for place in bucket.params:
+            start, shape = bucket.shard_range(place, self._unit.mesh.plan.shard_rank)
+            flat[start : start + math.prod(shape)].copy_(locals_[place.index].reshape(-1))
+        return flat
+
+    def owned(self) -> set[int]:
+        """Return the parameters of which this rank trains elements; of one flat parameter, all."""
+        return {
+            index
+            for index, param in enumerate(self._unit.params)
+            if self.is_one_parameter or param.sharded.numel()
+        }
+
+    # Boxes
 
     def boxes(self, index: int, local: torch.Tensor) -> tuple[HeldBox, ...]:
         """Return the boxes of a tensor of a parameter's size of which ``local`` is this rank's part.
@@ -94,7 +163,7 @@ class UnitParts:
         local: contiguous; of the parameter's `shard_shape`, or flattened. For the parameter itself, and
         for its optimizer state.
         """
-        if not self._is_flat:
+        if not self.is_flat:
             box, numel = self._place(index).box, local.numel()
             if box.numel != numel:
                 raise StateError(
@@ -103,29 +172,52 @@ class UnitParts:
                 )
             view = local if local.shape == box.shape else local.view(box.shape)
             return (HeldBox(box, view),) if numel else ()
-        param = self._unit.params[index]
-        base = None if param.form.unsharded is None else self._place(index).box.offset
         flat = local.reshape(-1)
         held: list[HeldBox] = []
-        for start, own_start, numel in self._pieces[index]:
-            position = own_start
-            for box in boxes_of_run(tuple(param.shape), start, numel):
-                view = flat[position : position + box.numel].view(box.shape)
-                held.append(HeldBox(box if base is None else box.moved(base), view))
-                position += box.numel
+        position = 0
+        for box in self._flat_boxes(index, self._unit.mesh.plan.shard_rank):
+            held.append(HeldBox(box, flat[position : position + box.numel].view(box.shape)))
+            position += box.numel
         return tuple(held)
 
-    def part(self, index: int) -> Part:
+    def division(self, index: int) -> Division:
+        """Return which boxes of a parameter each rank of the `division_group` holds."""
+        group, region = division_group(self._unit), self.region(index)
+        size = 1 if group is None else group.size()
+        if self._unit.mesh.shard_group is None:
+            return [(region,)] * size
+        if self.is_flat:
+            return [self._flat_boxes(index, rank) for rank in range(size)]
+        boxes = chunks(region.shape, self.forms[index].shard_dim, size)
+        return [(box.moved(region.offset),) if box.numel else () for box in boxes]
+
+    def region(self, index: int) -> Box:
+        """Return what of a parameter the unit's ranks divide: all, or this rank's tensor-parallel part."""
+        spec = self.forms[index].unsharded
+        return whole_box(self._unit.params[index].shape) if spec is None else place_on(spec).box
+
+    def _flat_boxes(self, index: int, rank: int) -> tuple[Box, ...]:
+        """Return the boxes of a flat parameter that a rank's pieces of it make up, in their order."""
+        shape, base = tuple(self._unit.params[index].shape), self.region(index).offset
+        bucket, place = self._layouts[index]
+        return tuple(
+            box.moved(base)
+            for piece in bucket.pieces(place, rank)
+            for box in boxes_of_run(shape, piece.param_start, piece.numel)
+        )
+
+    def placed(self, index: int) -> Placed:
         """Return what follows of a parameter from the mesh alone."""
-        if index not in self._parts:
+        if index not in self._placed:
             param, mesh = self._unit.params[index], self._unit.mesh
-            shape, placement = _whole_shape(param), _placement(mesh, param)
-            self._parts[index] = Part(shape, placement, *self._copies(index))
-        return self._parts[index]
+            spec = param.form.spec or param.form.unsharded
+            shape = tuple(param.shape if spec is None else spec.shape)
+            self._placed[index] = Placed(shape, _placement(mesh, param), *self._copies(index))
+        return self._placed[index]
 
     def _copies(self, index: int) -> tuple[int, int]:
         plan, place = self._unit.mesh.plan, self._place(index)
-        if not self._is_flat:
+        if not self.is_flat:
             copy, copies, num_ranks = place.copy, place.copies, place.num_ranks
         elif place.copies > 1:
             return 0, 0
@@ -134,13 +226,20 @@ class UnitParts:
             num_ranks = plan.replicate_size * plan.shard_size * place.num_ranks
         return (copy, copies) if num_ranks == self.world_size else (0, 0)
 
-    def _place(self, index: int) -> Place:
+    def _place(self, index: int) -> MeshBox:
         """Return this rank's box of a parameter; of a flat unit, of what its pieces are cut from."""
         if index not in self._places:
             form = self.forms[index]
-            spec = form.unsharded if self._is_flat else form.spec
-            self._places[index] = Place(whole_box(()), 0, 1, 1) if spec is None else place_on(spec)
+            spec = form.unsharded if self.is_flat else form.spec
+            self._places[index] = (
+                MeshBox(whole_box(()), 0, 1, 1) if spec is None else place_on(spec)
+            )
         return self._places[index]
+
+
+def division_group(unit: Unit) -> dist.ProcessGroup | None:
+    """Return the group among whose ranks values are divided; replicas if nothing is sharded."""
+    return unit.mesh.shard_group or unit.mesh.replicate_group
 
 
 _parts: "weakref.WeakKeyDictionary[Unit, UnitParts]" = weakref.WeakKeyDictionary()
@@ -160,11 +259,6 @@ def parts_of(unit: Unit) -> UnitParts:
     return known
 
 
-def _whole_shape(param: ManagedParameter) -> Shape:
-    spec = param.form.spec or param.form.unsharded
-    return tuple(param.shape if spec is None else spec.shape)
-
-
 def _placement(mesh: UnitMesh, param: ManagedParameter) -> str:
     if param.form.spec is not None:
         return placement_of(param.form.spec)
@@ -175,42 +269,116 @@ def _placement(mesh: UnitMesh, param: ManagedParameter) -> str:
     return outer if inner is None else f"{outer}; {placement_of(inner)}"
 
 
-def placement_of(spec: DTensorSpec) -> str:
-    """Say how a DTensor is divided: "dim 0 over dp 4, replicated over tp 2"."""
-    parts = []
-    for axis, placement in enumerate(spec.placements):
-        names = spec.mesh.mesh_dim_names
-        axis_name = f" {names[axis]}" if names else ""
-        kind = f"dim {placement.dim}" if hasattr(placement, "dim") else "replicated"
-        parts.append(f"{kind} over{axis_name} {spec.mesh.size(axis)}")
-    return ", ".join(parts)
-
-
-def place_on(spec: DTensorSpec, coordinate: Sequence[int] | None = None) -> Place:
-    """Return a rank's box of a DTensor: of this one, or of that at a coordinate of the mesh.
-
-    Raises UnsupportedError for a partial sum, of which no rank has the values.
-    """
-    coordinate = spec.mesh.get_coordinate() if coordinate is None else coordinate
-    assert coordinate is not None  # DTensors are made on the ranks of their mesh
-    cuts: list[Cut] = []
-    later: list[Cut] = []  # a strided axis cuts what the axes behind it have left
-    copy, copies = 0, 1
-    for axis, placement in enumerate(spec.placements):
-        size, number = spec.mesh.size(axis), coordinate[axis]
-        if placement.is_replicate():
-            copy, copies = copy * size + number, copies * size
-        elif isinstance(placement, StridedShard):
-            later.append(Cut(placement.dim, number, size))
-        elif isinstance(placement, Shard):
-            cuts.append(Cut(placement.dim, number, size))
-        else:
-            raise UnsupportedError(
-                f"A DTensor of shape {tuple(spec.shape)} is {placement} on {spec.mesh}: each rank has "
-                "a term of a sum, which cannot be saved. Reduce it first."
-            )
-    return Place(box_after(tuple(spec.shape), [*cuts, *later]), copy, copies, spec.mesh.size())
-
-
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# What follows from a unit without a plan
+
+
+def slots_of(unit: Unit) -> list[list[tuple[nn.Module | None, str]]]:
+    """Return where each parameter is registered: modules, None for those that are gone, and names."""
+    return [[(slot.module(), slot.name) for slot in param.slots] for param in unit.params]
+
+
+def registered(unit: Unit) -> list[nn.Parameter | None]:
+    """Return what is registered in the first place of each parameter; None inside a flat one."""
+    return [param.slots[0].current for param in unit.params]
+
+
+def trained_of(unit: Unit) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+    """Return what an optimizer trains, with the parameters that each stands for."""
+    if unit.params.flat is not None:
+        return [(unit.params.flat.sharded, tuple(range(len(unit.params))))]
+    return [(param.sharded, (index,)) for index, param in enumerate(unit.params)]
+
+
+def forms_in(unit: Unit) -> Iterator[nn.Parameter]:
+    """Yield every form in which a unit's parameters may be registered."""
+    if unit.params.flat is not None:
+        yield unit.params.flat.sharded
+    for param in unit.params:
+        yield from (form for form in param.forms if form is not None)
+
+
+def holders_of(unit: Unit) -> list[ShardHolder]:
+    """Return the objects whose ``sharded`` optimizers update."""
+    holders: list[ShardHolder] = unit.params.holders
+    return holders
+
+
+def number_of(unit: Unit, param: ManagedParameter) -> int:
+    """Return which of a unit's parameters this is."""
+    return unit.params.all.index(param)
+
+
+def memory_of(unit: Unit) -> object:
+    """Return what is another object once shards are elsewhere; None while whole ones are shown, or after a move."""
+    return None if unit.is_whole or unit.watch.have_moved else unit.params.buffers
+
+
+def inner_specs(unit: Unit) -> list[DTensorSpec | None]:
+    """Return how each parameter is a DTensor for modules: by tensor parallel; None for plain ones."""
+    return [param.form.unsharded for param in unit.params]
+
+
+def rank_sets(unit: Unit) -> set[frozenset[int]]:
+    """Return the ranks of each mesh that a unit and its parameters are sharded over.
+
+    All of the job where a unit's groups do not tell them.
+    """
+    place, inner = unit.mesh, [spec.mesh for spec in inner_specs(unit) if spec is not None]
+    groups = [group for group in (place.shard_group, place.replicate_group) if group is not None]
+    if place.mesh is None and len(groups) > 1:
+        return {frozenset(range(dist.get_world_size()))}
+    found = {frozenset(dist.get_process_group_ranks(group)) for group in groups}
+    meshes: list[DeviceMesh | None] = [place.mesh, *inner]
+    meshes += [joined_mesh(place, mesh) for mesh in inner]
+    meshes += [param.form.spec.mesh for param in unit.params if param.form.spec is not None]
+    return found | {frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None}
+
+
+# Flat buffers
+
+
+class FlatShard(NamedTuple):
+    """One flat buffer of a unit: by rank, how many elements it has without padding, and this rank's."""
+
+    sizes: list[int]
+    local: torch.Tensor
+
+
+def flat_shards(unit: Unit) -> list[FlatShard]:
+    """Return the flat buffers of a unit, with this rank's shards in their own memory."""
+    if not unit.params:
+        return []
+    assert unit.params.buffers is not None
+    rank, found = unit.mesh.plan.shard_rank, []
+    buckets = unit.plan_layout().buckets
+    for bucket, shard in zip(buckets, unit.params.buffers.flat_shards, strict=True):
+        stop = max(param.unsharded_offset + param.spec.numel for param in bucket.params)
+        size = bucket.shard_numel
+        sizes = [min(max(stop - n * size, 0), size) for n in range(bucket.shard_size)]
+        found.append(FlatShard(sizes, shard.detach()[: sizes[rank]]))
+    return found
+
+
+def show_pieces(unit: Unit) -> None:
+    """Register the pieces inside of a flat parameter in its place, under their own names."""
+    if unit.params.flat is None:
+        return
+    unit.params.flat.slot.remove()
+    for param in unit.params:
+        assert isinstance(param, HiddenParameter)
+        param.show_piece()
+
+
+def hide_pieces(unit: Unit) -> None:
+    """Undo `show_pieces`, and take what was registered in their place meanwhile."""
+    if unit.params.flat is None:
+        return
+    for param in unit.params:
+        assert isinstance(param, HiddenParameter)
+        param.take_assigned()
+        param.show_sharded()
+    unit.params.flat.slot.register(unit.params.flat.sharded)
