@@ -26,11 +26,26 @@ assert fullshard.comm.select and fullshard.policies  # rooms, without an import 
 assert {"fully_shard", "__version__", "FSDPModule"} <= set(dir(fullshard))
 from fullshard import *
 print(all(globals()[name] is getattr(fullshard, name) for name in fullshard.__all__))
-print("torch" in sys.modules, "torch._dynamo" in sys.modules)
+print([name in sys.modules for name in ("torch", "torch._dynamo", "torch.distributed.checkpoint")])
 """,
         options=("-W", "error"),
     )
-    assert said.splitlines() == ["fullshard.versions fullshard", "False", "True", "True False"]
+    expected = ["fullshard.versions fullshard", "False", "True", "[True, False, False]"]
+    assert said.splitlines() == expected
+
+
+def test_what_is_written_before_the_first_call_imports_no_engine() -> None:
+    said = in_fresh_python(
+        """
+import inspect, sys, torch
+from fullshard import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+inspect.signature(fully_shard)
+print([name in sys.modules for name in ("fullshard.engine", "torch.distributed.tensor")])
+print(fully_shard.state(torch.nn.Linear(1, 1)), "fullshard.engine" in sys.modules)
+""",
+        options=("-W", "error"),
+    )
+    assert said.splitlines() == ["[False, False]", "None True"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="one process a program takes a fork")

@@ -232,7 +232,7 @@ def wrapped_state(module: nn.Module) -> nn.Module | None:
 
 
 def state_view(module: nn.Module) -> FSDPState | None:
-    """Return the state of a sharded module, None for any other. Public as ``fully_shard.state``."""
+    """Return the state of a sharded module, None for any other."""
     state = hooks_of(module)
     return None if state is None else FSDPState(state)
 

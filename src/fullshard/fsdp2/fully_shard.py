@@ -1,27 +1,26 @@
 """`fully_shard` shards a module's parameters one by one, as DTensors on the module itself.
 
+
 `replicate` leaves them whole on every rank and averages gradients (DDP), on the same engine. Names,
 signatures, defaults and state-dict keys are those of ``torch.distributed.fsdp``, and of
 ``torch.distributed._composable.replicate_with_fsdp``, through which pipeline stages and libraries
 ask for data parallelism without sharding.
+
+The engine, and DTensor with it, is imported by the first call: DTensor alone takes most of a second,
+which a program that prints its help does not wait for.
 """
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.faces.annotated import leave_unchecked
-from fullshard.faces.interop import state_view
-from fullshard.faces.meshes import (
-    DataParallelMeshDims,
-    default_mesh,
-    mesh_info,
-    replicate_mesh_info,
-)
-from fullshard.fsdp2.module import FSDPModule, ReplicateModule
-from fullshard.fsdp2.units import ShardPlacementFn, make_units, unit_config
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
+
+if TYPE_CHECKING:
+    from fullshard.faces.interop import FSDPState
+    from fullshard.faces.meshes import DataParallelMeshDims
+    from fullshard.fsdp2.units import ShardPlacementFn
 
 _ModuleOrList = TypeVar("_ModuleOrList", bound=nn.Module | list[Any])
 
@@ -31,11 +30,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
+    shard_placement_fn: "ShardPlacementFn | None" = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    dp_mesh_dims: "DataParallelMeshDims | None" = None,
 ) -> _ModuleOrList:
     """Shard a module's parameters, gradients and hence optimizer state over data-parallel ranks.
 
@@ -64,6 +63,11 @@ def fully_shard(
     Raises ShardingError or MeshError before anything is changed. If memory is lacking, restores the
     module and raises AllocationError. Source: ZeRO-3, arXiv 1910.02054; PyTorch FSDP2.
     """
+    from fullshard.faces.annotated import leave_unchecked
+    from fullshard.faces.meshes import default_mesh, mesh_info
+    from fullshard.fsdp2.module import FSDPModule
+    from fullshard.fsdp2.units import make_units, unit_config
+
     leave_unchecked(fully_shard)
     return make_units(
         module,
@@ -75,9 +79,6 @@ def fully_shard(
     )
 
 
-fully_shard.state = state_view  # type: ignore[attr-defined]
-
-
 def replicate(
     module: _ModuleOrList,
     *,
@@ -85,7 +86,7 @@ def replicate(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    dp_mesh_dims: "DataParallelMeshDims | None" = None,
 ) -> _ModuleOrList:
     """Average a module's gradients over all ranks of a mesh, without sharding anything.
 
@@ -96,6 +97,11 @@ def replicate(
     Raises MeshError for a mesh with another number of dims, or if ``dp_mesh_dims`` names dims to
     shard over.
     """
+    from fullshard.faces.annotated import leave_unchecked
+    from fullshard.faces.meshes import default_mesh, replicate_mesh_info
+    from fullshard.fsdp2.module import ReplicateModule
+    from fullshard.fsdp2.units import make_units, unit_config
+
     leave_unchecked(replicate)
     mesh = mesh or default_mesh(("replicate",))
     return make_units(
@@ -107,4 +113,11 @@ def replicate(
     )
 
 
-replicate.state = state_view  # type: ignore[attr-defined]
+def _state(module: nn.Module) -> "FSDPState | None":
+    """Return the state of a sharded module, None for any other: ``fully_shard.state``."""
+    from fullshard.faces.interop import state_view
+
+    return state_view(module)
+
+
+fully_shard.state = replicate.state = _state  # type: ignore[attr-defined]
