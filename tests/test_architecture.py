@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": NEAR_TORCH | {"comm", "engine", "plan"},
     "watch": NEAR_TORCH | {"host", "comm", "engine", "plan"},
     "fsdp2": BASE | {"faces", "comm", "engine", "plan"},
-    "fsdp1": NEAR_TORCH | {"faces", "comm", "engine", "fsdp2", "optim", "plan", "state"},
+    "fsdp1": NEAR_TORCH | {"faces", "comm", "engine", "host", "fsdp2", "optim", "plan", "state"},
     "migrate": NEAR_TORCH | {"comm", "engine", "fsdp1", "plan", "state"},
     "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state", "watch"},
     "run": BASE | {"__init__", "drop_in"},

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
-from fullshard.comm import liveness, making_ledgers, shared_memory
+from fullshard import host
+from fullshard.comm import making_ledgers
 from fullshard.comm.ledgers import known_ledger
 from fullshard.comm.sentry import sentry
 from fullshard.errors import DivergenceError, FullshardError
@@ -55,10 +56,7 @@ def _host() -> str:
 @contextlib.contextmanager
 def on_hosts_of_their_own() -> Iterator[None]:
     """Take each rank for one on a host of its own, for groups that are made within."""
-    with (
-        mock.patch.object(shared_memory, "host_identity", _host),
-        mock.patch.object(liveness, "host_identity", _host),
-    ):
+    with mock.patch.object(host, "identity", _host):
         yield
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
-from fullshard.comm import liveness, shared_memory
+from fullshard import host
 from fullshard.comm.sentry import sentry
 from fullshard.engine.gradients.queue import ReductionQueue
 from tests.api import Api, use_api
@@ -475,8 +475,7 @@ def main(plan: Plan, rank: int, folder: Path, note: Callable[..., None]) -> None
     began = time.monotonic()
     job: Job | None = None
     if plan.has_hosts:
-        for module in (shared_memory, liveness):
-            module.host_identity = lambda: f"host {rank}"
+        host.identity = lambda: f"host {rank}"
     path = {
         "hosts": "auto",
         "cuda": "auto",

@@ -12,10 +12,11 @@ import weakref
 
 import torch.distributed as dist
 
+from fullshard import host
 from fullshard.comm.ledgers import known_ledger
 from fullshard.comm.patience import loss, unreachable
 from fullshard.comm.processes import is_running
-from fullshard.comm.shared_memory import SharedMemory, host_identity
+from fullshard.comm.shared_memory import SharedMemory
 from fullshard.comm.store import store_in_time
 from fullshard.errors import CommError, DivergenceError
 from fullshard.torch_private import default_group
@@ -40,7 +41,7 @@ def announce() -> None:
         if world in _announced:
             return
         store = store_in_time(_ANSWER_S)
-        store.set(_KEY.format(dist.get_rank()), f"{host_identity()} {os.getpid()}")
+        store.set(_KEY.format(dist.get_rank()), f"{host.identity()} {os.getpid()}")
         _announced.add(world)
 
 
@@ -124,8 +125,8 @@ def _lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[in
         store = store_in_time(_ANSWER_S)
         for rank in dist.get_process_group_ranks(group):
             if store.check([_KEY.format(rank)]):
-                host, _, pid = store.get(_KEY.format(rank)).decode().rpartition(" ")
-                if host == host_identity():  # elsewhere the pid may be another process
+                where, _, pid = store.get(_KEY.format(rank)).decode().rpartition(" ")
+                if where == host.identity():  # elsewhere the pid may be another process
                     processes[rank] = int(pid)
     deadline = time.monotonic() + within_s
     while True:

@@ -25,11 +25,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from fullshard import host
 from fullshard.comm import ledger, notices
 from fullshard.comm.backends import timeout_s
 from fullshard.comm.exchange import exchange_through_group
@@ -39,7 +39,6 @@ from fullshard.comm.patience import Patience, loss
 from fullshard.comm.sentry import has_sentry, sentry
 from fullshard.comm.store import files_for_store
 from fullshard.errors import AllocationError, PeerLostError
-from fullshard.host import files_left
 
 _WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's
 _WORD_BITS = 62  # of a signed 8-byte word, for flags
@@ -171,17 +170,17 @@ class SharedMemory:
         rank, size = group.rank(), group.size()
         nbytes = size * _CONTROL_NBYTES
         control: memoryview | None = None
-        fd, host, problem = None, "", _platform_problem()
+        fd, host_id, problem = None, "", _platform_problem()
         files = None if has_sentry() else _files()
         # A limit may be that of one rank alone. So a failure becomes a value that all ranks get,
         # and all go the same way; an exception here would leave the others in the exchange.
         try:
             if problem is None:
-                host = host_identity()
+                host_id = host.identity()
                 fd = _create_file(nbytes) if rank == 0 else None
         except OSError as error:
             problem = f"cannot share memory: {error}"
-        mine = _Introduction(rank, dist.get_rank(), os.getpid(), host, fd, problem, files)
+        mine = _Introduction(rank, dist.get_rank(), os.getpid(), host_id, fd, problem, files)
         introductions: list[Any] = exchange(mine, group)
         try:
             _check_files(introductions)
@@ -373,7 +372,7 @@ def _platform_problem() -> str | None:
 
 def _files() -> tuple[int, int] | None:
     """Return `_Introduction.files`."""
-    left = files_left()
+    left = host.files_left()
     try:
         needed = files_for_store()
     except OSError:  # there is no room to look
@@ -397,17 +396,6 @@ def _check_files(introductions: list[_Introduction]) -> None:
                     f"the others, {for_store} of them for the store that the ranks met in. Raise its limit on open "
                     "files (ulimit -n), and start again."
                 )
-
-
-@functools.cache
-def host_identity() -> str:
-    """Return a name for the processes that can open each other's files through /proc.
-
-    It is the same for processes of one kernel, pid namespace and user; a host name would be the
-    same in containers that cannot see each other. Raises OSError where there is no /proc.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
 
 
 def _common_problem(introductions: list[_Introduction]) -> str | None:
