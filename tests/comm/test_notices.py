@@ -13,7 +13,10 @@ from fullshard.plan.standstill import GroupCounts, Notice, State
 
 def _slots(size: int) -> list[Slots]:
     memory = memoryview(bytearray(size * notices.NBYTES))
-    return [Slots(rank, [10 + each for each in range(size)], memory) for rank in range(size)]
+    return [
+        Slots(rank, [10 + each for each in range(size)], memory, lambda: None)
+        for rank in range(size)
+    ]
 
 
 @pytest.fixture

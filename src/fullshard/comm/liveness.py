@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from fullshard import host
 from fullshard.comm.ledgers import known_ledger
+from fullshard.comm.notices import give_up
 from fullshard.comm.patience import loss, unreachable
 from fullshard.comm.processes import is_running
-from fullshard.comm.shared_memory import SharedMemory
 from fullshard.comm.store import store_in_time
 from fullshard.errors import CommError, DivergenceError
 from fullshard.torch_private import default_group
@@ -101,7 +101,7 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
         others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
         raise unreachable(others, label, str(error)) from error
     # Ranks that wait for this one in shared memory learn whom it lost, instead of losing it.
-    SharedMemory.give_up(lost[0])
+    give_up(lost[0])
     raise loss(lost, label) from error
 
 

@@ -5,6 +5,7 @@ ended. For others there is the store that the ranks met in. Both carry a `Notice
 
 [Note: Torn notices] A reader may come while the owner writes. So a slot begins with the length and a
 checksum of its text, written last; what does not fit them is no notice, and is read again later.
+The word after them only ever goes from 0 to the global number of a lost rank, plus one.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import socket
 import time
 import weakref
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from fullshard.plan.standstill import GroupCounts, Notice, State
 from fullshard.torch_private import default_store
 
 NBYTES = 8192  # of a rank's slot
-_HEAD_NBYTES = 8
+_HEAD_NBYTES = 16  # length and checksum of the text; for which lost rank this one has given up
 _FEW_RANKS = 16
 _ANSWER_S = 5.0  # of the store
 _KEY = "fullshard/notice/{}/{}"  # epoch, rank
@@ -40,14 +41,17 @@ _ROLL = "fullshard/roll/{}"  # counts roll calls of an epoch
 class Slots:
     """The slots of the ranks of a group that share memory.
 
-    ranks: their global numbers. memory: `NBYTES` per rank, zeroed.
+    ranks: their global numbers. memory: `NBYTES` per rank, zeroed. fence: orders what this thread writes and reads around it.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], memory: memoryview) -> None:
+    def __init__(
+        self, rank: int, ranks: Sequence[int], memory: memoryview, fence: Callable[[], None]
+    ) -> None:
         self.ranks = tuple(ranks)
         self._rank = rank
         self._memory = memory.cast("B")
         self._heads = self._memory.cast("q")
+        self._fence = fence
         _slots.add(self)
 
     def post(self, text: bytes) -> None:
@@ -67,8 +71,24 @@ class Slots:
         text = bytes(self._memory[start + _HEAD_NBYTES : start + _HEAD_NBYTES + length])
         return text if zlib.crc32(text) == head & ((1 << 32) - 1) else None
 
+    def give_up(self, lost_rank: int) -> None:
+        """Show that this rank will not come where others wait for it, as a rank was lost, by its global number."""
+        self._fence()  # after all that it has done until then
+        self._heads[self._rank * NBYTES // 8 + 1] = lost_rank + 1
+
+    def gave_up(self, part: int) -> int | None:
+        """Return because of which lost rank a rank of the group gave up; None if it has not."""
+        lost = self._heads[part * NBYTES // 8 + 1]
+        return lost - 1 if lost else None
+
 
 _slots: "weakref.WeakSet[Slots]" = weakref.WeakSet()
+
+
+def give_up(lost_rank: int) -> None:
+    """Tell ranks of this host that may wait for this process that it will not come, as a rank was lost."""
+    for slots in list(_slots):
+        slots.give_up(lost_rank)
 
 
 class Board:

@@ -5,11 +5,11 @@ Everything lives in anonymous memory files (``memfd_create``): a peer opens one 
 system, so a crash leaks nothing, and the size of ``/dev/shm`` in a container does not matter.
 
 [Note: Ordering] A rank writes data, then a counter; a peer reads the counter, then the data. On x86
-stores become visible in order. Elsewhere `_fence` orders them: releasing and taking a lock are a
+stores become visible in order. Elsewhere a fence orders them: releasing and taking a lock are a
 release and an acquire operation, and neither moves past the other. Every counter is an aligned
 8-byte word that one rank writes. BARRIER, POSTED and CONSUMED only grow, so a peer that reads late
 sees at least what it waits for. OFFER_FD, REFUSAL and BITS may take any value, and are read between
-two barriers; GAVE_UP is read by ranks that wait in vain.
+two barriers.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,7 +34,7 @@ from fullshard.comm import ledger, notices
 from fullshard.comm.backends import timeout_s
 from fullshard.comm.exchange import exchange_through_group
 from fullshard.comm.ledger import Ledger
-from fullshard.comm.notices import Slots
+from fullshard.comm.notices import Slots, give_up
 from fullshard.comm.patience import Patience, loss
 from fullshard.comm.sentry import has_sentry, sentry
 from fullshard.comm.store import files_for_store
@@ -85,13 +85,11 @@ class SharedMemory:
         OFFER_FD    rank 0: descriptor of the file it offers in `allocate`, or minus an errno
         POSTED      number of the last reduction that the rank has staged (see `ring`)
         CONSUMED    number of the last reduction that the rank has summed
-        GAVE_UP     0, or global number of the lost rank because of which it gave up, plus one
         REFUSAL     0, or the errno by which its part of the last `allocate` failed
         BITS        its flags in `agree`
     """
 
-    BARRIER, OFFER_FD, POSTED, CONSUMED, GAVE_UP, REFUSAL, BITS = range(7)
-    _connections: ClassVar["weakref.WeakSet[SharedMemory]"] = weakref.WeakSet()
+    BARRIER, OFFER_FD, POSTED, CONSUMED, REFUSAL, BITS = range(6)
 
     def __init__(
         self,
@@ -114,9 +112,7 @@ class SharedMemory:
         counters_nbytes = self.size * _COUNTERS_NBYTES
         ledger_end = counters_nbytes + self.size * ledger.NBYTES
         self._words = control[:counters_nbytes].cast("q")
-        # Always held, except within `_fence`, which uses it as a memory fence and nothing else.
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._fence = _make_fence()
         self._arrivals = 0
         # With more ranks than cores, spinning would keep the rank that is waited for from running.
         self._spin_s = _SPIN_S if self.size <= (os.cpu_count() or 1) else 0.0
@@ -127,10 +123,9 @@ class SharedMemory:
         ranks = [peer.global_rank for peer in introductions]
         self._name = name
         self._entries = control[counters_nbytes:ledger_end]
-        self.slots = Slots(rank, ranks, control[ledger_end:])
+        self.slots = Slots(rank, ranks, control[ledger_end:], self._fence)
         self.pids = {peer.global_rank: peer.pid for peer in introductions}
         self._sentry = sentry()
-        self._connections.add(self)
 
     @functools.cached_property
     def ledger(self) -> Ledger:
@@ -138,15 +133,6 @@ class SharedMemory:
         made = Ledger(self.rank, self.slots.ranks, self._entries, self._fence, self._name)
         made.slots, made.pids = self.slots, self.pids
         return made
-
-    @classmethod
-    def give_up(cls, lost_rank: int) -> None:
-        """Tell ranks that may wait for this process that it will not come, as a rank was lost.
-
-        lost_rank: global rank that died or left.
-        """
-        for connection in cls._connections:
-            connection.set(cls.GAVE_UP, lost_rank + 1)
 
     def __del__(self) -> None:
         for pidfd in getattr(self, "_rank_of_pidfd", ()):
@@ -327,15 +313,6 @@ class SharedMemory:
                     self._check_alive(counter, value, label)
                     patience.check({peer: self.pids.get(peer) for peer in late})
 
-    def _fence(self) -> None:
-        """Order what this thread wrote and read before with what it writes and reads after.
-
-        See [Note: Ordering]. On x86 taking a lock is an atomic instruction, which also keeps a
-        later read from moving before an earlier write, as the ledger needs.
-        """
-        self._lock.release()
-        self._lock.acquire()
-
     def _late(self, counter: int, value: int) -> list[int]:
         """Return the global ranks whose counter is below ``value``."""
         return [peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value]
@@ -349,17 +326,33 @@ class SharedMemory:
         missed = [rank for rank in sorted(lost) if self.get(rank, counter) < value]
         # Before the missed ones: a rank that gave up may have exited too, but is not the cause.
         for peer in self._peers:
-            if self.get(peer.rank, self.GAVE_UP) and self.get(peer.rank, counter) < value:
-                cause = self.get(peer.rank, self.GAVE_UP) - 1
-                self.give_up(cause)
+            cause = self.slots.gave_up(peer.rank)
+            if cause is not None and self.get(peer.rank, counter) < value:
+                give_up(cause)
                 raise PeerLostError(
                     f"{label} (rank {self._peers[self.rank].global_rank}): rank {cause} died or "
                     f"left, so rank {peer.global_rank} gave up. The cause is in rank {cause}'s own "
                     "output; restart from the last checkpoint."
                 )
         if missed:
-            self.give_up(self._peers[missed[0]].global_rank)
+            give_up(self._peers[missed[0]].global_rank)
             raise loss([self._peers[rank].global_rank for rank in missed], label)
+
+
+def _make_fence() -> Callable[[], None]:
+    """Return what orders all that a thread wrote and read before with what it writes and reads after.
+
+    See [Note: Ordering]. On x86 taking a lock is an atomic instruction, which also keeps a
+    later read from moving before an earlier write, as the ledger needs.
+    """
+    lock = threading.Lock()
+    lock.acquire()  # held from now on, except within
+
+    def fence() -> None:
+        lock.release()
+        lock.acquire()
+
+    return fence
 
 
 def _platform_problem() -> str | None:
