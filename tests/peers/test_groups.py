@@ -14,7 +14,7 @@ from torch import nn
 
 import fullshard
 from fullshard.peers.groups import is_gloo, own_group
-from tests.comm.test_agreed_order import on_hosts_of_their_own
+from tests.peers.test_agreed_order import on_hosts_of_their_own
 from tests.harness import Fate, on_ranks, rank, run_fresh, world_size
 
 
