@@ -14,8 +14,8 @@ from torch import nn
 
 import fullshard
 from fullshard.peers.groups import is_gloo, own_group
-from tests.peers.test_agreed_order import on_hosts_of_their_own
 from tests.harness import Fate, on_ranks, rank, run_fresh, world_size
+from tests.peers.test_agreed_order import on_hosts_of_their_own
 
 
 @on_ranks(4)
