@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from fullshard.comm import store as store_module
 from fullshard.errors import CommError, PeerTimeoutError
+from fullshard.peers import store as store_module
 from fullshard.peers.store import StoreInTime, connected_store
 
 
