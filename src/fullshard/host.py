@@ -1,8 +1,9 @@
-"""Memory and addresses of this host, and limits of a process: its open files, and what a container puts on it (control
-groups of version 2 and 1)."""
+"""What tells this host from others, its memory and addresses, and limits of a process: its open files, and what a container
+puts on it (control groups of version 2 and 1)."""
 
 import contextlib
 import errno
+import functools
 import importlib
 import mmap
 import os
@@ -18,8 +19,29 @@ _OF_MEMORY = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 _NO_LIMIT = 1 << 60
+_BOOT_ID = "sys/kernel/random/boot_id"
 _LISTENS = "0A"  # a state, in the kernel's tables of sockets
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, from linux/sockios.h
+
+
+@functools.cache
+def identity() -> str:
+    """Return a name of this host that those processes have alike which can open each other's files through /proc.
+
+    They have one kernel, pid namespace and user. A host's own name would be the same in containers that cannot
+    see each other. Raises OSError where there is no /proc.
+    """
+    return f"{boot_id()} {pid_namespace()} {os.getuid()}"
+
+
+def boot_id() -> str:
+    """Return what tells this start of the machine from others, also for its clock. Raises OSError as `identity`."""
+    return (Path("/proc") / _BOOT_ID).read_text().strip()
+
+
+def pid_namespace() -> str:
+    """Return what tells this container's process numbers from others'. Raises OSError as `identity`."""
+    return str(Path("/proc/self/ns/pid").readlink())
 
 
 class Quotas(NamedTuple):
@@ -56,6 +78,20 @@ def read_addresses() -> dict[str, str]:
     return found
 
 
+def process_state(pid: int) -> str:
+    """Return the letter by which the system says what a process does, such as T if it is stopped; empty if it is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process of this host runs; True if that cannot be found out."""
+    if not (state := process_state(pid)):
+        return not Path("/proc/self").exists()  # without /proc, every process seems to be gone
+    return state not in "ZX"  # zombie or dead: its parent has not asked for its exit status yet
+
+
 def read_memory(proc: Path = Path("/proc")) -> dict[str, int]:
     """Return the fields of /proc/meminfo, in bytes."""
     found = {}
@@ -90,7 +126,7 @@ def memory_pools(
     if "MemAvailable" not in memory:
         return {}
     swap = memory.get("SwapFree", 0)
-    boot = _read(proc / "sys/kernel/random/boot_id") or ""
+    boot = _read(proc / _BOOT_ID) or ""
     pools = {boot: Pool("this host", memory["MemAvailable"], swap)}
     # Containers may have paths of the same names.
     namespace = ""

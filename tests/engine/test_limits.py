@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
+from fullshard import host
 from fullshard.comm import select, shared_memory
 from fullshard.errors import AllocationError, CommError
 from fullshard.host import files_left
@@ -63,7 +64,7 @@ def _no_pidfd() -> contextlib.AbstractContextManager[Any]:
 
 def _no_proc() -> contextlib.AbstractContextManager[Any]:
     refusal = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc")
-    return mock.patch.object(shared_memory, "host_identity", side_effect=refusal)
+    return mock.patch.object(host, "identity", side_effect=refusal)
 
 
 def _no_memory() -> contextlib.AbstractContextManager[Any]:

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
-from fullshard.comm import liveness, shared_memory
-from fullshard.comm.sentry import sentry
+from fullshard import host
 from fullshard.engine.gradients.queue import ReductionQueue
+from fullshard.peers.watchdog import watchdog
 from tests.api import Api, use_api
 from tests.autograd_thread import backward_in_a_thread
 from tests.gpu.place import nccl_host
@@ -387,7 +387,7 @@ def _stop(job: Job) -> None:
 
 
 def _barrier_unjudged(_: Job) -> None:
-    sentry()._judge = lambda *_: None  # type: ignore[method-assign]
+    watchdog()._judge = lambda *_: None  # type: ignore[method-assign]
     dist.barrier()
 
 
@@ -475,8 +475,7 @@ def main(plan: Plan, rank: int, folder: Path, note: Callable[..., None]) -> None
     began = time.monotonic()
     job: Job | None = None
     if plan.has_hosts:
-        for module in (shared_memory, liveness):
-            module.host_identity = lambda: f"host {rank}"
+        host.identity = lambda: f"host {rank}"
     path = {
         "hosts": "auto",
         "cuda": "auto",

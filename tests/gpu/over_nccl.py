@@ -21,7 +21,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.comm import liveness, shared_memory
+from fullshard import host
 from fullshard.models.llama import Llama
 from tests.gpu.checks import (
     BF16,
@@ -54,8 +54,7 @@ def _assert_parity(place: Place, face: Face, tolerance: float = 1e-5, **how: Any
 
 def _part_hosts(place: Place) -> None:
     """Let this rank share no memory with others."""
-    for module in (shared_memory, liveness):
-        module.host_identity = lambda: f"host {place.rank}"
+    host.identity = lambda: f"host {place.rank}"
 
 
 def _recomputing(model: Llama) -> nn.Module:

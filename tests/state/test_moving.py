@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from fullshard.comm.own_group import own_group
 from torch import Tensor
 
-from fullshard.comm.own_group import own_group
 from fullshard.errors import LayoutError
 from fullshard.plan.boxes import Box, Division, boxes_of_run, chunks, whole_box
 from fullshard.state.moving import Moving, move

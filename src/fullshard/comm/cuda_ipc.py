@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.exchange import exchange_through_store
-from fullshard.comm.shared_memory import host_identity
+from fullshard import host
+from fullshard.peers.groups import exchange_through_store
 
 
 class CudaIpc:
@@ -88,7 +88,7 @@ def ranks_share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
     # NCCL reports.
     if group.size() <= torch.cuda.device_count():
         return False
-    places = exchange_through_store((host_identity(), _uuid(device.index)), group)
+    places = exchange_through_store((host.identity(), _uuid(device.index)), group)
     return len(set(places)) < len(places)
 
 

@@ -5,11 +5,10 @@ Everything lives in anonymous memory files (``memfd_create``): a peer opens one 
 system, so a crash leaks nothing, and the size of ``/dev/shm`` in a container does not matter.
 
 [Note: Ordering] A rank writes data, then a counter; a peer reads the counter, then the data. On x86
-stores become visible in order. Elsewhere `_fence` orders them: releasing and taking a lock are a
-release and an acquire operation, and neither moves past the other. Every counter is an aligned
+stores become visible in order. Elsewhere a `Fence` orders them. Every counter is an aligned
 8-byte word that one rank writes. BARRIER, POSTED and CONSUMED only grow, so a peer that reads late
 sees at least what it waits for. OFFER_FD, REFUSAL and BITS may take any value, and are read between
-two barriers; GAVE_UP is read by ranks that wait in vain.
+two barriers.
 """
 
 import contextlib
@@ -17,41 +16,46 @@ import ctypes
 import dataclasses
 import errno
 import functools
+import logging
 import mmap
 import os
 import select
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.comm import ledger, notices
-from fullshard.comm.backends import timeout_s
-from fullshard.comm.exchange import exchange_through_group
-from fullshard.comm.ledger import Ledger
-from fullshard.comm.notices import Slots
-from fullshard.comm.patience import Patience, loss
-from fullshard.comm.sentry import has_sentry, sentry
-from fullshard.comm.store import files_for_store
-from fullshard.errors import AllocationError, PeerLostError
-from fullshard.host import files_left
+from fullshard import host
+from fullshard.errors import AllocationError
+from fullshard.peers import flight_record, status_board
+from fullshard.peers.agreed_order import AgreedOrder
+from fullshard.peers.diagnosis import loss_through
+from fullshard.peers.flight_record import Fence, FlightRecord, keep_record, known_record
+from fullshard.peers.groups import exchange_through_group, exchange_through_store, timeout_s
+from fullshard.peers.liveness import loss
+from fullshard.peers.status_board import StatusSlots, give_up
+from fullshard.peers.store import files_for_store
+from fullshard.peers.waits import WaitReporter
+from fullshard.peers.watchdog import has_watchdog, watchdog
 
 _WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's
 _WORD_BITS = 62  # of a signed 8-byte word, for flags
-# Of each rank, and so in the control memory: counters of all ranks, the ledger, notices.
+# Of each rank, and so in the control memory: counters of all ranks, the flight record, statuses.
 _COUNTERS_NBYTES = _WORDS_PER_RANK * 8
-_CONTROL_NBYTES = _COUNTERS_NBYTES + ledger.NBYTES + notices.NBYTES
+_CONTROL_NBYTES = _COUNTERS_NBYTES + flight_record.NBYTES + status_board.NBYTES
 # A waiting rank spins first (a counter takes 2-3 us to arrive), then yields its core, then sleeps.
 _SPIN_S = 50e-6
 _YIELD_S = 2e-3
 _LATE_S = 0.05  # of waiting, after which a peer counts as far behind, and is looked after
 _FILES = 2  # of a rank that shares memory: to offer it, and to map it
 _LIVENESS_S = 0.1  # between two checks whether peers still live, which are system calls
+# Backends that have no processes behind their ranks, who could never agree on anything.
+WITHOUT_PROCESSES = {"fake"}
+
+logger = logging.getLogger("fullshard")
 
 
 class UnavailableError(Exception):
@@ -86,13 +90,11 @@ class SharedMemory:
         OFFER_FD    rank 0: descriptor of the file it offers in `allocate`, or minus an errno
         POSTED      number of the last reduction that the rank has staged (see `ring`)
         CONSUMED    number of the last reduction that the rank has summed
-        GAVE_UP     0, or global number of the lost rank because of which it gave up, plus one
         REFUSAL     0, or the errno by which its part of the last `allocate` failed
         BITS        its flags in `agree`
     """
 
-    BARRIER, OFFER_FD, POSTED, CONSUMED, GAVE_UP, REFUSAL, BITS = range(7)
-    _connections: ClassVar["weakref.WeakSet[SharedMemory]"] = weakref.WeakSet()
+    BARRIER, OFFER_FD, POSTED, CONSUMED, REFUSAL, BITS = range(6)
 
     def __init__(
         self,
@@ -113,11 +115,9 @@ class SharedMemory:
         self._peers = introductions
         self._control = control
         counters_nbytes = self.size * _COUNTERS_NBYTES
-        ledger_end = counters_nbytes + self.size * ledger.NBYTES
+        record_end = counters_nbytes + self.size * flight_record.NBYTES
         self._words = control[:counters_nbytes].cast("q")
-        # Always held, except within `_fence`, which uses it as a memory fence and nothing else.
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._fence = Fence()
         self._arrivals = 0
         # With more ranks than cores, spinning would keep the rank that is waited for from running.
         self._spin_s = _SPIN_S if self.size <= (os.cpu_count() or 1) else 0.0
@@ -127,27 +127,17 @@ class SharedMemory:
             self._pidfds.register(pidfd, select.POLLIN)
         ranks = [peer.global_rank for peer in introductions]
         self._name = name
-        self._entries = control[counters_nbytes:ledger_end]
-        self.slots = Slots(rank, ranks, control[ledger_end:])
+        self._entries = control[counters_nbytes:record_end]
+        self.slots = StatusSlots(rank, ranks, control[record_end:], self._fence)
         self.pids = {peer.global_rank: peer.pid for peer in introductions}
-        self._sentry = sentry()
-        self._connections.add(self)
+        self._watchdog = watchdog()
 
     @functools.cached_property
-    def ledger(self) -> Ledger:
-        """The ledger of the group, in this memory."""
-        made = Ledger(self.rank, self.slots.ranks, self._entries, self._fence, self._name)
+    def record(self) -> FlightRecord:
+        """The flight record of the group, in this memory."""
+        made = FlightRecord(self.rank, self.slots.ranks, self._entries, self._fence, self._name)
         made.slots, made.pids = self.slots, self.pids
         return made
-
-    @classmethod
-    def give_up(cls, lost_rank: int) -> None:
-        """Tell ranks that may wait for this process that it will not come, as a rank was lost.
-
-        lost_rank: global rank that died or left.
-        """
-        for connection in cls._connections:
-            connection.set(cls.GAVE_UP, lost_rank + 1)
 
     def __del__(self) -> None:
         for pidfd in getattr(self, "_rank_of_pidfd", ()):
@@ -158,30 +148,29 @@ class SharedMemory:
     def connect(
         cls,
         group: dist.ProcessGroup,
-        exchange: Callable[[Any, dist.ProcessGroup], list[Any]] | None = None,
+        exchange: Callable[[Any, dist.ProcessGroup], list[Any]] = exchange_through_group,
     ) -> "SharedMemory":
         """Connect the group's ranks. Every rank must call it.
 
         Raises UnavailableError on every rank if one of them cannot share memory, AllocationError if one may
         open too few files to be connected at all.
 
-        exchange: returns every rank's value, in rank order; None for `exchange_through_group`.
+        exchange: returns every rank's value, in rank order.
         """
-        exchange = exchange or exchange_through_group
         rank, size = group.rank(), group.size()
         nbytes = size * _CONTROL_NBYTES
         control: memoryview | None = None
-        fd, host, problem = None, "", _platform_problem()
-        files = None if has_sentry() else _files()
+        fd, host_id, problem = None, "", _platform_problem()
+        files = None if has_watchdog() else _files()
         # A limit may be that of one rank alone. So a failure becomes a value that all ranks get,
         # and all go the same way; an exception here would leave the others in the exchange.
         try:
             if problem is None:
-                host = host_identity()
+                host_id = host.identity()
                 fd = _create_file(nbytes) if rank == 0 else None
         except OSError as error:
             problem = f"cannot share memory: {error}"
-        mine = _Introduction(rank, dist.get_rank(), os.getpid(), host, fd, problem, files)
+        mine = _Introduction(rank, dist.get_rank(), os.getpid(), host_id, fd, problem, files)
         introductions: list[Any] = exchange(mine, group)
         try:
             _check_files(introductions)
@@ -260,8 +249,8 @@ class SharedMemory:
         Raises DivergenceError if a rank does something else at this place of the group's sequence,
         and as `wait_all`.
         """
-        # First the ledger: a counter alone would let a rank pass whose peers wait somewhere else.
-        self.ledger.enter(label, nbytes)
+        # First the flight record: a counter alone would let a rank pass whose peers wait somewhere else.
+        self.record.enter(label, nbytes)
         self._arrivals += 1
         self.set(self.BARRIER, self._arrivals)
         self.wait_all(self.BARRIER, self._arrivals, label)
@@ -313,9 +302,9 @@ class SharedMemory:
 
     def _wait_for_late(self, counter: int, value: int, label: str) -> None:
         """Wait as `wait_all`, for ranks that are far behind: latency matters less, causes more."""
-        patience = Patience(label, self.timeout_s)
+        reporter = WaitReporter(label, self.timeout_s)
         checked = 0.0
-        with self._sentry.waiting(label, (self.ledger.key,)):
+        with self._watchdog.waiting(label, (self.record.key,)):
             while late := self._late(counter, value):
                 time.sleep(200e-6)
                 now = time.perf_counter()
@@ -323,19 +312,10 @@ class SharedMemory:
                     checked = now
                     # Before looking who is gone: a rank that has seen that paths differ raises and
                     # may leave, and the difference is the better error.
-                    self.ledger.compare()
-                    self._sentry.check()
+                    self.record.compare()
+                    self._watchdog.check()
                     self._check_alive(counter, value, label)
-                    patience.check({peer: self.pids.get(peer) for peer in late})
-
-    def _fence(self) -> None:
-        """Order what this thread wrote and read before with what it writes and reads after.
-
-        See [Note: Ordering]. On x86 taking a lock is an atomic instruction, which also keeps a
-        later read from moving before an earlier write, as the ledger needs.
-        """
-        self._lock.release()
-        self._lock.acquire()
+                    reporter.check({peer: self.pids.get(peer) for peer in late})
 
     def _late(self, counter: int, value: int) -> list[int]:
         """Return the global ranks whose counter is below ``value``."""
@@ -350,17 +330,61 @@ class SharedMemory:
         missed = [rank for rank in sorted(lost) if self.get(rank, counter) < value]
         # Before the missed ones: a rank that gave up may have exited too, but is not the cause.
         for peer in self._peers:
-            if self.get(peer.rank, self.GAVE_UP) and self.get(peer.rank, counter) < value:
-                cause = self.get(peer.rank, self.GAVE_UP) - 1
-                self.give_up(cause)
-                raise PeerLostError(
-                    f"{label} (rank {self._peers[self.rank].global_rank}): rank {cause} died or "
-                    f"left, so rank {peer.global_rank} gave up. The cause is in rank {cause}'s own "
-                    "output; restart from the last checkpoint."
-                )
+            cause = self.slots.gave_up(peer.rank)
+            if cause is not None and self.get(peer.rank, counter) < value:
+                give_up(cause)
+                own = self._peers[self.rank].global_rank
+                raise loss_through(peer.global_rank, cause, label, own)
         if missed:
-            self.give_up(self._peers[missed[0]].global_rank)
+            give_up(self._peers[missed[0]].global_rank)
             raise loss([self._peers[rank].global_rank for rank in missed], label)
+
+
+# The flight record of a group
+
+
+def record_of(group: dist.ProcessGroup, backend: str) -> FlightRecord | None:
+    """Return the flight record of a group, the same one every time; None if its ranks may be threads.
+
+    backend: of the group. Over Gloo, ranks of one host share the flight record's memory; others have one each, and
+    agree on the order of what they do. Over NCCL each rank has its own, also on one host: a host starts collectives far
+    ahead of its device, and in a shared record whoever comes late would find the other one waiting for a device that
+    never comes free. Every rank of the group must call it.
+    """
+    if type(group) is not dist.ProcessGroup:
+        return None
+    return known_record(group) or keep_record(group, _make_record(group, backend))
+
+
+def _make_record(group: dist.ProcessGroup, backend: str) -> FlightRecord:
+    shared: SharedMemory | None = None
+    try:
+        if backend == "gloo":
+            return SharedMemory.connect(group).record
+        if backend == "nccl":
+            # Its collectives want a device, which may be another one later.
+            shared = SharedMemory.connect(group, exchange_through_store)
+    except AllocationError:
+        raise
+    # RuntimeError of a store that cannot exchange anything, as that of fake process groups.
+    except (UnavailableError, RuntimeError) as reason:
+        logger.info("ranks share no flight record: %s", reason)
+    ranks = dist.get_process_group_ranks(group)
+    record = FlightRecord(group.rank(), ranks, None, name=group.group_name)
+    if shared is not None:
+        record.slots, record.pids = shared.slots, shared.pids
+    if backend in WITHOUT_PROCESSES:
+        return record
+    record.is_on_device = backend != "gloo"
+    if shared is None:
+        watchdog().board.serve_other_hosts()
+    record.order = AgreedOrder.of(record, group)
+    if shared is None and record.order is not None:
+        watchdog().board.meet(ranks)
+    return record
+
+
+# How ranks connect
 
 
 def _platform_problem() -> str | None:
@@ -373,7 +397,7 @@ def _platform_problem() -> str | None:
 
 def _files() -> tuple[int, int] | None:
     """Return `_Introduction.files`."""
-    left = files_left()
+    left = host.files_left()
     try:
         needed = files_for_store()
     except OSError:  # there is no room to look
@@ -397,17 +421,6 @@ def _check_files(introductions: list[_Introduction]) -> None:
                     f"the others, {for_store} of them for the store that the ranks met in. Raise its limit on open "
                     "files (ulimit -n), and start again."
                 )
-
-
-@functools.cache
-def host_identity() -> str:
-    """Return a name for the processes that can open each other's files through /proc.
-
-    It is the same for processes of one kernel, pid namespace and user; a host name would be the
-    same in containers that cannot see each other. Raises OSError where there is no /proc.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
 
 
 def _common_problem(introductions: list[_Introduction]) -> str | None:

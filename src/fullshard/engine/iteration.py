@@ -42,7 +42,7 @@ from fullshard.engine.params.managed import Backward
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Phase, Unit, comms_of
 from fullshard.engine.watchers import watchers
-from fullshard.plan.paths import Phase as StepPhase
+from fullshard.peers.paths import Phase as StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch

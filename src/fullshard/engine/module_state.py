@@ -241,7 +241,7 @@ class ModuleState:
             if state is not self and state._pending.get("manual_finalization"):
                 raise StateError(_ROOT_FINALIZES)
         self._states = list(dict.fromkeys(named.values()))
-        # Names first: messages of all that follows have them, and the ledger compares them.
+        # Names first: messages of all that follows have them, and the flight record compares them.
         for unit, name in names_of_units(named).items():
             unit.set_name(name)
         for param, paths in names_of_parameters(root, self._states).items():

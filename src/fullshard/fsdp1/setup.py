@@ -3,6 +3,7 @@
 In the order of use: ignored parameters and modules, ranks to shard over, the device, first values.
 """
 
+import contextlib
 import socket
 import warnings
 import weakref
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard import host
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.engine.checks.meta import mark_unwritten, marking_to_empty, places_on_meta
 from fullshard.engine.module_state import state_of
@@ -238,9 +240,12 @@ def _groups_by_host(
     Collective, once per ``world``. Raises MeshError if hosts have different numbers of ranks.
     """
     if world not in _by_host:
-        hosts = gather_objects(socket.gethostname(), world, "the ranks of each host")
+        name = socket.gethostname()
+        with contextlib.suppress(OSError):  # of systems without /proc
+            name = f"{name} ({host.identity()})"
+        hosts = gather_objects(name, world, "the ranks of each host")
         ranks = [
-            [rank for rank, host in enumerate(hosts) if host == name]
+            [rank for rank, each in enumerate(hosts) if each == name]
             for name in dict.fromkeys(hosts)
         ]
         sizes = {len(members) for members in ranks}

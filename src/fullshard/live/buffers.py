@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.backends import any_device, moves
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.errors import ShardingError, StateError
+from fullshard.peers.groups import any_device, moves
 from fullshard.state.host_memory import crc, host_bytes
 from fullshard.state.owners import num_ranks, owners_of
 from fullshard.state.structure import structure_of

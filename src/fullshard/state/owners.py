@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.outside_steps import gather_objects
-from fullshard.comm.own_group import group_over
 from fullshard.errors import StateError
+from fullshard.peers.groups import group_over
 from fullshard.state.structure import units_of
 from fullshard.state.unit_parts import rank_sets
 

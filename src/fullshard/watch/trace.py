@@ -33,6 +33,7 @@ from fullshard.engine.observer import ProfilerLabels
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
+from fullshard.host import boot_id
 from fullshard.plan.trace import (
     NO_UNIT,
     Clock,
@@ -376,5 +377,5 @@ def _iteration_of(model: nn.Module) -> Iteration:
 def _host_id() -> str:
     """Return a name of this machine's boot, from which its clock counts."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{platform.node()}"
+        return boot_id()
+    return platform.node()

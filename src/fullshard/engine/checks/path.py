@@ -1,14 +1,22 @@
-"""A rank's path through a model: what it tells the other ranks of it, and how they compare."""
+"""A rank's path through a model: what it tells the other ranks of it, and how they compare.
 
+Each unit that runs is noted in the flight record; ranks may run different ones. Where a program asks for it, ranks compare at
+once, for an exchange per unit: with `fullshard.debug(steps=True)` at every unit, with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` in the
+first iteration alone; later, each rank compares its order with that of its first iteration. Where orders differ, collectives of
+different units are matched, which gives wrong numbers or a hang.
+"""
+
+import warnings
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
+from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.checks.alike import FreezeWatch, check_alike
-from fullshard.engine.checks.debugging import StepChecks, check_step
-from fullshard.engine.checks.order import ForwardOrder
 from fullshard.engine.unit import Unit, comms_of
-from fullshard.plan.paths import Moment, Phase
+from fullshard.errors import DivergenceError, StateError
+from fullshard.peers.paths import Moment, Phase, said
 
 
 class Path:
@@ -20,16 +28,16 @@ class Path:
     def __init__(self, kind: str, units: Sequence[Unit], kinds: Sequence[type]) -> None:
         self._number = {id(unit): number for number, unit in enumerate(units)}
         self._step = 0  # forwards with gradients so far
-        self._moment = Moment(0, Phase.BETWEEN)
+        self._phase = Phase.BETWEEN
         named = [(unit.path, [param.name for param in unit.params]) for unit in units]
-        ledgers = dict.fromkeys(comm.ledger for comm in comms_of(units))
-        # The model's number in the ledger of each of its groups.
-        self._ledgers = {each: each.add_model(kind, named) for each in ledgers if each is not None}
-        self._notes = [each.note for each in self._ledgers]
+        records = dict.fromkeys(comm.record for comm in comms_of(units))
+        # The model's number in the flight record of each of its groups.
+        self._records = {each: each.add_model(kind, named) for each in records if each is not None}
+        self._notes = [each.note for each in self._records]
         for unit in units:
-            if (ledger := unit.comm.ledger or unit.replicate_comm.ledger) is not None:
-                unit.set_model(self._ledgers[ledger])
-        check_alike(units, kinds, self._ledgers)
+            if (record := unit.comm.record or unit.replicate_comm.record) is not None:
+                unit.set_model(self._records[record])
+        check_alike(units, kinds, self._records)
         self._freezing = FreezeWatch(units)
         self._order = ForwardOrder(units)
         self._checks_order = False
@@ -40,20 +48,20 @@ class Path:
         self._step += is_step
         self.begin(Phase.FORWARD if is_step else Phase.EVALUATION)
         if is_step:
-            self._freezing.enter_changes(self._ledgers)
+            self._freezing.enter_changes(self._records)
         self._checks_order = self._order.is_checked
 
     def begin(self, phase: Phase) -> None:
         """Say which part of the step this rank is in."""
-        self._moment = Moment(self._step, phase)
-        for ledger, model in self._ledgers.items():
-            ledger.begin(model, self._step, phase)
+        self._phase = phase
+        for record, model in self._records.items():
+            record.begin(model, self._step, phase)
 
     def enter(self, units: Sequence[Unit], *, is_training: bool) -> None:
         """Tell of units whose forward begins. Call it before any gather of theirs.
 
         Ranks that differ would match each other's gathers. Raises as `ForwardOrder.check` and
-        `check_step`, where these are asked for.
+        `_check_step`, where these are asked for.
         """
         if not (self._notes or self._checks_order or StepChecks.are_on):
             return
@@ -62,14 +70,14 @@ class Path:
             if self._checks_order and is_training:
                 self._order.check(number)
             if StepChecks.are_on:
-                check_step(unit, self._moment)
+                _check_step(unit, Moment(self._step, self._phase))
             for note in self._notes:
                 note(number)
 
     def leave(self, unit: Unit) -> None:
         """Tell of a unit whose backward is over. Call it before its reduction."""
         if StepChecks.are_on:
-            check_step(unit, self._moment)
+            _check_step(unit, Moment(self._step, self._phase))
         for note in self._notes:
             note(self._number[id(unit)])
 
@@ -86,3 +94,83 @@ class Path:
     def forget(self) -> None:
         """Forget an iteration that an exception ended."""
         self._order.forget()
+
+
+class StepChecks:
+    """The switch of `fullshard.debug(steps=True)`."""
+
+    are_on = False
+
+
+def _check_step(unit: Unit, moment: Moment) -> None:
+    """Raise DivergenceError on every rank of the unit's groups unless all are at this unit."""
+    mine = f"{unit.path} ({moment})"
+    for group in (unit.mesh.shard_group, unit.mesh.replicate_group):
+        if group is None or group.size() == 1:
+            continue
+        everyones = gather_objects(mine, group, f"{unit.path}: debug() compares ranks")
+        if len(set(everyones)) > 1:
+            raise DivergenceError(
+                "Ranks are at different units, by their numbers in the group: "
+                f"{said(dict(enumerate(everyones)))}. Let every rank run the same units in the same order."
+            )
+
+
+class ForwardOrder:
+    """The order of one model's units in forward."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._first: list[int] | None = None  # unit numbers, once the first iteration is over
+        self._current: list[int] = []  # those of this iteration so far
+        self._has_warned = False
+
+    @property
+    def is_checked(self) -> bool:
+        return dist.get_debug_level() == dist.DebugLevel.DETAIL
+
+    def check(self, number: int) -> None:
+        """Check the unit that runs now. Every rank has to call it before the unit's all-gather.
+
+        number: the unit's index. In the first iteration, raises StateError on all ranks if they run
+        different units. Later, warns once if this rank's order has changed.
+        """
+        position = len(self._current)
+        self._current.append(number)
+        if self._first is None:
+            self._compare_ranks(number)
+        elif self._first[position : position + 1] != [number] and not self._has_warned:
+            self._has_warned = True
+            expected = self._first[position] if position < len(self._first) else None
+            warnings.warn(
+                "Forward order differs from that of the first iteration on rank "
+                f"{dist.get_rank()}. Collectives are unchecked and may give incorrect results or "
+                f"hang. This iteration runs {self._name(number)} at place {position}, the first "
+                f"ran {'nothing' if expected is None else self._name(expected)}.",
+                stacklevel=2,
+            )
+
+    def end_iteration(self) -> None:
+        """Note that the last backward of an iteration is over."""
+        if self._current and self._first is None:
+            self._first = self._current
+        self._current = []
+
+    def forget(self) -> None:
+        """Forget the order of an iteration that an exception ended."""
+        self._current = []
+
+    def _compare_ranks(self, number: int) -> None:
+        """Raise StateError, on every rank of the unit's group, unless all run the same unit."""
+        mesh = self._units[number].mesh
+        group = mesh.shard_group or mesh.replicate_group
+        numbers = gather_objects(number, group, "comparing the order of units")
+        if len(set(numbers)) > 1:
+            seen = ", ".join(f"rank {r}: {self._name(n)}" for r, n in enumerate(numbers))
+            raise StateError(
+                "Forward order differs across ranks: at the same place, they run different units "
+                f"({seen}). Let every rank run the same modules in the same order."
+            )
+
+    def _name(self, number: int) -> str:
+        return repr(self._units[number].name or "root")

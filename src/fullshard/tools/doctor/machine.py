@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fullshard.host import read_addresses, read_memory, read_quotas
+from fullshard.host import boot_id, pid_namespace, read_addresses, read_memory, read_quotas
 from fullshard.tools.doctor.devices import look_at_devices, versions_of_cuda
 from fullshard.tools.doctor.environment import relevant
 from fullshard.tools.doctor.facts import Limits, Machine, RankFacts
@@ -134,8 +134,8 @@ def _boot_id() -> str:
     """Return what tells this machine and its containers from others."""
     found = []
     with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        found.append(str(Path("/proc/self/ns/pid").readlink()))
+        found.append(boot_id())
+        found.append(pid_namespace())
     return " ".join(found)
 
 

@@ -1,8 +1,8 @@
-"""A ledger of what the ranks of a group do together, where all of them can read it.
+"""A flight record of what the ranks of a group do together, where all of them can read it. One a group.
 
 Collectives of different ranks are paired by their place in the sequence, not by their purpose. So
 where ranks take different paths, gradients of one unit would be added to those of another. To find
-that out, each rank enters in the ledger what it is about to do, and compares it with what others
+that out, each rank enters in the flight record what it is about to do, and compares it with what others
 have entered at the same place. Of two ranks that differ, the one that enters last sees it before
 it has moved any data, and the other one while it waits.
 
@@ -15,7 +15,7 @@ Where entries differ, the trails tell at which unit the paths parted, often earl
 
 Ranks of one host keep all that in memory that they share. Where they share none, and over NCCL, each has its own. They
 agree on what comes next before they do it (see `agreed_order`), and where they do not, each shows
-others the last that it entered (`tail`): see `sentry`.
+others the last that it entered (`tail`): see `divergence`.
 
 [Note: Entries] An entry is a word (the place in its upper half, a checksum of the text in its lower
 half), the moment (step and phase), and the text. A rank writes its own word before it reads the
@@ -24,23 +24,17 @@ at one place, at least one sees the other's word. A slot is used again every 64 
 another place is no evidence of anything.
 """
 
-import itertools
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch.distributed as dist
+
 from fullshard.errors import DivergenceError
-from fullshard.plan.paths import (
-    Event,
-    Moment,
-    Phase,
-    by_text,
-    first_difference,
-    name_ranks,
-    without_gradients,
-)
+from fullshard.peers.diagnosis import Names, describe_difference
+from fullshard.peers.paths import Event, Moment, Phase
 
 # Entries kept per rank. A rank that is further ahead has overwritten what it would be compared by.
 _KEPT = 64
@@ -49,6 +43,7 @@ _WORD_NBYTES = 8
 _TEXT_NBYTES = 112
 _ENTRY_WORDS = 2  # before the text: place and checksum, moment
 _ENTRY_NBYTES = _ENTRY_WORDS * _WORD_NBYTES + _TEXT_NBYTES
+_STRIDE = _ENTRY_NBYTES // _WORD_NBYTES  # from one entry to the next, in words
 _PLACES = (1 << 31) - 1  # places are counted modulo 2**31, so that a signed word has room for them
 # Of a trail, the words after its first, which counts them.
 _TRAIL_KEPT = 511
@@ -56,27 +51,28 @@ _ENTRIES_NBYTES = _KEPT * _ENTRY_NBYTES
 _STEPS, _MODELS, _UNITS = (1 << 23) - 1, (1 << 12) - 1, (1 << 23) - 1
 _EMPTY = 1 << 23  # a unit whose backward has left no gradient
 _SHOWN = 16  # entries in a tail
-_NAMES_SHOWN = 6  # parameters in a message
-
-_REMEDIES = {
-    "sizes": (
-        "It is one operation of one unit, with other sizes. Give its parameters the same shapes and "
-        "dtypes on every rank, and its gradients too: on some ranks they may be wider than the "
-        "parameters, from an autograd.Function that returns float32 for bfloat16."
-    ),
-    "frozen": "Freeze the same parameters on every rank, before the same step.",
-    "built": "Build and shard the same model on every rank, in the same order.",
-    "calls": "Let every rank make the same calls, in the same order.",
-    "paths": (
-        "Let every rank run the same units in the same order, and make the same calls. For modules "
-        "that only some ranks run: set_unused(module, 'zero', may_be_skipped=True)."
-    ),
-}
 
 NBYTES = _ENTRIES_NBYTES + (1 + _TRAIL_KEPT) * _WORD_NBYTES  # size of one rank's part
 
 
-Tail = Sequence[tuple[int, int, str]]
+class Fence:
+    """Orders what a thread wrote and read before with what it writes and reads after, if called.
+
+    Releasing and taking a lock are a release and an acquire operation, and neither moves past the other. On x86 taking
+    a lock is an atomic instruction, which also keeps a later read from moving before an earlier write, as entries need.
+    release, acquire: called one after the other they are the fence, without a function of Python's around them.
+    """
+
+    __slots__ = ("acquire", "release")
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()  # held from now on, except within a fence
+        self.release, self.acquire = lock.release, lock.acquire
+
+    def __call__(self) -> None:
+        self.release()
+        self.acquire()
 
 
 class Entry(NamedTuple):
@@ -94,11 +90,11 @@ class Entry(NamedTuple):
 class Order(Protocol):
     """Makes ranks that share no memory agree on each entry: see `agreed_order`."""
 
-    def follow(self, ledger: "Ledger", place: int, checksum: int, what: str) -> None:
+    def follow(self, record: "FlightRecord", place: int, checksum: int, what: str) -> None:
         """Return once all ranks enter this at this place, or are known to."""
 
 
-class Ledger:
+class FlightRecord:
     """The entries of one group's ranks, and their trails.
 
     rank: this rank's number in the group.
@@ -114,7 +110,7 @@ class Ledger:
         rank: int,
         ranks: Sequence[int],
         memory: memoryview | None,
-        fence: Callable[[], None] | None = None,
+        fence: Fence | None = None,
         name: str = "",
     ) -> None:
         self.ranks = tuple(ranks)
@@ -133,7 +129,7 @@ class Ledger:
         }
         self._own = self._base[rank]
         self._others = [self._base[part] for part in self._parts if part != rank]
-        self.slots: Any = None  # the group's `notices.Slots`, which live as long
+        self.slots: Any = None  # the group's `StatusSlots`, which live as long
         self.pids: dict[int, int] = {}  # by global rank, of ranks whose processes can be looked at
         self._lines: tuple[int, Callable[[], Sequence[str]]] = (0, list)  # of a place, the last
         self._moment = 0
@@ -148,9 +144,10 @@ class Ledger:
         self._trail = self._own + _ENTRIES_NBYTES // _WORD_NBYTES
         self._num_noted = 0
         self._names: dict[tuple[int, int], str] = {}
-        self._parameters: dict[str, list[str]] = {}  # by the unit
         self._models: list[str] = []
-        _ledgers.add(self)
+        self._parameters: dict[str, list[str]] = {}
+        self.names = Names(self._models, self._parameters)
+        _records.add(self)
 
     # What all ranks have to do alike
 
@@ -165,12 +162,13 @@ class Ledger:
             known = self._known[what, nbytes] = _encoded(what, nbytes)
         checksum, text = known
         self.place = place = self.place + 1
-        if self._fence is None:  # nobody else reads it
+        fence = self._fence
+        if fence is None:  # nobody else reads it
             self._alone[place % _KEPT_ALONE] = checksum, self._moment, text
             if self.order is not None:
                 self.order.follow(self, place, checksum, what)
             return
-        offset = place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
+        offset = place % _KEPT * _STRIDE
         word = (place & _PLACES) << 32 | checksum
         words, first = self._words, self._own + offset
         start = (first + _ENTRY_WORDS) * _WORD_NBYTES
@@ -180,7 +178,8 @@ class Ledger:
         words[first] = word
         # Without it this rank could read the others' words before its own is visible. If two ranks
         # did so, neither would see the other's: see [Note: Entries].
-        self._fence()
+        fence.release()
+        fence.acquire()
         for other in self._others:
             # A word of another place is of a rank that has yet to come here, or is long past it.
             seen = words[other + offset]
@@ -205,7 +204,6 @@ class Ledger:
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks see each other's entries."""
         return bool(self._others) or len(self.ranks) == 1
 
     def tail(self, most: int = _SHOWN) -> list[tuple[int, int, str]]:
@@ -219,8 +217,7 @@ class Ledger:
         """Return the last entry of a rank of the group whose part is in reach."""
         if part not in self._base or self._fence is None:
             return None
-        stride = _ENTRY_NBYTES // _WORD_NBYTES
-        places = [self._words[self._base[part] + slot * stride] >> 32 for slot in range(_KEPT)]
+        places = [self._words[self._base[part] + slot * _STRIDE] >> 32 for slot in range(_KEPT)]
         return self._entry(part, max(places)) if max(places) > 0 else None
 
     # What ranks may do differently
@@ -239,10 +236,8 @@ class Ledger:
 
     def begin(self, model: int, step: int, phase: Phase) -> None:
         """Set the moment of what is entered and noted from now on."""
-        if phase in (
-            Phase.FORWARD,
-            Phase.EVALUATION,
-        ):  # backward may run in a thread of autograd's, to its end
+        # Backward may run in a thread of autograd's, to its end.
+        if phase in (Phase.FORWARD, Phase.EVALUATION):
             self.thread = threading.get_ident()
         self._moment = ((step & _STEPS) << 4 | phase) << 36 | model << 24
 
@@ -289,7 +284,7 @@ class Ledger:
 
     def _at(self, place: int) -> dict[int, int]:
         """Return, by rank, the words of the ranks whose slot holds an entry of this place."""
-        offset = place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
+        offset = place % _KEPT * _STRIDE
         words = ((part, self._words[base + offset]) for part, base in self._base.items())
         return {part: word for part, word in words if word >> 32 == place & _PLACES}
 
@@ -298,7 +293,7 @@ class Ledger:
             checksum, word, text = self._alone[place % _KEPT_ALONE]
             shown = text.rstrip(b"\0").decode(errors="replace")
             return Entry(place, checksum, _moment_of(word), shown)
-        first = self._base[part] + place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
+        first = self._base[part] + place % _KEPT * _STRIDE
         start = (first + _ENTRY_WORDS) * _WORD_NBYTES
         text = bytes(self._text[start : start + _TEXT_NBYTES]).rstrip(b"\0")
         checksum = self._words[first] & ((1 << 32) - 1)
@@ -307,122 +302,41 @@ class Ledger:
 
     def _refuse(self, place: int) -> None:
         """Raise DivergenceError with what each rank has entered at a place, alike on all ranks."""
-        raise tellers[-1].settle(self, place)
-
-    def explain(self, place: int, others_lines: "LinesOf | None" = None) -> str:
-        """Say how ranks differ at a place. others_lines: gets what is behind others' digests."""
-        entries = {self.ranks[part]: str(self._entry(part, place)) for part in self._at(place)}
-        trails = {self.ranks[part]: self.trail_of(part) for part in self._parts}
-        return self.explain_entries(place, entries, trails, others_lines)
-
-    def explain_entries(
-        self,
-        place: int,
-        entries: Mapping[int, str],
-        trails: Mapping[int, Sequence[Event]],
-        others_lines: "LinesOf | None" = None,
-    ) -> str:
-        """Say how ranks differ at a place. By global rank, entries: moments and texts; trails: of some."""
-        heads = {text.partition(" (digest ")[0] for text in entries.values()}
-        lines = self.lines_at(place)
-        if lines is not None and len(heads) == 1 and others_lines is not None:
-            own = self.ranks[self.rank]
-            found = {own: lines, **others_lines([rank for rank in entries if rank != own])}
-            if text := describe_lines(dict(sorted(found.items()))):
-                return text
-        parted = [first_difference(trails), *map(self._lacking, without_gradients(trails).items())]
-        parted += [self._in_models(trails)]
-        return describe_difference(place, entries, " ".join(filter(None, parted)))
-
-    def _in_models(self, trails: Mapping[int, Sequence[Event]]) -> str | None:
-        """Say in which models ranks are, if there are several, whose units may have the same names."""
-        if len(self._models) < 2:
-            return None
-        numbers = {rank: trail[-1].model for rank, trail in trails.items() if trail}
-        texts = {
-            rank: f"{number + 1} ({self._models[number]})"
-            for rank, number in numbers.items()
-            if number < len(self._models)
-        }
-        seen = [f"{ranks} in {text}" for ranks, text in by_text(texts)]
-        return f"Of {len(self._models)} models: {', '.join(seen)}." if seen else None
-
-    def _lacking(self, found: tuple[str, Sequence[int]]) -> str:
-        """Say on which ranks a unit's parameters have no gradient."""
-        unit, ranks = found
-        names = self._parameters.get(unit, [])
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        shown = f"{', '.join(names[:_NAMES_SHOWN])}{more}" if names else unit
-        return f"No gradient on {name_ranks(ranks)}, in backward so far: {shown}."
+        raise _settle[-1](self, place)
 
     def lines_at(self, place: int) -> Sequence[str] | None:
         """Return what this rank has entered by its digest at a place; None if it was nothing such."""
         at, lines = self._lines
         return lines() if at == place else None
 
-    def ranks_at(self, place: int) -> list[int]:
-        """Return the global ranks that are known to have entered something at a place."""
-        return [self.ranks[part] for part in self._at(place)]
+    def entries_at(self, place: int) -> dict[int, str]:
+        """Return what ranks, by their global numbers, are known to have entered at a place: moments and texts."""
+        return {self.ranks[part]: str(self._entry(part, place)) for part in self._at(place)}
+
+    def trails(self) -> dict[int, list[Event]]:
+        """Return by global rank the units that ranks in reach have run."""
+        return {self.ranks[part]: self.trail_of(part) for part in self._parts}
 
 
-# Takes ranks, returns the lines of those that answer.
-LinesOf = Callable[[Sequence[int]], dict[int, Sequence[str]]]
-
-
-class Teller:
-    """Makes the error for ranks that differ. The sentry's has all ranks raise the same."""
-
-    def settle(self, ledger: Ledger, place: int) -> DivergenceError:
-        """Return the error to raise."""
-        return DivergenceError(ledger.explain(place))
-
-
-tellers = [Teller()]  # the last one is asked
-
-
-def describe_lines(lines_of: dict[int, Sequence[str]]) -> str:
-    """Return the first lines in which ranks differ, as a message; empty if none do."""
-    for lines in itertools.zip_longest(*lines_of.values(), fillvalue="nothing more"):
-        if len(set(lines)) > 1:
-            seen = "; ".join(
-                f"{ranks}: {text}"
-                for ranks, text in by_text(dict(zip(lines_of, lines, strict=True)))
-            )
-            return (
-                f"Ranks have built different models, or run different code. {seen}. Build the model "
-                "from the same code and settings on every rank, and freeze the same parameters."
-            )
-    return ""
-
-
-def describe_difference(place: int, entries: Mapping[int, str], parted: str = "") -> str:
-    """Say which ranks entered what at a place where they differ. The same words on every rank.
-
-    entries: moments and texts by global rank. parted: sentences on where their paths parted; "" if they
-    did not, or if it is unknown.
-    """
-    seen = "; ".join(f"{ranks}: {text}" for ranks, text in by_text(entries))
-    parts = [
-        f"Ranks took different paths. At place {place} of what their group does together: {seen}."
-    ]
-    parts += [parted] if parted else []
-    return " ".join(
-        [*parts, _REMEDIES[_kind_of({text.partition(": ")[2] for text in entries.values()})]]
+def explained(record: FlightRecord, place: int) -> DivergenceError:
+    """Return the error for ranks that differ at a place, in the words of this rank alone."""
+    return DivergenceError(
+        describe_difference(place, record.entries_at(place), record.trails(), record.names)
     )
 
 
-def _kind_of(texts: Collection[str]) -> str:
-    """Return which remedy fits entries that differ."""
-    if any(text.partition(" (digest ")[0].endswith((" now", " more")) for text in texts):
-        return "frozen"
-    if any(text.startswith("allocating shards") for text in texts):
-        return "built"
-    has_sizes = all(text.endswith(" bytes)") for text in texts)  # they are not cut off
-    is_same = len({text.rpartition(" (")[0] for text in texts}) == 1
-    if is_same and has_sizes:
-        return "sizes"
-    # Of units that only some ranks run, reductions meet other reductions, or the end of the pass.
-    return "paths" if any(": reduce-scatter" in text for text in texts) else "calls"
+# What makes the error for ranks that differ, of which the last is asked: the watchdog's has all ranks raise the same.
+_settle: list[Callable[[FlightRecord, int], DivergenceError]] = [explained]
+
+
+def settle_by(settle: Callable[[FlightRecord, int], DivergenceError]) -> None:
+    """Let this function make the error for ranks that differ."""
+    _settle[1:] = [settle]
+
+
+def key_of(group: dist.ProcessGroup) -> str:
+    """Return the key of a process group: see `group_key`."""
+    return group_key(group.group_name, dist.get_process_group_ranks(group))
 
 
 def group_key(name: str, ranks: Sequence[int]) -> str:
@@ -430,12 +344,42 @@ def group_key(name: str, ranks: Sequence[int]) -> str:
     return f"{name} of {len(ranks)}, {zlib.crc32(str(list(ranks)).encode()):08x}"
 
 
-def ledgers() -> list[Ledger]:
-    """Return every ledger of this process that is in use."""
-    return list(_ledgers)
+def flight_records() -> list[FlightRecord]:
+    """Return every flight record of this process that is in use."""
+    return list(_records)
 
 
-_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
+def last_entry_of(rank: int) -> str:
+    """Return what a rank, by its global number, entered last in a record that this one can read; empty if in none."""
+    found = (
+        each.last_of(each.ranks.index(rank)) for each in flight_records() if rank in each.ranks
+    )
+    return next((str(entry) for entry in found if entry is not None), "")
+
+
+def latest_moment() -> str:
+    """Return the step and phase that this rank is in, of the model that is furthest; empty if it has none."""
+    moments = [record.moment for record in flight_records()]
+    return str(max(moments)) if moments else ""
+
+
+def known_record(group: dist.ProcessGroup) -> FlightRecord | None:
+    """Return the flight record of a group if it has one already. Does not communicate."""
+    return _of_groups.get(group)
+
+
+def keep_record(group: dist.ProcessGroup, record: FlightRecord) -> FlightRecord:
+    """Return the flight record of a group: this one, if it has none yet.
+
+    So everything that a group does is entered in one, whichever way it communicates. Every rank of the
+    group must call it at the same place of their sequence.
+    """
+    return _of_groups.setdefault(group, record)
+
+
+_records: "weakref.WeakSet[FlightRecord]" = weakref.WeakSet()
+_of_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, FlightRecord]"
+_of_groups = weakref.WeakKeyDictionary()
 
 
 def _moment_of(word: int) -> Moment:

@@ -1,11 +1,13 @@
-"""Where a thread of this process is: in which call of torch.distributed, at which line of the program.
+"""Where a rank is blocked: in which call of torch.distributed, at which line of the program.
 
-Read from its frames, from outside, while it is blocked.
+Of this process, that is read from a thread's frames, by another thread; of others, the system and py-spy tell a little.
 """
 
 import contextlib
 import ctypes
 import os
+import shutil
+import subprocess
 import sys
 import threading
 import traceback
@@ -16,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.ledger import group_key, ledgers
 from fullshard.errors import FullshardError
-from fullshard.plan.standstill import GroupCounts
+from fullshard.host import process_state
+from fullshard.peers.flight_record import flight_records, key_of
+from fullshard.peers.status import GroupCounts
 from fullshard.torch_private import distributed_world
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -37,6 +40,11 @@ _BETWEEN_TWO |= {"recv_object_list", "_coalescing_manager"}
 _MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "init_process_group"}
 # The innermost Python function of a thread that waits for a backward.
 _BACKWARD, _AUTOGRAD = "_engine_run_backward", _TORCH + "autograd" + os.sep
+
+
+_PY_SPY_S = 5.0
+_STATES = {"T": "is stopped by a signal (kill -CONT goes on)", "t": "is stopped by a debugger"}
+_STATES |= {"D": "waits for a disk or a file system", "Z": "has ended"}
 
 
 class Call(NamedTuple):
@@ -91,7 +99,7 @@ def _groups_of(frame: types.FrameType) -> tuple[str, ...]:
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         return ()
-    return (group_key(group.group_name, dist.get_process_group_ranks(group)),)
+    return (key_of(group),)
 
 
 def _is_in(frame: types.FrameType, *prefixes: str) -> bool:
@@ -142,14 +150,14 @@ def stack_of(frame: types.FrameType | None) -> tuple[str, ...]:
 
 def counts_of_groups() -> dict[str, GroupCounts]:
     """Return how far this rank is in each of its groups, by keys that its members share."""
-    places = {ledger.key: ledger for ledger in ledgers()}
+    places = {record.key: record for record in flight_records()}
     found = {key: GroupCounts(len(each.ranks), 0, each.place) for key, each in places.items()}
     group: Any
     for group in list(distributed_world.pg_map):
         ranks = dist.get_process_group_ranks(group)
         with contextlib.suppress(RuntimeError, AttributeError):  # of backends that do not count
             issued = int(group._get_sequence_number_for_group())
-            key = group_key(group.group_name, ranks)
+            key = key_of(group)
             place = places[key].place if key in places else 0
             found[key] = GroupCounts(len(ranks), issued, place)
     return found
@@ -184,3 +192,27 @@ def raise_in(thread: int, error: FullshardError) -> None:
         },
     )
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(of_text))
+
+
+def look_at_process(pid: int) -> tuple[str, str]:
+    """Return what a process of this host does, and its Python stack or how to get it."""
+    state = _STATES.get(process_state(pid), "lives, and says nothing: it moves, or holds the GIL")
+    return state, _stack_by_py_spy(pid)
+
+
+def _stack_by_py_spy(pid: int) -> str:
+    """Return another process' Python stack, or why there is none."""
+    command = shutil.which("py-spy")
+    if command is None:
+        return f" For its stack, install py-spy and run: py-spy dump --pid {pid}"
+    try:
+        done = subprocess.run(
+            [command, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=_PY_SPY_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f" py-spy cannot tell its stack: {error}"
+    return f" Its stack, by py-spy:\n{done.stdout or done.stderr}".rstrip()

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from fullshard.comm import liveness
-from fullshard.comm.store import StoreInTime
+from fullshard import host
+from fullshard.peers import liveness
+from fullshard.peers.store import StoreInTime
 
 
 @pytest.fixture
@@ -33,10 +34,10 @@ def test_a_process_is_looked_for_where_its_number_means_something(
     monkeypatch.setattr(liveness, "default_group", lambda: world)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
     monkeypatch.setattr(liveness, "_GRACE_S", 0.1)
-    monkeypatch.setattr(liveness, "host_identity", lambda: container)
+    monkeypatch.setattr(host, "identity", lambda: container)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(liveness.os, "getpid", lambda: dead)
     liveness.announce()
-    monkeypatch.setattr(liveness, "host_identity", lambda: "boot pid:[1] 0")
+    monkeypatch.setattr(host, "identity", lambda: "boot pid:[1] 0")
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     assert liveness._lost_ranks(None) == lost  # type: ignore[arg-type]

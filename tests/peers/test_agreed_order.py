@@ -18,10 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
-from fullshard.comm import liveness, making_ledgers, shared_memory
-from fullshard.comm.ledgers import known_ledger
-from fullshard.comm.sentry import sentry
+from fullshard import host
+from fullshard.comm import shared_memory
 from fullshard.errors import DivergenceError, FullshardError
+from fullshard.peers.flight_record import known_record
+from fullshard.peers.watchdog import watchdog
 from tests.fresh import in_fresh_ranks
 from tests.harness import Fate, on_ranks, rank, run_fresh
 
@@ -55,10 +56,7 @@ def _host() -> str:
 @contextlib.contextmanager
 def on_hosts_of_their_own() -> Iterator[None]:
     """Take each rank for one on a host of its own, for groups that are made within."""
-    with (
-        mock.patch.object(shared_memory, "host_identity", _host),
-        mock.patch.object(liveness, "host_identity", _host),
-    ):
+    with mock.patch.object(host, "identity", _host):
         yield
 
 
@@ -71,10 +69,10 @@ def sharded(backend: str = "gloo", large: int = WIDTH) -> tuple[Net, Any, Any]:
     for block in model.blocks:
         fullshard.fully_shard(block, mesh=mesh)
     fullshard.fully_shard(model, mesh=mesh)
-    ledger = known_ledger(group)
-    assert ledger is not None
-    assert not ledger.is_shared
-    return model, ledger.order, group
+    record = known_record(group)
+    assert record is not None
+    assert not record.is_shared
+    return model, record.order, group
 
 
 def step(model: Net, order: tuple[int, ...] = (0, 1, 2)) -> float:
@@ -189,8 +187,8 @@ def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
     """The fake backend stands for NCCL: the host starts collectives, and never waits for them."""
     device = Device()
     with (
-        mock.patch.object(making_ledgers, "WITHOUT_PROCESSES", set()),
-        mock.patch("fullshard.comm.sentry.abort", device.abort),
+        mock.patch.object(shared_memory, "WITHOUT_PROCESSES", set()),
+        mock.patch("fullshard.peers.watchdog.abort", device.abort),
         on_hosts_of_their_own(),
     ):
         model, order, _ = sharded("fake")
@@ -217,10 +215,10 @@ def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
 def test_over_nccl_ranks_of_which_none_moves_are_told_of_each_other() -> None:
     """One waits for its device, which looks as if it computed, so it is no error."""
     with (
-        mock.patch.object(making_ledgers, "WITHOUT_PROCESSES", set()),
-        mock.patch("fullshard.comm.sentry._REPORTED_AT", 4),
-        mock.patch("fullshard.comm.sentry.runs_program_beside", return_value=False),
-        mock.patch("fullshard.comm.verdicts.logger.warning") as warned,
+        mock.patch.object(shared_memory, "WITHOUT_PROCESSES", set()),
+        mock.patch("fullshard.peers.watchdog._REPORTED_AT", 4),
+        mock.patch("fullshard.peers.watchdog.runs_program_beside", return_value=False),
+        mock.patch("fullshard.peers.watchdog.logger.warning") as warned,
         on_hosts_of_their_own(),
     ):
         model, _, _ = sharded("fake")
@@ -241,22 +239,22 @@ def _rank_1_ends(how: str) -> None:
     """Train over what stands for NCCL until rank 1 ends."""
     device = Device()
     with (
-        mock.patch.object(making_ledgers, "WITHOUT_PROCESSES", set()),
-        mock.patch("fullshard.comm.sentry.abort", device.abort),
+        mock.patch.object(shared_memory, "WITHOUT_PROCESSES", set()),
+        mock.patch("fullshard.peers.watchdog.abort", device.abort),
         on_hosts_of_their_own(),
     ):
         model, _, group = sharded("fake")
-        ledger = known_ledger(group)
-        assert ledger is not None
+        record = known_record(group)
+        assert record is not None
         if how == "killed":  # as of ranks that share a host
             pids: list[Any] = [None, None]
             dist.all_gather_object(pids, os.getpid())
-            ledger.pids = dict(enumerate(pids))
+            record.pids = dict(enumerate(pids))
         for _ in range(4):
             step(model)
         if rank() == 1:
             if how == "raised":
-                sentry()._say_last("ValueError: planted")
+                watchdog()._say_last("ValueError: planted")
             os._exit(1)
         step(model)
         device.synchronize()

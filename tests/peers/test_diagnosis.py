@@ -7,20 +7,15 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.plan.standstill import (
-    STEADY_BEATS,
-    GroupCounts,
-    Notice,
-    State,
-    describe_stuck,
-    find_stuck,
-)
+from fullshard.errors import DivergenceError, FullshardError, PeerLostError
+from fullshard.peers.diagnosis import describe_difference, describe_stuck, find_stuck, loss
+from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State
 
 
 def _blocked(
     rank: int, issued: int, place: int, state: State = State.CALLS, size: int = 2
-) -> Notice:
-    return Notice(
+) -> RankStatus:
+    return RankStatus(
         rank,
         state,
         beat=STEADY_BEATS,
@@ -29,8 +24,8 @@ def _blocked(
     )
 
 
-def _stuck(*notices: Notice, world_size: int = 2) -> set[int]:
-    return find_stuck({each.rank: each for each in notices}, world_size)
+def _stuck(*statuses: RankStatus, world_size: int = 2) -> set[int]:
+    return find_stuck({each.rank: each for each in statuses}, world_size)
 
 
 ours = _blocked(0, issued=7, place=42, state=State.WAITS)
@@ -85,24 +80,24 @@ def test_whoever_waits_for_a_rank_that_has_gone_is_stuck() -> None:
 
 def test_a_rank_behind_another_that_may_go_on_is_not_stuck() -> None:
     """0 waits for 1, 1 waits for 2, which computes."""
-    notices = [_blocked(0, 9, 9, size=3), _blocked(1, 8, 8, size=3)]
-    last = Notice(2, State.RUNS, beat=9, groups={"world": GroupCounts(3, 7, 7)})
-    assert not _stuck(*notices, last, world_size=3)
+    statuses = [_blocked(0, 9, 9, size=3), _blocked(1, 8, 8, size=3)]
+    last = RankStatus(2, State.RUNS, beat=9, groups={"world": GroupCounts(3, 7, 7)})
+    assert not _stuck(*statuses, last, world_size=3)
 
 
 def test_ranks_of_different_groups_may_wait_in_a_circle() -> None:
     groups = {"a": (0, 1), "b": (1, 2), "c": (2, 0)}
     ahead = {"a": 0, "b": 1, "c": 2}  # who has issued one more in the group
 
-    def notice(rank: int) -> Notice:
+    def status(rank: int) -> RankStatus:
         counts = {
             key: GroupCounts(2, 5 + (ahead[key] == rank), 0)
             for key, ranks in groups.items()
             if rank in ranks
         }
-        return Notice(rank, State.CALLS, beat=STEADY_BEATS, groups=counts)
+        return RankStatus(rank, State.CALLS, beat=STEADY_BEATS, groups=counts)
 
-    assert _stuck(*map(notice, range(3)), world_size=3) == {0, 1, 2}
+    assert _stuck(*map(status, range(3)), world_size=3) == {0, 1, 2}
 
 
 def test_a_call_that_all_ranks_have_to_make_needs_no_counter() -> None:
@@ -142,18 +137,52 @@ def test_stuck_ranks_are_blocked_and_wait_for_none_that_may_go_on(
     states: list[tuple[State, int, int, int]],
 ) -> None:
     size = len(states)
-    notices = {
-        rank: Notice(rank, state, beat, groups={"world": GroupCounts(size, issued, place)})
+    statuses = {
+        rank: RankStatus(rank, state, beat, groups={"world": GroupCounts(size, issued, place)})
         for rank, (state, beat, issued, place) in enumerate(states)
     }
-    stuck = find_stuck(notices, size)
+    stuck = find_stuck(statuses, size)
     for rank in stuck:
-        assert notices[rank].is_blocked
-        mine = notices[rank].groups["world"]
+        assert statuses[rank].is_blocked
+        mine = statuses[rank].groups["world"]
         behind = [
             other
-            for other, each in notices.items()
+            for other, each in statuses.items()
             if each.groups["world"].issued < mine.issued or each.groups["world"].place < mine.place
         ]
         assert behind
-        assert all(other in stuck or notices[other].has_gone for other in behind)
+        assert all(other in stuck or statuses[other].has_gone for other in behind)
+
+
+def test_ranks_that_ended_in_order_did_not_end_together_and_others_are_lost() -> None:
+    ended = RankStatus(1, State.ENDED, moment="step 3, forward")
+    failed = replace(ended, error="KeyError: 'x'")
+    told = replace(ended, error="Ranks took different paths.", is_final=True)
+    entered = {1: "step 3, forward: a", 2: ""}
+
+    def lost(*words: RankStatus | None) -> FullshardError:
+        return loss(dict(enumerate(words, 1)), entered, "b: all-gather")
+
+    assert isinstance(lost(ended), DivergenceError)
+    for error in (lost(None), lost(failed), lost(ended, None)):
+        assert isinstance(error, PeerLostError)
+    text = str(lost(failed, None))
+    for part in ("rank 1 ended (step 3, forward) with KeyError", "rank 2 died", "ranks 1, 2 in b:"):
+        assert part in text
+    assert "the last that it entered: step 3, forward: a." in str(lost(None))
+    # Who is about to raise an error for all is quoted, whatever happened to the others.
+    assert str(lost(None, told)) == told.error
+    assert isinstance(lost(None, told), DivergenceError)
+    assert isinstance(lost(None, replace(told, is_loss=True)), PeerLostError)
+
+
+def test_the_remedy_follows_from_what_differs() -> None:
+    def said(*texts: str) -> str:
+        return describe_difference(7, {r: f"step 1: {t}" for r, t in enumerate(texts)}, {})
+
+    assert "with other sizes" in said("a: all-gather (64 bytes)", "a: all-gather (128 bytes)")
+    assert "Freeze the same parameters" in said("w is frozen now (digest 1)", "a: all-gather")
+    assert "shard the same model" in said("allocating shards of w", "after backward")
+    assert "set_unused" in said("a: reduce-scatter", "b: reduce-scatter")
+    assert "make the same calls" in said("state dict", "after backward")
+    assert said("a", "b").startswith("Ranks took different paths. At place 7 of ")
