@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from fullshard.comm.own_group import own_group
+from fullshard.peers.groups import own_group
 from torch import Tensor
 
 from fullshard.errors import LayoutError

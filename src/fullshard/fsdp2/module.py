@@ -221,7 +221,14 @@ class FSDPModule:
         sharded ones, which are trained, still have the gradients of earlier backwards.
         """
         cast(Any, super()).zero_grad(set_to_none)
-        for unit in self._units(recurse=True):
+        state = _state(self)
+        # Of a root, without a walk through the modules: programs call this in every step.
+        units = (
+            [unit for each in state.everyone for unit in each.units]
+            if state.is_root
+            else self._units(recurse=True)
+        )
+        for unit in units:
             unit.gradients.drop_unreduced()
             if not unit.is_sharded:
                 unit.zero_gradients(set_to_none=set_to_none)

@@ -89,7 +89,12 @@ class FreezeWatch:
             record.enter_compared(what, digest, lambda: lines)
 
     def _now(self) -> list[bool]:
-        return [param.requires_grad for unit in self._units for param in unit.params]
+        # Without a call for each parameter: asked in every forward.
+        return [
+            (param.holder.sharded if param.is_hidden else param.sharded).requires_grad
+            for unit in self._units
+            for param in unit.params.all
+        ]
 
 
 def describe(units: Sequence[Unit], kinds: Sequence[type]) -> list[str]:
