@@ -135,8 +135,9 @@ class Hooks(ModuleState):
 
         Raises StateError as `Iteration.begin_forward` and `ModuleState.initialise` do.
         """
-        if self.shows_whole:
-            return args, kwargs  # to compute with what is shown
+        for unit in self.all_units:
+            if unit.is_whole:
+                return args, kwargs  # to compute with what is shown
         if is_fake_mode_active() and not self._is_fake:
             self._begin_fake(module)
             return cast_inputs(self.policy, args, kwargs)
@@ -291,8 +292,9 @@ class Hooks(ModuleState):
     @eager
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free a module's parameters; return its outputs, marked for backward and cast."""
-        if self.shows_whole:
-            return refusing_backward(output)
+        for unit in self.all_units:
+            if unit.is_whole:
+                return refusing_backward(output)
         policy = self.all_units[0].config.mp_policy
         if self._faked:
             self._faked.pop().undo()
@@ -302,7 +304,7 @@ class Hooks(ModuleState):
         iteration = self.iteration() or self.initialise()
         if self._calls_itself and self._num_calls(module) > 1:
             return cast_outputs(policy, self._mark_outputs(output))
-        is_root = iteration.is_forward_root(self)
+        is_root = iteration.root is not None and iteration.root() is self
         if self.to_run:
             self.to_run.discard(id(module))
             if self.to_run and not is_root:

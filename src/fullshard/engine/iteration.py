@@ -97,7 +97,7 @@ class Iteration:
         self.finalization = Finalization(self.units)
         self.stage = Stage.IDLE
         # The payload of stages.
-        self._root: weakref.ref[Any] | None = None  # weak, as its state owns this object
+        self.root: weakref.ref[Any] | None = None  # weak, as its state owns this object
         self._caller: types.FrameType | None = None  # the frame that runs the root's forward
         self._expects_backward = False  # the forward runs with gradients enabled
         self._gathers = True  # the forward uses something that is sharded
@@ -216,7 +216,7 @@ class Iteration:
         """
         self.has_run = True
         self._to(Stage.FORWARD)
-        self._root, self._caller = weakref.ref(root), caller
+        self.root, self._caller = weakref.ref(root), caller
         self._path.begin_forward()
         if self.observer is not None or profiler._is_profiler_enabled:
             self.observe(follow_profiler(self.observer))
@@ -247,9 +247,6 @@ class Iteration:
         if self._gathers:
             self.fence("before forward")  # until here peers may have written to their shards
             self._is_fenced = True
-
-    def is_forward_root(self, state: Any) -> bool:
-        return self._root is not None and self._root() is state
 
     def begin_units(
         self,
@@ -352,7 +349,7 @@ class Iteration:
 
     def end_forward(self) -> None:
         """End the root's forward: check for writes, show what users expect, meet in a fence."""
-        self._root = self._caller = None
+        self.root = self._caller = None
         self._to(Stage.IDLE if self.stage is Stage.FORWARD else Stage.BACKWARD)
         if not self._expects_backward:
             # Whoever looks at parameters after evaluation must find them sharded, the root's too.
@@ -609,7 +606,7 @@ class Iteration:
         self._path.forget()
         self._unused.forget()
         self._prefetch_after.clear()
-        self._root = self._caller = None
+        self.root = self._caller = None
         self._leave_backward()  # which never came to its own fence
         if self.stage is Stage.FORWARD:
             self._to(Stage.IDLE)

@@ -98,14 +98,6 @@ class ModuleState:
     def is_running(self) -> bool:
         return self.training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
-    @property
-    def shows_whole(self) -> bool:
-        """True if copies of its whole parameters are shown now (see `whole`)."""
-        for unit in self.all_units:  # noqa: SIM110  (asked twice per forward)
-            if unit.is_whole:
-                return True
-        return False
-
     def check_idle(self, call: str) -> None:
         """Raise MisuseError during forward or backward; forget one that an exception has ended.
 

@@ -252,8 +252,8 @@ class WriteWatch:
         """
         for unit in units:
             if (
-                _has_readers(unit)
-                and unit.is_in_place
+                unit.params.is_in_place
+                and _has_readers(unit)
                 and (unit.watch.reached_peers or self.has_changed(unit))
             ):
                 self.start_again()
