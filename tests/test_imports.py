@@ -34,6 +34,20 @@ print([name in sys.modules for name in ("torch", "torch._dynamo", "torch.distrib
     assert said.splitlines() == expected
 
 
+def test_what_is_written_before_the_first_call_imports_no_engine() -> None:
+    said = in_fresh_python(
+        """
+import inspect, sys, torch
+from fullshard import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+inspect.signature(fully_shard)
+print([name in sys.modules for name in ("fullshard.engine", "torch.distributed.tensor")])
+print(fully_shard.state(torch.nn.Linear(1, 1)), "fullshard.engine" in sys.modules)
+""",
+        options=("-W", "error"),
+    )
+    assert said.splitlines() == ["[False, False]", "None True"]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="one process a program takes a fork")
 def test_names_are_there_whatever_is_used_first() -> None:
     unknown, travelled, direct, version = in_fresh_forks(

@@ -1,7 +1,8 @@
 """Train PyTorch models larger than one device: fully sharded data parallel.
 
 The public names are those of `fullshard.public`, which is imported when one of them is first used,
-and torch with it: a command that only prints its help does not wait for torch.
+and torch with it: a command that only prints its help does not wait for torch. What is written before
+the first call, `fully_shard` and its policies, comes alone: the engine is imported by that call.
 """
 
 import importlib
@@ -15,6 +16,14 @@ if TYPE_CHECKING:  # type checkers and editors see every name at once
 
 __version__ = VERSION
 
+_WITHOUT_ENGINE = {
+    "fully_shard": "fullshard.fsdp2.fully_shard",
+    "BackwardPrefetch": "fullshard.policies",
+    "CPUOffloadPolicy": "fullshard.policies",
+    "MixedPrecisionPolicy": "fullshard.policies",
+    "OffloadPolicy": "fullshard.policies",
+}
+
 if not TYPE_CHECKING:  # which would take any name for one that is here
 
     def __getattr__(name: str) -> Any:
@@ -22,9 +31,11 @@ if not TYPE_CHECKING:  # which would take any name for one that is here
         # What inspect, copy and the like ask every module for is no use of the library.
         is_wanted = name == "__all__" or not name.startswith("__")
         if is_wanted and "__all__" not in globals():
-            check_torch_version(importlib.import_module("torch").__version__)
-            public = importlib.import_module("fullshard.public")
-            globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+            if not globals().keys() & _WITHOUT_ENGINE.keys():  # the first use: it may warn, once
+                check_torch_version(importlib.import_module("torch").__version__)
+            module = importlib.import_module(_WITHOUT_ENGINE.get(name, "fullshard.public"))
+            names = (name,) if name in _WITHOUT_ENGINE else ("__all__", *module.__all__)
+            globals().update({each: getattr(module, each) for each in names})
         try:
             return globals()[name]
         except KeyError:

@@ -236,7 +236,7 @@ def view_of(state: Hooks) -> FSDPState:
 
 
 def state_view(module: nn.Module) -> FSDPState | None:
-    """Return the state of a sharded module, None for any other. Public as ``fully_shard.state``."""
+    """Return the state of a sharded module, None for any other."""
     state = hooks_of(module)
     return None if state is None else view_of(state)
 

@@ -1,19 +1,22 @@
 """`fully_shard`: shards a module's parameters one by one, as DTensors on the module itself.
 
 Names, signatures, defaults and state-dict keys are those of ``torch.distributed.fsdp``.
+
+The engine, and DTensor with it, is imported by the first call: DTensor alone takes most of a second,
+which a program that prints its help does not wait for.
 """
 
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.faces.annotated import leave_unchecked
-from fullshard.faces.interop import state_view
-from fullshard.faces.meshes import DataParallelMeshDims, default_mesh, mesh_info
-from fullshard.fsdp2.module import FSDPModule
-from fullshard.fsdp2.units import ShardPlacementFn, make_units, unit_config
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
+
+if TYPE_CHECKING:
+    from fullshard.faces.interop import FSDPState
+    from fullshard.faces.meshes import DataParallelMeshDims
+    from fullshard.fsdp2.units import ShardPlacementFn
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -24,11 +27,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
+    shard_placement_fn: "ShardPlacementFn | None" = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    dp_mesh_dims: "DataParallelMeshDims | None" = ...,
 ) -> _Module: ...
 
 
@@ -38,11 +41,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
+    shard_placement_fn: "ShardPlacementFn | None" = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    dp_mesh_dims: "DataParallelMeshDims | None" = ...,
 ) -> list[_Module]: ...
 
 
@@ -51,11 +54,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
+    shard_placement_fn: "ShardPlacementFn | None" = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    dp_mesh_dims: "DataParallelMeshDims | None" = None,
 ) -> Any:
     """Shard a module's parameters, gradients and hence optimizer state over data-parallel ranks.
 
@@ -84,6 +87,11 @@ def fully_shard(
     Raises ShardingError or MeshError before anything is changed. If memory is lacking, restores the
     module and raises AllocationError. Source: ZeRO-3, arXiv 1910.02054; PyTorch FSDP2.
     """
+    from fullshard.faces.annotated import leave_unchecked
+    from fullshard.faces.meshes import default_mesh, mesh_info
+    from fullshard.fsdp2.module import FSDPModule
+    from fullshard.fsdp2.units import make_units, unit_config
+
     leave_unchecked(fully_shard)
     return make_units(
         module,
@@ -95,4 +103,11 @@ def fully_shard(
     )
 
 
-fully_shard.state = state_view  # type: ignore[attr-defined]
+def _state(module: nn.Module) -> "FSDPState | None":
+    """Return the state of a sharded module, None for any other. Public as ``fully_shard.state``."""
+    from fullshard.faces.interop import state_view
+
+    return state_view(module)
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
