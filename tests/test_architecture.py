@@ -34,21 +34,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "versions": set(),
     "torch_private": {"versions"},
     "plan": {"errors", "json_files"},
-    "comm": NEAR_TORCH | {"host", "plan"},
-    "engine": NEAR_TORCH | {"comm", "host", "plan", "versions"},
+    "peers": {"errors", "host", "torch_private"},
+    "comm": NEAR_TORCH | {"host", "peers", "plan"},
+    "engine": NEAR_TORCH | {"comm", "host", "peers", "plan", "versions"},
     "faces": NEAR_TORCH | {"engine", "plan"},
     "offline": BASE | {"checkpoint", "huggingface", "plan", "state"},
-    "checkpoint": BASE | {"host", "comm", "engine", "plan", "state", "versions"},
+    "checkpoint": BASE | {"host", "comm", "engine", "peers", "plan", "state", "versions"},
     "huggingface": BASE | {"checkpoint", "plan", "state"},
     "deferred": NEAR_TORCH | {"engine", "plan", "state"},
     "debugging": BASE | {"checkpoint", "engine", "plan", "state", "versions"},
-    "batches": NEAR_TORCH | {"comm", "engine", "plan", "state"},
+    "batches": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state"},
     "launching": BASE | {"engine", "local_ranks"},
-    "live": NEAR_TORCH | {"comm", "engine", "plan", "state"},
-    "state": NEAR_TORCH | {"faces", "comm", "engine", "plan"},
+    "live": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state"},
+    "state": NEAR_TORCH | {"faces", "comm", "engine", "peers", "plan"},
     "optim": NEAR_TORCH | {"comm", "engine", "plan"},
     "watch": NEAR_TORCH | {"host", "comm", "engine", "plan"},
-    "fsdp2": BASE | {"faces", "comm", "engine", "plan"},
+    "fsdp2": BASE | {"faces", "comm", "engine", "peers", "plan"},
     "fsdp1": NEAR_TORCH | {"faces", "comm", "engine", "host", "fsdp2", "optim", "plan", "state"},
     "migrate": NEAR_TORCH | {"comm", "engine", "fsdp1", "plan", "state"},
     "drop_in": BASE | {"faces", "comm", "engine", "fsdp1", "fsdp2", "optim", "state", "watch"},
@@ -186,7 +187,7 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 # programs that nobody wants to change, and so is Accelerate. Ranks inherit what their launcher has.
 _OF_ENVIRONMENT = ("fsdp1/setup.py", "debugging/switches.py", "drop_in/on_cpu.py", "run.py")
 # Gloo is told by it which interface to take, and ports of ours listen there.
-_OF_ENVIRONMENT += ("launching/launch.py", "comm/notices.py")
+_OF_ENVIRONMENT += ("launching/launch.py", "peers/status_board.py")
 
 
 @every_module(but=("tools/cli.py", "tools/train_cli.py", "tools/checking_cli.py", *_OF_ENVIRONMENT))

@@ -37,7 +37,7 @@ def compare_paths(
 
     may_raise: the path on which an exception is a difference. Elsewhere it ends the ranks, since
         others may wait. So does DivergenceError there: one rank may have come further than another,
-        and the next program of these ranks would begin at different places of their ledger.
+        and the next program of these ranks would begin at different places of their flight record.
     """
     found: list[str] = []
     records: dict[str, Record] = {}

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard import host
-from fullshard.comm.sentry import sentry
 from fullshard.engine.gradients.queue import ReductionQueue
+from fullshard.peers.watchdog import watchdog
 from tests.api import Api, use_api
 from tests.autograd_thread import backward_in_a_thread
 from tests.gpu.place import nccl_host
@@ -387,7 +387,7 @@ def _stop(job: Job) -> None:
 
 
 def _barrier_unjudged(_: Job) -> None:
-    sentry()._judge = lambda *_: None  # type: ignore[method-assign]
+    watchdog()._judge = lambda *_: None  # type: ignore[method-assign]
     dist.barrier()
 
 

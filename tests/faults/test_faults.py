@@ -156,7 +156,7 @@ def test_a_rank_of_another_host_that_is_stopped_is_not_lost() -> None:
 
 
 def _plans_on_a_gpu() -> list[Plan]:
-    """Return every fault over NCCL, where ranks read each other's ledger and where not, and over CUDA IPC."""
+    """Return every fault over NCCL, where ranks read each other's flight record and where not, and over CUDA IPC."""
     return [
         Plan(
             fault, path, ("fully_shard", "wrapper")[number % 2 and fault not in job.OF_FULLY_SHARD]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import fullshard
-from fullshard.comm.processes import is_running
+from fullshard.host import is_running
 from fullshard.launching import travel
 from fullshard.launching.processes import Output
 from fullshard.local_ranks import threads_for

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import fullshard
-from fullshard.comm.processes import is_running
+from fullshard.host import is_running
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 LIMIT_S = 120

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.own_group import own_group
 from fullshard.errors import LayoutError
+from fullshard.peers.own_group import own_group
 from fullshard.plan.builders import flat_layout
 from fullshard.plan.layout import ParamSpec, Piece
 from fullshard.plan.regrid import (

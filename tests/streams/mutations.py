@@ -36,19 +36,11 @@ ROOMS = ("engine", "comm", "fsdp1", "fsdp2", "optim")
 LEFT_OUT = {
     "comm/cuda_ipc.py": "reaches other processes: tests/engine/test_device_memory.py",
     "comm/device_memory.py": "orders processes, not lanes: tests/engine/test_device_memory.py",
-    "comm/exchange.py": "messages between hosts: tests/comm",
     "comm/gloo_sum.py": "Gloo's: tests/parity runs it on real ranks",
     "comm/peer_memory.py": "host memory: tests/comm, tests/engine",
     "comm/ring.py": "host memory: tests/comm, tests/engine",
     "comm/shared_memory.py": "host memory: tests/comm, tests/engine",
-    "comm/liveness.py": "messages between hosts: tests/comm/test_liveness.py",
-    "comm/ledger.py": "messages between hosts: tests/comm/test_ledger.py",
-    "comm/notices.py": "messages between hosts: tests/faults",
     "comm/outside_steps.py": "between passes, and Gloo's alone where it waits: tests/state",
-    "comm/patience.py": "words of hosts: tests/faults",
-    "comm/sentry.py": "a thread that queues nothing: tests/faults",
-    "comm/whereabouts.py": "reads frames of the host: tests/faults",
-    "comm/waits.py": "waits for Gloo on the host: tests/engine/test_divergence.py",
 }
 FUNCTIONS_LEFT_OUT = {
     "compare_paths": "waits for Gloo on the host: tests/faults",

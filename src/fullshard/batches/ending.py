@@ -9,9 +9,9 @@ from typing import Generic, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import any_device
 from fullshard.comm.outside_steps import run_collective
 from fullshard.errors import ShardingError, StateError
+from fullshard.peers.backends import any_device
 
 logger = logging.getLogger("fullshard")
 

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import timeout_s
-from fullshard.comm.liveness import absent_ranks, announce, leave_word, name_lost_ranks
-from fullshard.comm.own_group import mark_own
 from fullshard.errors import (
     CheckpointError,
     DamagedCheckpointError,
     FullshardError,
     PeerLostError,
 )
-from fullshard.plan.paths import by_text, name_ranks
+from fullshard.peers.backends import timeout_s
+from fullshard.peers.liveness import absent_ranks, announce, leave_word, name_lost_ranks
+from fullshard.peers.own_group import mark_own
+from fullshard.peers.paths import by_text, name_ranks
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -44,8 +44,8 @@ from fullshard.checkpoint.writing import ToWrite, WrittenFiles, write_files
 from fullshard.engine.checks.strays import num_updates, steps_of
 from fullshard.engine.unit_setup import comms_of
 from fullshard.errors import CheckpointError, FullshardError
+from fullshard.peers.paths import by_text
 from fullshard.plan.boxes import tiling_fault
-from fullshard.plan.paths import by_text
 from fullshard.state.structure import Structure
 from fullshard.versions import VERSION
 
@@ -185,11 +185,11 @@ def _moments(
     places: dict[str, tuple[int, str]] = {}
     updates: dict[str, list[int | None]] = {}
     for unit, _ in (each for structure in structures.values() for each in structure.units):
-        for ledger in (comm.ledger for comm in comms_of([unit])):
-            if ledger is not None:
-                text = f"{ledger.moment} ({ledger.place} operations of the group)"
-                places[ledger.key] = ledger.place, text
-                updates.setdefault(ledger.key, []).extend(map(num_updates, unit.params.holders))
+        for record in (comm.record for comm in comms_of([unit])):
+            if record is not None:
+                text = f"{record.moment} ({record.place} operations of the group)"
+                places[record.key] = record.place, text
+                updates.setdefault(record.key, []).extend(map(num_updates, unit.params.holders))
     if places:
         groups = ", ".join(sorted(places))
         for section, optimizer in optimizers.items():

@@ -15,10 +15,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_of
 from fullshard.comm.calls import all_gather, reduce_scatter
 from fullshard.comm.interface import Done, Reduction, ShardBuffer, Sum, Work
-from fullshard.comm.liveness import naming_lost_ranks
 from fullshard.comm.packing import Region, copy_in_gradients
 from fullshard.comm.process_group import (
     Pending,
@@ -26,6 +24,8 @@ from fullshard.comm.process_group import (
     ProcessGroupComm,
     do_nothing,
 )
+from fullshard.peers.backends import backend_of
+from fullshard.peers.liveness import naming_lost_ranks
 from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.torch_private import symmetric_memory
 

@@ -33,7 +33,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.exchange import exchange_through_store
 from fullshard.comm.interface import (
     Comm,
     Done,
@@ -45,12 +44,12 @@ from fullshard.comm.interface import (
     named_in,
     shard_views,
 )
-from fullshard.comm.ledger import Ledger
-from fullshard.comm.ledgers import keep_ledger
 from fullshard.comm.packing import copy_in_gradients
 from fullshard.comm.ring import Order, Ring, Stretch
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
+from fullshard.peers.exchange import exchange_through_store
+from fullshard.peers.flight_record import FlightRecord, keep_record
 from fullshard.plan.layout import BucketLayout, DirectRule
 
 _TURNS = 4  # reductions that may be under way at once: see [Note: Turns]
@@ -191,7 +190,7 @@ class DeviceMemoryComm(Comm):
         self.name = f"peer memory (one host, {kind})"
         # Through the store: the group's collectives may not work here (NCCL, ranks on one GPU).
         self.memory = SharedMemory.connect(group, exchange_through_store)
-        self.memory.ledger = keep_ledger(group, self.memory.ledger)
+        self.memory.record = keep_record(group, self.memory.record)
         self.rank, self.size = self.memory.rank, self.memory.size
         self._device = device
         self._mail = self.memory.allocate(self.size * _MAIL_NBYTES, "connecting")
@@ -209,8 +208,8 @@ class DeviceMemoryComm(Comm):
     # Shards
 
     @property
-    def ledger(self) -> Ledger | None:
-        return self.memory.ledger
+    def record(self) -> FlightRecord | None:
+        return self.memory.record
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool

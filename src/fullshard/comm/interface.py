@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from fullshard.comm.ledger import Ledger
 from fullshard.comm.packing import Landing, Region
+from fullshard.peers.flight_record import FlightRecord
 from fullshard.plan.layout import BucketLayout, DirectRule
 
 
@@ -58,7 +58,7 @@ class Sum:
 
     wire_dtype: dtype of the gradients that travel. The sum has the dtype of the result.
     may_average: True if a backend may form the mean itself instead of a sum.
-    label: name of the reduction in messages and ledger entries, the same on all ranks.
+    label: name of the reduction in messages and flight record entries, the same on all ranks.
     """
 
     wire_dtype: torch.dtype
@@ -148,7 +148,7 @@ class Comm(abc.ABC):
 
         unsharded: the buffer, from its element ``offset`` on.
         offset: 0, or ``bucket.direct_numel`` if the direct parameters are read in place.
-        label: name of the gather in messages and ledger entries, the same on all ranks.
+        label: name of the gather in messages and flight record entries, the same on all ranks.
         """
 
     @abc.abstractmethod
@@ -216,8 +216,8 @@ class Comm(abc.ABC):
         """
 
     @property
-    def ledger(self) -> Ledger | None:
-        """The ledger of the group; None if nobody compares what its ranks do."""
+    def record(self) -> FlightRecord | None:
+        """The flight record of the group; None if nobody compares what its ranks do."""
         return None
 
     @property

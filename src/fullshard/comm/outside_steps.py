@@ -1,6 +1,6 @@
 """Collectives outside of a model's passes: state dicts, norms, agreements.
 
-Each is entered in the group's ledger, so that a rank which makes a call alone meets an error instead of
+Each is entered in the group's flight record, so that a rank which makes a call alone meets an error instead of
 another rank's collective. Over Gloo it runs in fullshard's own group, and the wait for it notices
 what other ranks do.
 """
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import timeout_s
 from fullshard.comm.calls import all_gather
-from fullshard.comm.ledgers import known_ledger
-from fullshard.comm.liveness import name_lost_ranks
-from fullshard.comm.own_group import is_gloo, own_group
-from fullshard.comm.waits import wait_comparing
+from fullshard.peers.backends import timeout_s
+from fullshard.peers.flight_record import known_record
+from fullshard.peers.liveness import name_lost_ranks
+from fullshard.peers.own_group import is_gloo, own_group
+from fullshard.peers.waits import wait_comparing
 from fullshard.torch_private import default_group
 
 
@@ -35,17 +35,17 @@ def run_collective(
     CommError if a rank is gone or out of reach.
     """
     group = default_group() if group is None else group
-    ledger = known_ledger(group)
-    if ledger is not None:
-        ledger.enter(label)
+    record = known_record(group)
+    if record is not None:
+        record.enter(label)
     if not is_gloo(group):
         call(*args, group=group, **options)
         return
     try:
         moving = own_group(group)
         work = call(*args, group=moving, async_op=True, **options)
-        own = None if moving is group and ledger is not None else moving
-        wait_comparing(work, ledger, label, timeout_s(group), moving=own)
+        own = None if moving is group and record is not None else moving
+        wait_comparing(work, record, label, timeout_s(group), moving=own)
     except RuntimeError as error:
         name_lost_ranks(error, group, label)
         raise
@@ -59,9 +59,9 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None, label: str) -> l
     group = default_group() if group is None else group
     if not is_gloo(group):
         values: list[Any] = [None] * group.size()
-        ledger = known_ledger(group)
-        if ledger is not None:
-            ledger.enter(label)
+        record = known_record(group)
+        if record is not None:
+            record.enter(label)
         dist.all_gather_object(values, value, group=group)
         return values
     data = pickle.dumps(value)
@@ -88,9 +88,9 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup | None, l
     group = default_group() if group is None else group
     if not is_gloo(group):
         values = [value]
-        ledger = known_ledger(group)
-        if ledger is not None:
-            ledger.enter(label)
+        record = known_record(group)
+        if record is not None:
+            record.enter(label)
         dist.broadcast_object_list(values, group_src=source, group=group)
         return values[0]
     is_source = group.rank() == source

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_name, let_go_at_exit
 from fullshard.comm.interface import (
     Comm,
     Done,
@@ -37,11 +36,11 @@ from fullshard.comm.interface import (
     named_in,
     tensor_over,
 )
-from fullshard.comm.ledger import Ledger
-from fullshard.comm.ledgers import keep_ledger
 from fullshard.comm.packing import Region, copy_in_gradients
 from fullshard.comm.ring import LINE, Ring, Stretch
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
+from fullshard.peers.backends import backend_name, let_go_at_exit
+from fullshard.peers.flight_record import FlightRecord, keep_record
 from fullshard.plan.layout import BucketLayout, DirectRule, Route
 from fullshard.plan.sizes import round_up
 
@@ -65,7 +64,7 @@ class PeerMemoryComm(Comm):
             raise UnavailableError(f"the process group's backend is {backend}, not gloo")
         let_go_at_exit()  # connecting calls collectives of Gloo: see [Note: Leaving Gloo]
         self.memory = SharedMemory.connect(group)
-        self.memory.ledger = keep_ledger(group, self.memory.ledger)
+        self.memory.record = keep_record(group, self.memory.record)
         self.rank = self.memory.rank
         self.size = self.memory.size
         self._ring = Ring(self.memory, self._enlarge)
@@ -73,8 +72,8 @@ class PeerMemoryComm(Comm):
         self._part_nbytes = 0
 
     @property
-    def ledger(self) -> Ledger | None:
-        return self.memory.ledger
+    def record(self) -> FlightRecord | None:
+        return self.memory.record
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool

@@ -23,13 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import (
-    backend_name,
-    backend_names,
-    backend_of,
-    let_go_at_exit,
-    timeout_s,
-)
 from fullshard.comm.calls import GroupCalls, all_gather, reduce_scatter
 from fullshard.comm.gloo_sum import ExchangeMemory, exchange_flat, exchange_rows
 from fullshard.comm.interface import (
@@ -41,11 +34,7 @@ from fullshard.comm.interface import (
     Work,
     shard_views,
 )
-from fullshard.comm.ledger import Ledger
-from fullshard.comm.ledgers import known_ledger
-from fullshard.comm.liveness import announce, name_lost_ranks, naming_lost_ranks
-from fullshard.comm.making_ledgers import WITHOUT_PROCESSES, ledger_of
-from fullshard.comm.own_group import own_group
+from fullshard.comm.making_records import WITHOUT_PROCESSES, record_of
 from fullshard.comm.packing import (
     Landing,
     Region,
@@ -55,7 +44,17 @@ from fullshard.comm.packing import (
     wire_gradient,
 )
 from fullshard.comm.scratch import Scratch
-from fullshard.comm.waits import wait_comparing
+from fullshard.peers.backends import (
+    backend_name,
+    backend_names,
+    backend_of,
+    let_go_at_exit,
+    timeout_s,
+)
+from fullshard.peers.flight_record import FlightRecord, known_record
+from fullshard.peers.liveness import announce, name_lost_ranks, naming_lost_ranks
+from fullshard.peers.own_group import own_group
+from fullshard.peers.waits import wait_comparing
 from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.torch_private import coalescing_manager
 
@@ -161,7 +160,7 @@ class PendingReduction:
 
 
 def _enter_nowhere(what: str, nbytes: int = 0) -> None:
-    """Stand for `Ledger.enter` where ranks have no ledger."""
+    """Stand for `FlightRecord.enter` where ranks have no flight record."""
 
 
 def do_nothing() -> None:
@@ -172,7 +171,7 @@ class ProcessGroupComm(Comm):
     """Communication through the collectives of one c10d process group, on any device and backend.
 
     group: the ranks, as the program has them. moving_group: what their bytes travel through.
-    enter: enters in the ledger what all ranks do next, and how many bytes it moves; raises
+    enter: enters in the flight record what all ranks do next, and how many bytes it moves; raises
         DivergenceError, before any data moves, if another rank has entered something else.
     sums_natively: whether the backend forms sums, in the dtype that travels.
     gather_regions, reduce_regions: pools of memory for packed parameters and packed gradients.
@@ -212,17 +211,17 @@ class ProcessGroupComm(Comm):
 
         # None until `compare_ranks`, since making one is collective; except if another
         # communication over the same group has made it already.
-        self._ledger = known_ledger(group) if known else None
+        self._record = known_record(group) if known else None
         # Called before every collective, so without a method in between.
-        self.enter = _enter_nowhere if self._ledger is None else self._ledger.enter
+        self.enter = _enter_nowhere if self._record is None else self._record.enter
         self._timeout_s = timeout_s(group) if known else 0.0
         self._is_gloo = known and self.backend == "gloo"
 
     def compare_ranks(self) -> None:
         """Compare from now on what ranks do. Every rank must call it, before any collective."""
         if isinstance(self.group, dist.ProcessGroup):
-            self._ledger = ledger_of(self.group, self.backend)
-            self.enter = _enter_nowhere if self._ledger is None else self._ledger.enter
+            self._record = record_of(self.group, self.backend)
+            self.enter = _enter_nowhere if self._record is None else self._record.enter
 
     def wait_all(self, works: Sequence[Any], label: str) -> None:
         """Wait for collectives. None stands for one that runs on the stream that called it.
@@ -236,7 +235,7 @@ class ProcessGroupComm(Comm):
                     continue
                 if self._is_gloo:
                     own = None if self.moving_group is self.group else self.moving_group
-                    wait_comparing(work, self._ledger, label, self._timeout_s, moving=own)
+                    wait_comparing(work, self._record, label, self._timeout_s, moving=own)
                 else:
                     work.wait()
         except RuntimeError as error:
@@ -252,8 +251,8 @@ class ProcessGroupComm(Comm):
         return [*self.gather_regions.free, *self.reduce_regions.free]
 
     @property
-    def ledger(self) -> Ledger | None:
-        return self._ledger
+    def record(self) -> FlightRecord | None:
+        return self._record
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
@@ -337,7 +336,7 @@ class ProcessGroupComm(Comm):
         )
 
     def agree(self, bits: int, num_bits: int) -> int:
-        if self._ledger is None or WITHOUT_PROCESSES & backend_names(self.group):
+        if self._record is None or WITHOUT_PROCESSES & backend_names(self.group):
             return bits  # without processes there is none to ask
         label = "agreeing on what was written to"
         self.enter(label, num_bits)

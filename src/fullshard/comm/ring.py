@@ -108,7 +108,7 @@ class Ring:
         """
         # Before anything else: with other sizes, only some ranks would enlarge the ring, which is
         # collective, and they would wait for ever.
-        self._memory.ledger.enter(label, nbytes)
+        self._memory.record.enter(label, nbytes)
         nbytes = round_up(nbytes, LINE)
         try:
             self._reserve(nbytes)

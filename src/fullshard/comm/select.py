@@ -11,17 +11,17 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_names
 from fullshard.comm.collectives import CollectivesComm
 from fullshard.comm.cuda_ipc import CudaIpc, ranks_share_a_gpu
 from fullshard.comm.device_memory import DeviceMemoryComm
-from fullshard.comm.exchange import exchange_through_group
 from fullshard.comm.interface import Comm
 from fullshard.comm.local import LocalComm
 from fullshard.comm.peer_memory import PeerMemoryComm
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.errors import AllocationError, CommError, ShardingError
+from fullshard.peers.backends import backend_names
+from fullshard.peers.exchange import exchange_through_group
 from fullshard.policies import CommChoice
 
 logger = logging.getLogger("fullshard")

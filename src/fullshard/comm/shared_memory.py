@@ -30,21 +30,21 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard import host
-from fullshard.comm import ledger, notices
-from fullshard.comm.backends import timeout_s
-from fullshard.comm.exchange import exchange_through_group
-from fullshard.comm.ledger import Ledger
-from fullshard.comm.notices import Slots, give_up
-from fullshard.comm.patience import Patience, loss
-from fullshard.comm.sentry import has_sentry, sentry
-from fullshard.comm.store import files_for_store
 from fullshard.errors import AllocationError, PeerLostError
+from fullshard.peers import flight_record, status_board
+from fullshard.peers.backends import timeout_s
+from fullshard.peers.exchange import exchange_through_group
+from fullshard.peers.flight_record import FlightRecord
+from fullshard.peers.status_board import StatusSlots, give_up
+from fullshard.peers.store import files_for_store
+from fullshard.peers.wait_reporter import WaitReporter, loss
+from fullshard.peers.watchdog import has_watchdog, watchdog
 
 _WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's
 _WORD_BITS = 62  # of a signed 8-byte word, for flags
-# Of each rank, and so in the control memory: counters of all ranks, the ledger, notices.
+# Of each rank, and so in the control memory: counters of all ranks, the flight record, statuses.
 _COUNTERS_NBYTES = _WORDS_PER_RANK * 8
-_CONTROL_NBYTES = _COUNTERS_NBYTES + ledger.NBYTES + notices.NBYTES
+_CONTROL_NBYTES = _COUNTERS_NBYTES + flight_record.NBYTES + status_board.NBYTES
 # A waiting rank spins first (a counter takes 2-3 us to arrive), then yields its core, then sleeps.
 _SPIN_S = 50e-6
 _YIELD_S = 2e-3
@@ -110,7 +110,7 @@ class SharedMemory:
         self._peers = introductions
         self._control = control
         counters_nbytes = self.size * _COUNTERS_NBYTES
-        ledger_end = counters_nbytes + self.size * ledger.NBYTES
+        record_end = counters_nbytes + self.size * flight_record.NBYTES
         self._words = control[:counters_nbytes].cast("q")
         self._fence = _make_fence()
         self._arrivals = 0
@@ -122,15 +122,15 @@ class SharedMemory:
             self._pidfds.register(pidfd, select.POLLIN)
         ranks = [peer.global_rank for peer in introductions]
         self._name = name
-        self._entries = control[counters_nbytes:ledger_end]
-        self.slots = Slots(rank, ranks, control[ledger_end:], self._fence)
+        self._entries = control[counters_nbytes:record_end]
+        self.slots = StatusSlots(rank, ranks, control[record_end:], self._fence)
         self.pids = {peer.global_rank: peer.pid for peer in introductions}
-        self._sentry = sentry()
+        self._watchdog = watchdog()
 
     @functools.cached_property
-    def ledger(self) -> Ledger:
-        """The ledger of the group, in this memory."""
-        made = Ledger(self.rank, self.slots.ranks, self._entries, self._fence, self._name)
+    def record(self) -> FlightRecord:
+        """The flight record of the group, in this memory."""
+        made = FlightRecord(self.rank, self.slots.ranks, self._entries, self._fence, self._name)
         made.slots, made.pids = self.slots, self.pids
         return made
 
@@ -157,7 +157,7 @@ class SharedMemory:
         nbytes = size * _CONTROL_NBYTES
         control: memoryview | None = None
         fd, host_id, problem = None, "", _platform_problem()
-        files = None if has_sentry() else _files()
+        files = None if has_watchdog() else _files()
         # A limit may be that of one rank alone. So a failure becomes a value that all ranks get,
         # and all go the same way; an exception here would leave the others in the exchange.
         try:
@@ -245,8 +245,8 @@ class SharedMemory:
         Raises DivergenceError if a rank does something else at this place of the group's sequence,
         and as `wait_all`.
         """
-        # First the ledger: a counter alone would let a rank pass whose peers wait somewhere else.
-        self.ledger.enter(label, nbytes)
+        # First the flight record: a counter alone would let a rank pass whose peers wait somewhere else.
+        self.record.enter(label, nbytes)
         self._arrivals += 1
         self.set(self.BARRIER, self._arrivals)
         self.wait_all(self.BARRIER, self._arrivals, label)
@@ -298,9 +298,9 @@ class SharedMemory:
 
     def _wait_for_late(self, counter: int, value: int, label: str) -> None:
         """Wait as `wait_all`, for ranks that are far behind: latency matters less, causes more."""
-        patience = Patience(label, self.timeout_s)
+        reporter = WaitReporter(label, self.timeout_s)
         checked = 0.0
-        with self._sentry.waiting(label, (self.ledger.key,)):
+        with self._watchdog.waiting(label, (self.record.key,)):
             while late := self._late(counter, value):
                 time.sleep(200e-6)
                 now = time.perf_counter()
@@ -308,10 +308,10 @@ class SharedMemory:
                     checked = now
                     # Before looking who is gone: a rank that has seen that paths differ raises and
                     # may leave, and the difference is the better error.
-                    self.ledger.compare()
-                    self._sentry.check()
+                    self.record.compare()
+                    self._watchdog.check()
                     self._check_alive(counter, value, label)
-                    patience.check({peer: self.pids.get(peer) for peer in late})
+                    reporter.check({peer: self.pids.get(peer) for peer in late})
 
     def _late(self, counter: int, value: int) -> list[int]:
         """Return the global ranks whose counter is below ``value``."""
@@ -343,7 +343,7 @@ def _make_fence() -> Callable[[], None]:
     """Return what orders all that a thread wrote and read before with what it writes and reads after.
 
     See [Note: Ordering]. On x86 taking a lock is an atomic instruction, which also keeps a
-    later read from moving before an earlier write, as the ledger needs.
+    later read from moving before an earlier write, as the flight record needs.
     """
     lock = threading.Lock()
     lock.acquire()  # held from now on, except within

@@ -40,7 +40,7 @@ from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Phase, Unit
 from fullshard.engine.unit_setup import comms_of
 from fullshard.engine.watchers import watchers
-from fullshard.plan.paths import Phase as StepPhase
+from fullshard.peers.paths import Phase as StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch

@@ -254,7 +254,7 @@ class ModuleState:
         self._states = list(dict.fromkeys(named.values()))
         for state in self._states:
             state._units = None  # moves of ties change which units own parameters
-        # Names first: messages of all that follows have them, and the ledger compares them.
+        # Names first: messages of all that follows have them, and the flight record compares them.
         for unit, name in names_of_units(named).items():
             unit.set_name(name)
         for param, paths in names_of_parameters(root, self._states).items():

@@ -80,7 +80,7 @@ class UnitSetup(abc.ABC):
         self.device = device
         self.config = config
         self.name = ""
-        self.entered_as = "root"  # in the ledger, the same on every rank
+        self.entered_as = "root"  # in the flight record, the same on every rank
         self.is_root = False
         self.runtime = Runtime.of(device)
         self._scratch = self.runtime.scratch  # held, so that it is freed with the last unit

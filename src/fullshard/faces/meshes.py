@@ -128,7 +128,7 @@ def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return a 1-D mesh of all ranks, and initialise the process group if nobody has.
 
     The same one as long as somebody has it. Where there is a GPU and the default group is Gloo's, each new mesh
-    has a process group of its own, and each group its own memory, connections and ledger.
+    has a process group of its own, and each group its own memory, connections and flight record.
     """
     if not dist.is_initialized():
         dist.init_process_group()

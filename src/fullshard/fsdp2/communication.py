@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_name, backend_of
 from fullshard.comm.collectives import (
     AllGather,
     CollectivesComm,
@@ -19,10 +18,11 @@ from fullshard.comm.collectives import (
     SymmMemAllGather,
     SymmMemReduceScatter,
 )
-from fullshard.comm.own_group import keeping_order
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
+from fullshard.peers.backends import backend_name, backend_of
+from fullshard.peers.own_group import keeping_order
 
 
 def use_collectives(

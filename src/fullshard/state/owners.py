@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.own_group import group_over
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.faces.meshes import joined_mesh
+from fullshard.peers.own_group import group_over
 from fullshard.state.structure import units_of
 
 

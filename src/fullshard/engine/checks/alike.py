@@ -1,6 +1,6 @@
 """Whether all ranks have built the same model, from the same code.
 
-At a model's first use, each rank enters a digest of its description in the ledgers of its groups. Where
+At a model's first use, each rank enters a digest of its description in the flight records of its groups. Where
 digests differ, ranks post their descriptions in the store that they met in, and every rank raises an
 error with the first line that differs. Where they do not, nothing is exchanged.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from fullshard.comm.ledger import Ledger
 from fullshard.engine.unit import Unit
+from fullshard.peers.flight_record import FlightRecord
 from fullshard.versions import VERSION
 
 # Of a unit's configuration, what every rank has to have set alike.
@@ -37,7 +37,9 @@ _OPTIONS = (
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")  # in the path of a module
 
 
-def check_alike(units: Sequence[Unit], kinds: Sequence[type], ledgers: Iterable[Ledger]) -> None:
+def check_alike(
+    units: Sequence[Unit], kinds: Sequence[type], records: Iterable[FlightRecord]
+) -> None:
     """Compare a model with that of the other ranks of each group. Every rank must call it.
 
     kinds: the classes of its modules. Raises DivergenceError, here or in the next wait, if one has built another model or runs other
@@ -46,14 +48,14 @@ def check_alike(units: Sequence[Unit], kinds: Sequence[type], ledgers: Iterable[
     # Without numbers in paths: what a rank leaves out (ignored modules) moves those behind it.
     parameters = [_NUMBER.sub("#", line) for line in _parameters(units)]
     digest = zlib.crc32("\n".join([*_settings(units, kinds), *parameters]).encode())
-    # The ledger outlives the model, so it must not keep the units.
+    # The flight record outlives the model, so it must not keep the units.
     references = [weakref.ref(unit) for unit in units]
 
     def lines() -> list[str]:
         return describe([unit for each in references if (unit := each()) is not None], kinds)
 
-    for ledger in ledgers:
-        ledger.enter_compared("first use of the model", digest, lines)
+    for record in records:
+        record.enter_compared("first use of the model", digest, lines)
 
 
 class FreezeWatch:
@@ -67,7 +69,7 @@ class FreezeWatch:
         self._units = units
         self._frozen = self._now()
 
-    def enter_changes(self, ledgers: Iterable[Ledger]) -> None:
+    def enter_changes(self, records: Iterable[FlightRecord]) -> None:
         """Enter what has changed since the last call, if anything has."""
         frozen = self._now()
         if frozen == self._frozen:
@@ -83,8 +85,8 @@ class FreezeWatch:
         others = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
         what = f"{lines[0]}{others}" if lines else "other parameters"
         digest = zlib.crc32("\n".join(lines).encode())
-        for ledger in ledgers:
-            ledger.enter_compared(what, digest, lambda: lines)
+        for record in records:
+            record.enter_compared(what, digest, lambda: lines)
 
     def _now(self) -> list[bool]:
         return [param.requires_grad for unit in self._units for param in unit.params]

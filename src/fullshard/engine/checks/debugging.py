@@ -3,7 +3,7 @@
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.unit import Unit
 from fullshard.errors import DivergenceError
-from fullshard.plan.paths import Moment, by_text
+from fullshard.peers.paths import Moment, by_text
 
 
 class StepChecks:

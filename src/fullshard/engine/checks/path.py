@@ -9,7 +9,7 @@ from fullshard.engine.checks.debugging import StepChecks, check_step
 from fullshard.engine.checks.order import ForwardOrder
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_setup import comms_of
-from fullshard.plan.paths import Moment, Phase
+from fullshard.peers.paths import Moment, Phase
 
 
 class Path:
@@ -23,14 +23,14 @@ class Path:
         self._step = 0  # forwards with gradients so far
         self._moment = Moment(0, Phase.BETWEEN)
         named = [(unit.path, [param.name for param in unit.params]) for unit in units]
-        ledgers = dict.fromkeys(comm.ledger for comm in comms_of(units))
-        # The model's number in the ledger of each of its groups.
-        self._ledgers = {each: each.add_model(kind, named) for each in ledgers if each is not None}
-        self._notes = [each.note for each in self._ledgers]
+        records = dict.fromkeys(comm.record for comm in comms_of(units))
+        # The model's number in the flight record of each of its groups.
+        self._records = {each: each.add_model(kind, named) for each in records if each is not None}
+        self._notes = [each.note for each in self._records]
         for unit in units:
-            if (ledger := unit.comm.ledger or unit.replicate_comm.ledger) is not None:
-                unit.set_model(self._ledgers[ledger])
-        check_alike(units, kinds, self._ledgers)
+            if (record := unit.comm.record or unit.replicate_comm.record) is not None:
+                unit.set_model(self._records[record])
+        check_alike(units, kinds, self._records)
         self._freezing = FreezeWatch(units)
         self._order = ForwardOrder(units)
         self._checks_order = False
@@ -41,14 +41,14 @@ class Path:
         self._step += is_step
         self.begin(Phase.FORWARD if is_step else Phase.EVALUATION)
         if is_step:
-            self._freezing.enter_changes(self._ledgers)
+            self._freezing.enter_changes(self._records)
         self._checks_order = self._order.is_checked
 
     def begin(self, phase: Phase) -> None:
         """Say which part of the step this rank is in."""
         self._moment = Moment(self._step, phase)
-        for ledger, model in self._ledgers.items():
-            ledger.begin(model, self._step, phase)
+        for record, model in self._records.items():
+            record.begin(model, self._step, phase)
 
     def enter(self, units: Sequence[Unit], *, is_training: bool) -> None:
         """Tell of units whose forward begins. Call it before any gather of theirs.

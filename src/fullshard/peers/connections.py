@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from fullshard.comm.notices import Board
+from fullshard.peers.status_board import StatusBoard
 
 logger = logging.getLogger("fullshard")
 
@@ -40,10 +40,10 @@ _HELLO_S = 1.0  # for whoever connects to say who it is
 _MOST_STRANGERS = 8  # that may be about to say so; a rank that is sent away comes again
 
 
-class Neighbours:
+class Connections:
     """The ranks that this one is connected to. board: where ranks find each other."""
 
-    def __init__(self, rank: int, board: Board) -> None:
+    def __init__(self, rank: int, board: StatusBoard) -> None:
         self._rank = rank
         self._board = board
         self._server: socket.socket | None = None
@@ -199,7 +199,7 @@ def _watch(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-_all: "weakref.WeakSet[Neighbours]" = weakref.WeakSet()
+_all: "weakref.WeakSet[Connections]" = weakref.WeakSet()
 
 
 def _close_all() -> None:

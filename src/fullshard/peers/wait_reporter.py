@@ -1,6 +1,6 @@
 """What a rank says that waits for another: of slow ones, of those that are lost, and when it gives up.
 
-Who has said something of itself (see `sentry`) is quoted. Of a rank that is silent though its process
+Who has said something of itself (see `watchdog`) is quoted. Of a rank that is silent though its process
 lives, the system tells a little: whether it is stopped, and its stack if py-spy is installed.
 """
 
@@ -14,9 +14,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.comm.ledger import ledgers
-from fullshard.comm.sentry import sentry
-from fullshard.comm.verdicts import final_error
 from fullshard.errors import (
     CommError,
     DivergenceError,
@@ -24,8 +21,11 @@ from fullshard.errors import (
     PeerLostError,
     PeerTimeoutError,
 )
-from fullshard.plan.paths import name_ranks
-from fullshard.plan.standstill import Notice
+from fullshard.peers.flight_record import flight_records
+from fullshard.peers.paths import name_ranks
+from fullshard.peers.standstill import RankStatus
+from fullshard.peers.verdicts import final_error
+from fullshard.peers.watchdog import watchdog
 
 logger = logging.getLogger("fullshard")
 
@@ -36,7 +36,7 @@ _STATES = {"T": "is stopped by a signal (kill -CONT goes on)", "t": "is stopped 
 _STATES |= {"D": "waits for a disk or a file system", "Z": "has ended"}
 
 
-class Patience:
+class WaitReporter:
     """One wait for others. label: what the rank waits in. timeout_s: when it gives up.
 
     Ranks that are out of reach may come back, as after a link did: they are reported at once, and given up like others.
@@ -57,7 +57,7 @@ class Patience:
         waited = time.perf_counter() - self._started
         if waited > self._timeout_s:
             raise self.end(late)
-        unreached = late.keys() & sentry().unreached
+        unreached = late.keys() & watchdog().unreached
         if waited > self._next_report_s or unreached - self._unreached:
             self._next_report_s *= _LONGER
             self._unreached = unreached
@@ -69,7 +69,7 @@ class Patience:
         text = (
             f"{self._describe(late, waited)}\nGiving up, as the process group's timeout is over. "
         )
-        if late.keys() & sentry().unreached:
+        if late.keys() & watchdog().unreached:
             return PeerLostError(
                 f"{text}Look at that rank's host and the network; restart from the last checkpoint."
             )
@@ -81,10 +81,10 @@ class Patience:
         head = f"rank {dist.get_rank()} has waited {waited:.0f} s in {self._label}"
         if not late:
             return f"{head}. All ranks are there, so what they send is still on its way."
-        unreached = sentry().unreached
+        unreached = watchdog().unreached
         # Of ranks that this one is not connected to, others may know.
-        notices = sentry().read(range(dist.get_world_size()))
-        said = {rank: by for by, each in sorted(notices.items()) for rank in each.unreached}
+        statuses = watchdog().read(range(dist.get_world_size()))
+        said = {rank: by for by, each in sorted(statuses.items()) for rank in each.unreached}
         are_alive = all(late.values()) and not late.keys() & (unreached | said.keys())
         parts = [f"{head} for {name_ranks(late)}, {'alive but ' * are_alive}not here yet."]
         for rank, pid in sorted(late.items()):
@@ -97,17 +97,17 @@ class Patience:
                     f"rank {rank} is out of reach for rank {said[rank]}: its host does not answer."
                 )
             else:
-                parts.append(_what_it_does(rank, pid, notices.get(rank)))
+                parts.append(_what_it_does(rank, pid, statuses.get(rank)))
         return "\n".join(parts)
 
 
-def _what_it_does(rank: int, pid: int | None, notice: Notice | None) -> str:
+def _what_it_does(rank: int, pid: int | None, status: RankStatus | None) -> str:
     """Say where a rank is, with its stack if it can be had."""
     last = _last_entry(rank)
     before = f" The last that it entered: {last}." if last else ""
-    if notice is not None and notice.beat:
-        stack = "\n".join(["", *notice.stack[-12:]])
-        return f"rank {rank}: {notice}.{before} Its stack, by its own sentry:{stack}"
+    if status is not None and status.beat:
+        stack = "\n".join(["", *status.stack[-12:]])
+        return f"rank {rank}: {status}.{before} Its stack, by its own watchdog:{stack}"
     if pid is None:
         return f"rank {rank}: it has said nothing of itself.{before}"
     state = _STATES.get(_process_state(pid), "lives, and says nothing: it moves, or holds the GIL")
@@ -139,10 +139,10 @@ def _stack_by_py_spy(pid: int) -> str:
 
 
 def _last_entry(rank: int) -> str:
-    """Return what a rank entered last in a ledger that this rank can read."""
-    for ledger in ledgers():
-        if rank in ledger.ranks:
-            entry = ledger.last_of(ledger.ranks.index(rank))
+    """Return what a rank entered last in a flight record that this rank can read."""
+    for record in flight_records():
+        if rank in record.ranks:
+            entry = record.last_of(record.ranks.index(rank))
             if entry is not None:
                 return str(entry)
     return ""
@@ -154,21 +154,21 @@ def loss(ranks: Iterable[int], label: str) -> FullshardError:
     A DivergenceError if they ended in order, or because of one; else a PeerLostError.
     """
     gone = sorted(ranks)
-    words = {rank: sentry().last_words(rank) for rank in gone}
-    for notice in words.values():
-        if notice is not None and notice.is_final:
-            return final_error(notice)
+    words = {rank: watchdog().last_words(rank) for rank in gone}
+    for status in words.values():
+        if status is not None and status.is_final:
+            return final_error(status)
     texts = []
-    for rank, notice in words.items():
+    for rank, status in words.items():
         last = _last_entry(rank)
         texts.append(
             f"rank {rank} died or left without a word"
-            if notice is None
-            else f"rank {rank} {notice}"
+            if status is None
+            else f"rank {rank} {status}"
         )
         texts[-1] += f"; the last that it entered: {last}" if last else ""
     what = f"{'. '.join(texts)}. Others wait for {name_ranks(gone)} in {label}{_now()}"
-    if all(notice is not None and not notice.error for notice in words.values()):
+    if all(status is not None and not status.error for status in words.values()):
         return DivergenceError(
             f"Ranks do not end together: {what}. Let every rank run as many steps, and leave "
             "together; one that has run out of data has to tell the others."
@@ -179,7 +179,7 @@ def loss(ranks: Iterable[int], label: str) -> FullshardError:
 
 
 def _now() -> str:
-    moments = [ledger.moment for ledger in ledgers()]
+    moments = [record.moment for record in flight_records()]
     return f" ({max(moments)})" if moments else ""
 
 
@@ -189,10 +189,10 @@ def unreachable(ranks: Iterable[int], label: str, words: str) -> FullshardError:
     words: the backend's.
     """
     others = list(ranks)
-    if left := [rank for rank in others if sentry().last_words(rank) is not None]:
+    if left := [rank for rank in others if watchdog().last_words(rank) is not None]:
         return loss(left, label)
     # On other hosts: those whose connection broke too are there to say so, the lost one is not.
-    missing = sentry().missing(others)
+    missing = watchdog().missing(others)
     if missing:
         return loss(missing, label)
     if missing is None and 0 in others:

@@ -7,20 +7,20 @@ from typing import ClassVar
 
 import pytest
 
-from fullshard.comm import ledger, patience, waits
-from fullshard.comm.ledger import Ledger
-from fullshard.comm.waits import wait_comparing
 from fullshard.errors import DivergenceError
+from fullshard.peers import flight_record, wait_reporter, waits
+from fullshard.peers.flight_record import FlightRecord
+from fullshard.peers.waits import wait_comparing
 
 
-def _ledgers(size: int) -> list[Ledger]:
-    memory = memoryview(bytearray(size * ledger.NBYTES))
+def _records(size: int) -> list[FlightRecord]:
+    memory = memoryview(bytearray(size * flight_record.NBYTES))
     ranks = [10 + rank for rank in range(size)]
-    return [Ledger(rank, ranks, memory, lambda: None) for rank in range(size)]
+    return [FlightRecord(rank, ranks, memory, lambda: None) for rank in range(size)]
 
 
 def test_equal_entries_pass_whoever_is_ahead() -> None:
-    one, two = _ledgers(2)
+    one, two = _records(2)
     for number in range(500):
         one.enter(f"unit {number % 7}", 16)
         if number >= 5:
@@ -30,7 +30,7 @@ def test_equal_entries_pass_whoever_is_ahead() -> None:
 
 
 def test_second_of_two_ranks_refuses_before_it_moves_anything_and_first_while_it_waits() -> None:
-    one, two, three = _ledgers(3)
+    one, two, three = _records(3)
     for each in (one, two, three):
         each.enter("before forward")
     one.enter("a: reduce-scatter", 64)
@@ -45,14 +45,14 @@ def test_second_of_two_ranks_refuses_before_it_moves_anything_and_first_while_it
 
 
 def test_another_size_of_the_same_unit_is_refused() -> None:
-    one, two = _ledgers(2)
+    one, two = _records(2)
     one.enter("a", 64)
     with pytest.raises(DivergenceError, match=r"a \(128 bytes\)"):
         two.enter("a", 128)
 
 
 def test_entries_of_other_places_say_nothing() -> None:
-    one, two = _ledgers(2)
+    one, two = _records(2)
     for number in range(200):  # far beyond what is kept
         one.enter(f"{number}")
     two.enter("0")
@@ -60,7 +60,7 @@ def test_entries_of_other_places_say_nothing() -> None:
 
 
 def test_names_longer_than_an_entry_are_compared_whole() -> None:
-    one, two = _ledgers(2)
+    one, two = _records(2)
     one.enter("x" * 300 + "1")
     with pytest.raises(DivergenceError, match="xxx"):
         two.enter("x" * 300 + "2")
@@ -85,8 +85,8 @@ class _Work:
         return self.num_waits <= 0
 
 
-class _Sentry:
-    """A sentry that finds nothing."""
+class _Watchdog:
+    """A watchdog that finds nothing."""
 
     def waiting(self, *_: object, **options: object) -> contextlib.AbstractContextManager[None]:
         """Do nothing."""
@@ -99,14 +99,14 @@ class _Sentry:
 
 
 @pytest.fixture(autouse=True)
-def _no_sentry(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the thread, which needs a process group."""
-    monkeypatch.setattr(waits, "sentry", _Sentry)
-    monkeypatch.setattr(patience, "sentry", _Sentry)
+    monkeypatch.setattr(waits, "watchdog", _Watchdog)
+    monkeypatch.setattr(wait_reporter, "watchdog", _Watchdog)
 
 
 def _wait(work: _Work) -> None:
-    wait_comparing(work, _ledgers(2)[0], "all-gather", 30.0)
+    wait_comparing(work, _records(2)[0], "all-gather", 30.0)
 
 
 @pytest.mark.parametrize("num_waits", [0, 1, 3])

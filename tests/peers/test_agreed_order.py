@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard import host
-from fullshard.comm import making_ledgers
-from fullshard.comm.ledgers import known_ledger
-from fullshard.comm.sentry import sentry
+from fullshard.comm import making_records
 from fullshard.errors import DivergenceError, FullshardError
+from fullshard.peers.flight_record import known_record
+from fullshard.peers.watchdog import watchdog
 from tests.fresh import in_fresh_ranks
 from tests.harness import Fate, on_ranks, rank, run_fresh
 
@@ -69,10 +69,10 @@ def sharded(backend: str = "gloo", large: int = WIDTH) -> tuple[Net, Any, Any]:
     for block in model.blocks:
         fullshard.fully_shard(block, mesh=mesh)
     fullshard.fully_shard(model, mesh=mesh)
-    ledger = known_ledger(group)
-    assert ledger is not None
-    assert not ledger.is_shared
-    return model, ledger.order, group
+    record = known_record(group)
+    assert record is not None
+    assert not record.is_shared
+    return model, record.order, group
 
 
 def step(model: Net, order: tuple[int, ...] = (0, 1, 2)) -> float:
@@ -187,8 +187,8 @@ def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
     """The fake backend stands for NCCL: the host starts collectives, and never waits for them."""
     device = Device()
     with (
-        mock.patch.object(making_ledgers, "WITHOUT_PROCESSES", set()),
-        mock.patch("fullshard.comm.sentry.abort", device.abort),
+        mock.patch.object(making_records, "WITHOUT_PROCESSES", set()),
+        mock.patch("fullshard.peers.watchdog.abort", device.abort),
         on_hosts_of_their_own(),
     ):
         model, order, _ = sharded("fake")
@@ -215,10 +215,10 @@ def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
 def test_over_nccl_ranks_of_which_none_moves_are_told_of_each_other() -> None:
     """One waits for its device, which looks as if it computed, so it is no error."""
     with (
-        mock.patch.object(making_ledgers, "WITHOUT_PROCESSES", set()),
-        mock.patch("fullshard.comm.sentry._REPORTED_AT", 4),
-        mock.patch("fullshard.comm.sentry.runs_program_beside", return_value=False),
-        mock.patch("fullshard.comm.verdicts.logger.warning") as warned,
+        mock.patch.object(making_records, "WITHOUT_PROCESSES", set()),
+        mock.patch("fullshard.peers.watchdog._REPORTED_AT", 4),
+        mock.patch("fullshard.peers.watchdog.runs_program_beside", return_value=False),
+        mock.patch("fullshard.peers.verdicts.logger.warning") as warned,
         on_hosts_of_their_own(),
     ):
         model, _, _ = sharded("fake")
@@ -239,22 +239,22 @@ def _rank_1_ends(how: str) -> None:
     """Train over what stands for NCCL until rank 1 ends."""
     device = Device()
     with (
-        mock.patch.object(making_ledgers, "WITHOUT_PROCESSES", set()),
-        mock.patch("fullshard.comm.sentry.abort", device.abort),
+        mock.patch.object(making_records, "WITHOUT_PROCESSES", set()),
+        mock.patch("fullshard.peers.watchdog.abort", device.abort),
         on_hosts_of_their_own(),
     ):
         model, _, group = sharded("fake")
-        ledger = known_ledger(group)
-        assert ledger is not None
+        record = known_record(group)
+        assert record is not None
         if how == "killed":  # as of ranks that share a host
             pids: list[Any] = [None, None]
             dist.all_gather_object(pids, os.getpid())
-            ledger.pids = dict(enumerate(pids))
+            record.pids = dict(enumerate(pids))
         for _ in range(4):
             step(model)
         if rank() == 1:
             if how == "raised":
-                sentry()._say_last("ValueError: planted")
+                watchdog()._say_last("ValueError: planted")
             os._exit(1)
         step(model)
         device.synchronize()

@@ -14,9 +14,9 @@ from typing import cast
 
 import pytest
 
-from fullshard.comm import neighbours
-from fullshard.comm.neighbours import Neighbours
-from fullshard.comm.notices import Board
+from fullshard.peers import connections
+from fullshard.peers.connections import Connections
+from fullshard.peers.status_board import StatusBoard
 
 
 class Doors:
@@ -41,9 +41,9 @@ def doors() -> Doors:
 
 
 @pytest.fixture
-def ring(doors: Doors) -> Iterator[list[Neighbours]]:
+def ring(doors: Doors) -> Iterator[list[Connections]]:
     """Return three ranks, numbers 4, 5 and 7, that have met."""
-    members = [Neighbours(rank, cast("Board", doors)) for rank in (4, 5, 7)]
+    members = [Connections(rank, cast("StatusBoard", doors)) for rank in (4, 5, 7)]
     for each in members:
         each.open()
     for each in members:
@@ -53,7 +53,7 @@ def ring(doors: Doors) -> Iterator[list[Neighbours]]:
         each.close()
 
 
-def ended(rank: Neighbours) -> set[int]:
+def ended(rank: Connections) -> set[int]:
     """Return what a rank has seen end, after a moment."""
     found: set[int] = set()
     for _ in range(20):
@@ -62,14 +62,14 @@ def ended(rank: Neighbours) -> set[int]:
     return found
 
 
-def test_both_neighbours_see_that_a_rank_has_ended(ring: list[Neighbours]) -> None:
+def test_both_neighbours_see_that_a_rank_has_ended(ring: list[Connections]) -> None:
     assert [ended(each) for each in ring] == [set(), set(), set()]
     ring[1].close()
     assert [ended(each) for each in (ring[0], ring[2])] == [{5}, {5}]
     assert [ended(each) for each in (ring[0], ring[2])] == [set(), set()], "it is told once"
 
 
-def test_a_stranger_is_sent_away(ring: list[Neighbours], doors: Doors) -> None:
+def test_a_stranger_is_sent_away(ring: list[Connections], doors: Doors) -> None:
     _, port, host, *_ = doors.lines["door", 4]
     for said in (b"GET / HTTP/1.1", b'["of another job", 5]', b"[" * 64, b"5"):
         with socket.create_connection((host, int(port)), timeout=5) as stranger:
@@ -80,7 +80,7 @@ def test_a_stranger_is_sent_away(ring: list[Neighbours], doors: Doors) -> None:
 
 
 def test_whoever_says_nothing_is_sent_away_in_time_and_few_are_let_in(
-    ring: list[Neighbours], doors: Doors
+    ring: list[Connections], doors: Doors
 ) -> None:
     _, port, host = doors.lines["door", 4]
     assert host == "127.0.0.1", "where it can be reached, and nowhere else"
@@ -88,13 +88,13 @@ def test_whoever_says_nothing_is_sent_away_in_time_and_few_are_let_in(
     with contextlib.ExitStack() as stack:
         silent: list[socket.socket] = []
         with contextlib.suppress(TimeoutError):  # the system lets nobody more wait to be let in
-            for _ in range(5 * neighbours._MOST_STRANGERS):
+            for _ in range(5 * connections._MOST_STRANGERS):
                 waiting = socket.create_connection((host, int(port)), timeout=0.2)
                 silent.append(stack.enter_context(waiting))
-        assert len(silent) > neighbours._MOST_STRANGERS
+        assert len(silent) > connections._MOST_STRANGERS
         descriptors = num_open()
         ended(ring[0])
-        assert num_open() <= descriptors + neighbours._MOST_STRANGERS
+        assert num_open() <= descriptors + connections._MOST_STRANGERS
         deadline = time.monotonic() + 10
         for each in silent:
             each.setblocking(False)
@@ -106,7 +106,7 @@ def test_whoever_says_nothing_is_sent_away_in_time_and_few_are_let_in(
 
 
 def test_a_connection_that_breaks_is_made_again_where_the_rank_lives(
-    ring: list[Neighbours], monkeypatch: pytest.MonkeyPatch
+    ring: list[Connections], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a link was down. Until then the rank is out of reach, and not said to have ended."""
     assert [ended(each) for each in ring] == [set(), set(), set()]
@@ -117,7 +117,7 @@ def test_a_connection_that_breaks_is_made_again_where_the_rank_lives(
 
     for is_last, to_connect in enumerate((no_answer, connect)):
         monkeypatch.setattr(socket, "create_connection", to_connect)
-        monkeypatch.setattr(neighbours, "_TRY_EVERY_S", 0.0)
+        monkeypatch.setattr(connections, "_TRY_EVERY_S", 0.0)
         if not is_last:
             for each in list(ring[1]._ranks):  # so that its system resets them
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -144,7 +144,7 @@ def _was_closed(connection: socket.socket) -> bool:
 
 
 def test_without_the_next_rank_it_goes_on(doors: Doors) -> None:
-    alone = Neighbours(0, cast("Board", doors))
+    alone = Connections(0, cast("StatusBoard", doors))
     alone.open()
     alone.meet([0, 1])
     assert ended(alone) == set()
@@ -154,7 +154,7 @@ def test_without_the_next_rank_it_goes_on(doors: Doors) -> None:
     alone.close()
 
 
-def test_a_forked_child_keeps_none_of_its_parents_connections(ring: list[Neighbours]) -> None:
+def test_a_forked_child_keeps_none_of_its_parents_connections(ring: list[Connections]) -> None:
     """Such as a worker that loads data, which may live on for seconds."""
     assert ended(ring[0]) == set()
     child = os.fork()

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.comm.backends import timeout_s
-from fullshard.comm.store import store_in_time
+from fullshard.peers.backends import timeout_s
+from fullshard.peers.store import store_in_time
 
 # Exchanges so far, by name of the group: each has keys of its own. Ranks count alike, since every
 # exchange is a call of all of them.

@@ -6,31 +6,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.comm import notices
-from fullshard.comm.notices import Board, Slots
-from fullshard.plan.standstill import GroupCounts, Notice, State
+from fullshard.peers import status_board
+from fullshard.peers.standstill import GroupCounts, RankStatus, State
+from fullshard.peers.status_board import StatusBoard, StatusSlots
 
 
-def _slots(size: int) -> list[Slots]:
-    memory = memoryview(bytearray(size * notices.NBYTES))
+def _slots(size: int) -> list[StatusSlots]:
+    memory = memoryview(bytearray(size * status_board.NBYTES))
     return [
-        Slots(rank, [10 + each for each in range(size)], memory, lambda: None)
+        StatusSlots(rank, [10 + each for each in range(size)], memory, lambda: None)
         for rank in range(size)
     ]
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Board:
+def board(monkeypatch: pytest.MonkeyPatch) -> StatusBoard:
     """Return a board of ranks 10 and 11, of which this is rank 10."""
     one, two = _slots(2)
-    monkeypatch.setattr(notices, "_slots", {one})
-    board = Board(2)
+    monkeypatch.setattr(status_board, "_slots", {one})
+    board = StatusBoard(2)
     board.peer = two  # type: ignore[attr-defined]  (it must live as long)
     return board
 
 
-def test_what_is_posted_is_read_whole(board: Board) -> None:
-    notice = Notice(
+def test_what_is_posted_is_read_whole(board: StatusBoard) -> None:
+    status = RankStatus(
         10,
         State.WAITS,
         beat=3,
@@ -42,44 +42,44 @@ def test_what_is_posted_is_read_whole(board: Board) -> None:
         tails={"0 of 2": [(41, 7, "step 2, forward: a")]},
         stack=("one", "two"),
     )
-    board.post(notice)
+    board.post(status)
     read = board.read([10, 11])
     assert list(read) == [10]
-    assert read[10].groups == notice.groups
-    assert [tuple(entry) for entry in read[10].tails["0 of 2"]] == [*notice.tails["0 of 2"]]
-    assert str(read[10]) == str(notice)
-    assert (read[10].stack, read[10].waited) == (notice.stack, notice.waited)
+    assert read[10].groups == status.groups
+    assert [tuple(entry) for entry in read[10].tails["0 of 2"]] == [*status.tails["0 of 2"]]
+    assert str(read[10]) == str(status)
+    assert (read[10].stack, read[10].waited) == (status.stack, status.waited)
 
 
-def test_a_notice_that_is_being_written_is_none(board: Board) -> None:
-    board.post(Notice(10, State.RUNS))
-    (slots,) = notices._slots  # type: ignore[misc]
-    slots._memory[notices._HEAD_NBYTES] ^= 1
+def test_a_status_that_is_being_written_is_none(board: StatusBoard) -> None:
+    board.post(RankStatus(10, State.RUNS))
+    (slots,) = status_board._slots  # type: ignore[misc]
+    slots._memory[status_board._HEAD_NBYTES] ^= 1
     assert board.read([10]) == {}
 
 
 @given(st.integers(0, 3000), st.integers(0, 4000), st.integers(0, 60))
-def test_a_notice_always_fits_its_slot(frames: int, error: int, groups: int) -> None:
-    notice = Notice(
+def test_a_status_always_fits_its_slot(frames: int, error: int, groups: int) -> None:
+    status = RankStatus(
         0,
         State.ENDED,
         error="e" * 3 * error,
         stack=tuple(f"frame {number}" for number in range(frames)),
         groups={f"{'group' * 20} {number}": GroupCounts(2, 1, 1) for number in range(groups)},
     )
-    text = notices._encoded(notice)
-    assert len(text) <= notices.NBYTES - notices._HEAD_NBYTES
-    read = notices._decoded(text)
+    text = status_board._encoded(status)
+    assert len(text) <= status_board.NBYTES - status_board._HEAD_NBYTES
+    read = status_board._decoded(text)
     assert read.state is State.ENDED
-    assert notice.error.startswith(read.error[:100])
+    assert status.error.startswith(read.error[:100])
 
 
-def test_a_board_needs_the_store_for_ranks_that_share_no_memory(board: Board) -> None:
+def test_a_board_needs_the_store_for_ranks_that_share_no_memory(board: StatusBoard) -> None:
     assert not board.needs_store
-    assert Board(3).needs_store
+    assert StatusBoard(3).needs_store
 
 
-def test_a_store_that_has_gone_is_asked_no_more_and_kept(board: Board) -> None:
+def test_a_store_that_has_gone_is_asked_no_more_and_kept(board: StatusBoard) -> None:
     """A store in a file opens it once more when it is dropped, and ends the process if it cannot."""
 
     class Gone:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.plan.standstill import (
+from fullshard.peers.standstill import (
     STEADY_BEATS,
     GroupCounts,
-    Notice,
+    RankStatus,
     State,
     describe_stuck,
     find_stuck,
@@ -19,8 +19,8 @@ from fullshard.plan.standstill import (
 
 def _blocked(
     rank: int, issued: int, place: int, state: State = State.CALLS, size: int = 2
-) -> Notice:
-    return Notice(
+) -> RankStatus:
+    return RankStatus(
         rank,
         state,
         beat=STEADY_BEATS,
@@ -29,8 +29,8 @@ def _blocked(
     )
 
 
-def _stuck(*notices: Notice, world_size: int = 2) -> set[int]:
-    return find_stuck({each.rank: each for each in notices}, world_size)
+def _stuck(*statuses: RankStatus, world_size: int = 2) -> set[int]:
+    return find_stuck({each.rank: each for each in statuses}, world_size)
 
 
 ours = _blocked(0, issued=7, place=42, state=State.WAITS)
@@ -85,24 +85,24 @@ def test_whoever_waits_for_a_rank_that_has_gone_is_stuck() -> None:
 
 def test_a_rank_behind_another_that_may_go_on_is_not_stuck() -> None:
     """0 waits for 1, 1 waits for 2, which computes."""
-    notices = [_blocked(0, 9, 9, size=3), _blocked(1, 8, 8, size=3)]
-    last = Notice(2, State.RUNS, beat=9, groups={"world": GroupCounts(3, 7, 7)})
-    assert not _stuck(*notices, last, world_size=3)
+    statuses = [_blocked(0, 9, 9, size=3), _blocked(1, 8, 8, size=3)]
+    last = RankStatus(2, State.RUNS, beat=9, groups={"world": GroupCounts(3, 7, 7)})
+    assert not _stuck(*statuses, last, world_size=3)
 
 
 def test_ranks_of_different_groups_may_wait_in_a_circle() -> None:
     groups = {"a": (0, 1), "b": (1, 2), "c": (2, 0)}
     ahead = {"a": 0, "b": 1, "c": 2}  # who has issued one more in the group
 
-    def notice(rank: int) -> Notice:
+    def status(rank: int) -> RankStatus:
         counts = {
             key: GroupCounts(2, 5 + (ahead[key] == rank), 0)
             for key, ranks in groups.items()
             if rank in ranks
         }
-        return Notice(rank, State.CALLS, beat=STEADY_BEATS, groups=counts)
+        return RankStatus(rank, State.CALLS, beat=STEADY_BEATS, groups=counts)
 
-    assert _stuck(*map(notice, range(3)), world_size=3) == {0, 1, 2}
+    assert _stuck(*map(status, range(3)), world_size=3) == {0, 1, 2}
 
 
 def test_a_call_that_all_ranks_have_to_make_needs_no_counter() -> None:
@@ -142,18 +142,18 @@ def test_stuck_ranks_are_blocked_and_wait_for_none_that_may_go_on(
     states: list[tuple[State, int, int, int]],
 ) -> None:
     size = len(states)
-    notices = {
-        rank: Notice(rank, state, beat, groups={"world": GroupCounts(size, issued, place)})
+    statuses = {
+        rank: RankStatus(rank, state, beat, groups={"world": GroupCounts(size, issued, place)})
         for rank, (state, beat, issued, place) in enumerate(states)
     }
-    stuck = find_stuck(notices, size)
+    stuck = find_stuck(statuses, size)
     for rank in stuck:
-        assert notices[rank].is_blocked
-        mine = notices[rank].groups["world"]
+        assert statuses[rank].is_blocked
+        mine = statuses[rank].groups["world"]
         behind = [
             other
-            for other, each in notices.items()
+            for other, each in statuses.items()
             if each.groups["world"].issued < mine.issued or each.groups["world"].place < mine.place
         ]
         assert behind
-        assert all(other in stuck or notices[other].has_gone for other in behind)
+        assert all(other in stuck or statuses[other].has_gone for other in behind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.plan.paths import (
+from fullshard.peers.paths import (
     Event,
     Moment,
     Phase,

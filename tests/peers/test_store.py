@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from fullshard.comm import store as store_module
-from fullshard.comm.store import StoreInTime, connected_store
 from fullshard.errors import CommError, PeerTimeoutError
+from fullshard.peers import store as store_module
+from fullshard.peers.store import StoreInTime, connected_store
 
 
 class Silent:

@@ -1,7 +1,7 @@
 """Waiting for collectives of Gloo, with an eye on what the other ranks do meanwhile.
 
 Gloo pairs collectives by their order alone, so ranks on different paths could wait for ever or exchange
-the wrong bytes. While a rank waits it compares ledgers, and asks its sentry.
+the wrong bytes. While a rank waits it compares flight records, and asks its watchdog.
 """
 
 import datetime
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.comm.ledger import Ledger, group_key
-from fullshard.comm.patience import Patience
-from fullshard.comm.sentry import sentry
+from fullshard.peers.flight_record import FlightRecord, group_key
+from fullshard.peers.wait_reporter import WaitReporter
+from fullshard.peers.watchdog import watchdog
 
 # Between two comparisons: rare enough to cost nothing, often enough that ranks on different paths
 # end in a second with an error that says so.
@@ -20,32 +20,32 @@ _COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 
 def wait_comparing(
     work: Any,
-    ledger: Ledger | None,
+    record: FlightRecord | None,
     label: str,
     timeout_s: float,
     *,
     moving: dist.ProcessGroup | None = None,
 ) -> None:
-    """Wait for a collective of Gloo, and compare ledger entries while it lasts.
+    """Wait for a collective of Gloo, and compare flight record entries while it lasts.
 
-    ledger: of the group; None if it has none. label: what it is, for messages. timeout_s: when to give up. moving: the group of fullshard's own
+    flight record: of the group; None if it has none. label: what it is, for messages. timeout_s: when to give up. moving: the group of fullshard's own
     that it runs in; None if it runs where the program has collectives too. Raises DivergenceError if ranks turn out to take different
     paths, and PeerTimeoutError or PeerLostError if one does not come in time.
     """
     if _ends_soon(work):
         return
-    patience = Patience(label, timeout_s)
-    keys: tuple[str, ...] = () if ledger is None else (ledger.key,)
+    reporter = WaitReporter(label, timeout_s)
+    keys: tuple[str, ...] = () if record is None else (record.key,)
     if moving is not None:
         keys += (group_key(moving.group_name, dist.get_process_group_ranks(moving)),)
-    in_group = "" if moving is not None or ledger is None else ledger.key
-    with sentry().waiting(label, keys, in_group=in_group):
+    in_group = "" if moving is not None or record is None else record.key
+    with watchdog().waiting(label, keys, in_group=in_group):
         while True:
-            if ledger is not None:
-                ledger.compare()
-            sentry().check()
-            late = _late(ledger, moving)
-            patience.check(late)
+            if record is not None:
+                record.compare()
+            watchdog().check()
+            late = _late(record, moving)
+            reporter.check(late)
             try:
                 if _ends_soon(work):
                     return
@@ -53,7 +53,7 @@ def wait_comparing(
                 # The backend's own clock may be ahead, and has no names.
                 if "timed out" not in str(error).lower():
                     raise
-                raise patience.end(late) from error
+                raise reporter.end(late) from error
 
 
 def _ends_soon(work: Any) -> bool:
@@ -69,17 +69,17 @@ def _ends_soon(work: Any) -> bool:
     return True
 
 
-def _late(ledger: Ledger | None, moving: dist.ProcessGroup | None) -> dict[int, int | None]:
+def _late(record: FlightRecord | None, moving: dist.ProcessGroup | None) -> dict[int, int | None]:
     """Return the ranks that have entered less than this one, or all others if that is unknown.
 
     Each with its process on this host, if that is known.
     """
-    if ledger is None or not ledger.is_shared:
-        ranks = dist.get_process_group_ranks(moving) if ledger is None else list(ledger.ranks)
+    if record is None or not record.is_shared:
+        ranks = dist.get_process_group_ranks(moving) if record is None else list(record.ranks)
         return dict.fromkeys(rank for rank in ranks if rank != dist.get_rank())
     found: dict[int, int | None] = {}
-    for part, rank in enumerate(ledger.ranks):
-        entry = ledger.last_of(part)
-        if part != ledger.rank and (entry is None or entry.place < ledger.place):
-            found[rank] = ledger.pids.get(rank)
+    for part, rank in enumerate(record.ranks):
+        entry = record.last_of(part)
+        if part != record.rank and (entry is None or entry.place < record.place):
+            found[rank] = record.pids.get(rank)
     return found

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.ledger import group_key, ledgers
 from fullshard.errors import FullshardError
-from fullshard.plan.standstill import GroupCounts
+from fullshard.peers.flight_record import flight_records, group_key
+from fullshard.peers.standstill import GroupCounts
 from fullshard.torch_private import distributed_world
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -142,7 +142,7 @@ def stack_of(frame: types.FrameType | None) -> tuple[str, ...]:
 
 def counts_of_groups() -> dict[str, GroupCounts]:
     """Return how far this rank is in each of its groups, by keys that its members share."""
-    places = {ledger.key: ledger for ledger in ledgers()}
+    places = {record.key: record for record in flight_records()}
     found = {key: GroupCounts(len(each.ranks), 0, each.place) for key, each in places.items()}
     group: Any
     for group in list(distributed_world.pg_map):

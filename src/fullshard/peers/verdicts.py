@@ -4,20 +4,20 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from fullshard.comm import tails
-from fullshard.comm.ledger import ledgers
-from fullshard.comm.notices import Board
-from fullshard.comm.processes import is_running
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
-from fullshard.plan.standstill import (
+from fullshard.host import is_running
+from fullshard.peers import tails
+from fullshard.peers.flight_record import flight_records
+from fullshard.peers.standstill import (
     GroupCounts,
-    Notice,
+    RankStatus,
     State,
     describe_still,
     describe_stuck,
     ended_without,
     find_stuck,
 )
+from fullshard.peers.status_board import StatusBoard
 
 logger = logging.getLogger("fullshard")
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("fullshard")
 class Verdict(NamedTuple):
     """An error that this rank has to raise.
 
-    about: the ledger and place at which ranks differ; empty if that is not what it says. ranks: that will
+    about: the flight record and place at which ranks differ; empty if that is not what it says. ranks: that will
     find a verdict too.
     """
 
@@ -35,42 +35,42 @@ class Verdict(NamedTuple):
 
 
 def find_verdict(
-    own: Notice, notices: dict[int, Notice], board: Board, world_size: int
+    own: RankStatus, statuses: dict[int, RankStatus], board: StatusBoard, world_size: int
 ) -> Verdict | None:
-    """Return the verdict for this rank if ledgers differ, or if it can never go on.
+    """Return the verdict for this rank if flight records differ, or if it can never go on.
 
-    notices: of all ranks that have posted one, and ``own``; those of ranks that were killed are added.
+    statuses: of all ranks that have posted one, and ``own``; those of ranks that were killed are added.
     """
     if own.is_blocked:
-        for ledger in ledgers():
+        for record in flight_records():
             try:
-                ledger.compare()
+                record.compare()
             except DivergenceError as error:
                 return Verdict(error)
-    if (found := tails.find_difference(board, own.rank, notices)) is not None:
+    if (found := tails.find_difference(board, own.rank, statuses)) is not None:
         return Verdict(DivergenceError(found.text), found.about, found.ranks)
-    _add_killed(notices, board)
+    _add_killed(statuses, board)
     # The collectives on its device will never end, though it may not wait for them yet.
-    ended = ended_without(own, notices)
-    stuck = {own.rank} if ended else find_stuck(notices, world_size)
+    ended = ended_without(own, statuses)
+    stuck = {own.rank} if ended else find_stuck(statuses, world_size)
     if own.rank not in stuck:
         return None
-    others = [each for rank, each in sorted(notices.items()) if rank != own.rank]
+    others = [each for rank, each in sorted(statuses.items()) if rank != own.rank]
     if final := [final_error(each) for each in others if each.is_final]:
         return Verdict(final[0], ranks=stuck)
-    text = describe_stuck(notices, stuck, world_size, ended)
+    text = describe_stuck(statuses, stuck, world_size, ended)
     has_failed = any(each.state is State.ENDED and each.error for each in others)
     return Verdict(PeerLostError(text) if has_failed else DivergenceError(text), ranks=stuck)
 
 
-def final_error(notice: Notice) -> FullshardError:
+def final_error(status: RankStatus) -> FullshardError:
     """Return the error that ranks which wait for this one are to raise."""
-    return PeerLostError(notice.error) if notice.is_loss else DivergenceError(notice.error)
+    return PeerLostError(status.error) if status.is_loss else DivergenceError(status.error)
 
 
-def report_still(notices: Mapping[int, Notice], world_size: int, seconds: float) -> None:
+def report_still(statuses: Mapping[int, RankStatus], world_size: int, seconds: float) -> None:
     """Log what ranks do if none has moved for so long, though some may only compute."""
-    if text := describe_still(notices, world_size):
+    if text := describe_still(statuses, world_size):
         logger.warning(
             "No rank has moved for %.0f s: %s. A rank that runs may wait for its device, and that for another rank. "
             "If none of them computes, let every rank make the same calls in the same order; else the process "
@@ -80,21 +80,21 @@ def report_still(notices: Mapping[int, Notice], world_size: int, seconds: float)
         )
 
 
-def _add_killed(notices: dict[int, Notice], board: Board) -> None:
-    """Add notices for ranks that collectives on the device need, and that ended without a word."""
-    for ledger in ledgers():
-        if not ledger.is_on_device:
+def _add_killed(statuses: dict[int, RankStatus], board: StatusBoard) -> None:
+    """Add statuses for ranks that collectives on the device need, and that ended without a word."""
+    for record in flight_records():
+        if not record.is_on_device:
             continue
         silent = [
-            each for each in ledger.ranks if each not in notices or not notices[each].has_gone
+            each for each in record.ranks if each not in statuses or not statuses[each].has_gone
         ]
         gone = {
-            each for each in silent if each in ledger.pids and not is_running(ledger.pids[each])
+            each for each in silent if each in record.pids and not is_running(record.pids[each])
         }
         if board.needs_store:
             gone |= board.lost(silent)
-        counts = {ledger.key: GroupCounts(len(ledger.ranks), 0, 0)}
+        counts = {record.key: GroupCounts(len(record.ranks), 0, 0)}
         for rank in gone:
-            notices[rank] = Notice(
+            statuses[rank] = RankStatus(
                 rank, State.ENDED, groups=counts, error="a signal, or by os._exit"
             )

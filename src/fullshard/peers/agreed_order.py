@@ -1,4 +1,4 @@
-"""The order of what ranks do that cannot see each other's ledger: ranks of several hosts, mostly.
+"""The order of what ranks do that cannot see each other's flight record: ranks of several hosts, mostly.
 
 Gloo and NCCL pair collectives by their order alone. If two ranks on different paths started different
 ones, Gloo would abort a process, NCCL would hang, and of equal sizes the bytes of one unit would be
@@ -11,7 +11,7 @@ rank foresees, and nobody has to be asked. Anything else it asks for first:
     ... a: all-gather   b: all-gather   b: all-gather   c: all-gather   asks, and waits for rank 0
 
 The rank that asks has started nothing. Others wait in what they have started, or are asking for
-something else; neither of them goes on, and their sentries, which read each other's entries, name the
+something else; neither of them goes on, and their watchdogs, which read each other's entries, name the
 difference. In a program whose steps are alike, ranks ask in the first one only.
 """
 
@@ -22,14 +22,14 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from fullshard.comm.backends import timeout_s
-from fullshard.comm.exchange import exchange_through_group, exchange_through_store
-from fullshard.comm.ledger import Ledger
-from fullshard.comm.liveness import check_alive, naming_lost_ranks
-from fullshard.comm.own_group import is_gloo
-from fullshard.comm.patience import Patience, loss
-from fullshard.comm.sentry import sentry
-from fullshard.comm.store import StoreInTime, connected_store
+from fullshard.peers.backends import timeout_s
+from fullshard.peers.exchange import exchange_through_group, exchange_through_store
+from fullshard.peers.flight_record import FlightRecord
+from fullshard.peers.liveness import check_alive, naming_lost_ranks
+from fullshard.peers.own_group import is_gloo
+from fullshard.peers.store import StoreInTime, connected_store
+from fullshard.peers.wait_reporter import WaitReporter, loss
+from fullshard.peers.watchdog import watchdog
 
 logger = logging.getLogger("fullshard")
 
@@ -46,17 +46,17 @@ _STILL_S = 1.0  # of waiting, after which others may come to ask what this rank 
 
 
 class AgreedOrder:
-    """Makes the ranks of a group agree on each entry of their ledgers. Called by `Ledger.enter`.
+    """Makes the ranks of a group agree on each entry of their flight records. Called by `FlightRecord.enter`.
 
     store: that the ranks met in. prefix: of its keys, the same on all ranks of the group.
     """
 
     def __init__(
-        self, ledger: Ledger, group: dist.ProcessGroup, store: StoreInTime, prefix: str
+        self, record: FlightRecord, group: dist.ProcessGroup, store: StoreInTime, prefix: str
     ) -> None:
-        self._ledger_key = ledger.key
-        self._group = weakref.ref(group)  # its ledger has this, and goes with it
-        self._ranks = ledger.ranks
+        self._record_key = record.key
+        self._group = weakref.ref(group)  # its flight record has this, and goes with it
+        self._ranks = record.ranks
         self._store = store
         self._prefix = prefix
         self._timeout_s = timeout_s(group)
@@ -66,7 +66,7 @@ class AgreedOrder:
         self.num_asked = 0
 
     @classmethod
-    def of(cls, ledger: Ledger, group: dist.ProcessGroup) -> "AgreedOrder | None":
+    def of(cls, record: FlightRecord, group: dist.ProcessGroup) -> "AgreedOrder | None":
         """Return the order of a group; None if the store that its ranks met in cannot serve all of them.
 
         Every rank must call it.
@@ -75,11 +75,11 @@ class AgreedOrder:
         try:
             # Others may be as late as in any collective of the group.
             store = connected_store(timeout_s(group))
-            prefix = _KEY.format(ledger.key)
+            prefix = _KEY.format(record.key)
             # A group of the same ranks and name may have been here before. Every rank counts for itself,
             # and all count alike.
-            number = store.add(f"{prefix}/of rank {ledger.rank}", 1)
-            order = cls(ledger, group, store, f"{prefix}/{number}")
+            number = store.add(f"{prefix}/of rank {record.rank}", 1)
+            order = cls(record, group, store, f"{prefix}/{number}")
         except Exception as error:  # of any kind of store; or this rank may open no more files
             problem = f"rank {dist.get_rank()}: {error}"
         # Otherwise some would ask, and wait for others that do not.
@@ -95,7 +95,7 @@ class AgreedOrder:
             return None
         return order
 
-    def follow(self, ledger: Ledger, place: int, checksum: int, what: str) -> None:
+    def follow(self, record: FlightRecord, place: int, checksum: int, what: str) -> None:
         """Return once all ranks of the group enter this at this place, or have agreed that they will.
 
         Raises DivergenceError if one enters something else or never comes, PeerLostError if one died,
@@ -105,20 +105,20 @@ class AgreedOrder:
             group = self._group()
             assert group is not None  # the caller uses it
             with naming_lost_ranks(group, what):
-                self._ask(ledger, group, place, checksum, what)
+                self._ask(record, group, place, checksum, what)
             if len(self._foreseen) >= _MOST_FORESEEN:
                 self._foreseen.clear()
             self._foreseen[self._recent] = checksum
         self._recent = (self._recent << _SHIFT ^ checksum) & _RECENT
 
     def _ask(
-        self, ledger: Ledger, group: dist.ProcessGroup, place: int, checksum: int, what: str
+        self, record: FlightRecord, group: dist.ProcessGroup, place: int, checksum: int, what: str
     ) -> None:
         """Return once all ranks have asked for the same at this place."""
         self.num_asked += 1
         answer = f"{self._prefix}/{place}"
         count = f"{answer}/{checksum:08x}"
-        patience = Patience(what, self._timeout_s)
+        reporter = WaitReporter(what, self._timeout_s)
         others = [rank for rank in self._ranks if rank != dist.get_rank()]
         started = time.monotonic()
         has_shown = False
@@ -127,12 +127,12 @@ class AgreedOrder:
             nonlocal has_shown
             if not has_shown and time.monotonic() - started > _STILL_S:
                 has_shown = True
-                sentry().show(ledger, place)
-            sentry().check()
-            patience.check(dict.fromkeys(others))
+                watchdog().show(record, place)
+            watchdog().check()
+            reporter.check(dict.fromkeys(others))
 
         store = self._store.during(look)  # it may be out of reach itself
-        with sentry().waiting(what, (ledger.key,)):
+        with watchdog().waiting(what, (record.key,)):
             if store.add(count, 1) == len(self._ranks):
                 store.set(answer, "")
                 # All ranks are here, so none still waits for the answer before this one.
@@ -174,8 +174,8 @@ class AgreedOrder:
     @staticmethod
     def _ended(others: list[int]) -> set[int]:
         """Return the ranks that have ended, and so will not come to ask, unless they have before."""
-        words = {rank: sentry().last_words(rank) for rank in others}
-        # Not one that is about to raise an error: this rank's sentry will raise the same here, once all who
+        words = {rank: watchdog().last_words(rank) for rank in others}
+        # Not one that is about to raise an error: this rank's watchdog will raise the same here, once all who
         # have to are ready to. A rank that ends breaks the calls of others.
         gone = {rank for rank, each in words.items() if each is not None and each.has_ended}
-        return gone | sentry().lost(others)
+        return gone | watchdog().lost(others)

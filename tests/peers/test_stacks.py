@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fullshard.comm.whereabouts import line_in_program, raise_in, runs_program_beside
 from fullshard.errors import DivergenceError
+from fullshard.peers.stacks import line_in_program, raise_in, runs_program_beside
 from tests.autograd_thread import waiting_for_backward
 
 

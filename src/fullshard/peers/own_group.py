@@ -3,7 +3,7 @@
 Gloo pairs collectives of a group by their order alone. If the program called one of its own on some
 ranks only (a checkpoint on rank 0, a metric), it would be paired with one of fullshard's: other bytes
 would arrive, or, with other sizes, Gloo would abort the process. In a group of its own fullshard's
-collectives can only meet each other, and the ledger sees to it that they are the same.
+collectives can only meet each other, and the flight record sees to it that they are the same.
 """
 
 import collections
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.comm.backends import backend_names, timeout_s
-from fullshard.comm.exchange import exchange_through_group
-from fullshard.comm.store import store_in_time
 from fullshard.host import files_left
+from fullshard.peers.backends import backend_names, timeout_s
+from fullshard.peers.exchange import exchange_through_group
+from fullshard.peers.store import store_in_time
 from fullshard.torch_private import default_group, naming_groups
 
 _SPARE_FILES = 16

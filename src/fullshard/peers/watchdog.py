@@ -1,18 +1,18 @@
 """A thread that looks after a rank which stands still, and ends what can never go on.
 
-Most divergence of ranks is found in the ledger, when they meet. Where they never meet, as one is in a
+Most divergence of ranks is found in the flight record, when they meet. Where they never meet, as one is in a
 collective of the program's own (a barrier, a checkpoint on rank 0), or has left, nothing would ever
-tell. So each process has one thread, the sentry:
+tell. So each process has one thread, the watchdog:
 
-    every 0.5 s     has the rank entered or noted anything in its ledgers?
-    still for 1 s   post what it does (a `Notice`), every time
-    blocked         read the others' notices; compare tails of ledgers; ask `plan.standstill`
+    every 0.5 s     has the rank entered or noted anything in its flight records?
+    still for 1 s   post what it does (a `RankStatus`), every time
+    blocked         read the others' statuses; compare tails of flight records; ask `plan.standstill`
     a verdict       raise it where the rank waits
 
 The rank raises it itself in a wait of fullshard's (`check`). In a function of torch.distributed it
 cannot: no backend's wait can be ended from outside, only by the other ranks' ends. So the error is left
 with the interpreter, which raises it as soon as the call returns or fails. If that takes longer than
-`_GRACE_S`, as all ranks are in such calls, the sentry writes the error to stderr and ends the process.
+`_GRACE_S`, as all ranks are in such calls, the watchdog writes the error to stderr and ends the process.
 
 What a rank says last, its **last words**, stays readable for ranks of its host: that it has ended, where,
 and with which exception.
@@ -32,13 +32,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fullshard.comm import tails
-from fullshard.comm.backends import abort
-from fullshard.comm.ledger import Ledger, Teller, group_key, ledgers, tellers
-from fullshard.comm.neighbours import Neighbours
-from fullshard.comm.notices import Board
-from fullshard.comm.verdicts import final_error, find_verdict, report_still
-from fullshard.comm.whereabouts import (
+from fullshard.errors import DivergenceError, FullshardError, PeerLostError
+from fullshard.peers import tails
+from fullshard.peers.backends import abort
+from fullshard.peers.connections import Connections
+from fullshard.peers.flight_record import FlightRecord, Teller, flight_records, group_key, tellers
+from fullshard.peers.stacks import (
     call_of,
     counts_of_groups,
     describe_error,
@@ -48,13 +47,14 @@ from fullshard.comm.whereabouts import (
     runs_program_beside,
     stack_of,
 )
-from fullshard.errors import DivergenceError, FullshardError, PeerLostError
-from fullshard.plan.standstill import (
+from fullshard.peers.standstill import (
     STEADY_BEATS,
     GroupCounts,
-    Notice,
+    RankStatus,
     State,
 )
+from fullshard.peers.status_board import StatusBoard
+from fullshard.peers.verdicts import final_error, find_verdict, report_still
 from fullshard.torch_private import default_group, distributed_world
 
 logger = logging.getLogger("fullshard")
@@ -63,10 +63,10 @@ _TICK_S = 0.5
 _STILL_S = 1.0  # without progress, before a rank says what it does
 _HOLD_S = 1.5  # for other ranks to come to their verdicts too
 _GRACE_S = 4.0  # for a call of torch.distributed to end after the verdict
-# Notices at which it looks at those of others: often at first, seldom in a long wait.
+# Statuses at which it looks at those of others: often at first, seldom in a long wait.
 _JUDGES_AT = {*range(STEADY_BEATS, 16), *(1 << power for power in range(4, 32))}
-_REPORTED_AT = 14  # notices, of ranks whose collectives run on a device
-_TOLD_AT = {1, STEADY_BEATS}  # notices that go to the store
+_REPORTED_AT = 14  # statuses, of ranks whose collectives run on a device
+_TOLD_AT = {1, STEADY_BEATS}  # statuses that go to the store
 _GATHER_S = 0.5  # for ranks to come to a place at which two differ
 _TELL_S = 1.5  # for the first rank at such a place to say how they differ
 _ROLL_EVERY_S = 1.0  # at which a rank that has others on other hosts looks whether it is asked for
@@ -77,37 +77,39 @@ _EXIT_CODE = 1
 
 
 class _Waiting(NamedTuple):
-    """A wait in a collective of fullshard's. groups: `Notice.waited`, in_group: as there."""
+    """A wait in a collective of fullshard's. groups: `RankStatus.waited`, in_group: as there."""
 
     label: str
     groups: tuple[str, ...]
     in_group: str
 
 
-class Sentry(Teller):
-    """What this process knows of standing still. One per process: `sentry()`."""
+class Watchdog(Teller):
+    """What this process knows of standing still. One per process: `watchdog()`."""
 
     def __init__(self) -> None:
         self._rank = dist.get_rank()
         self._group = weakref.ref(default_group())
-        self._board = Board(dist.get_world_size())
+        self._board = StatusBoard(dist.get_world_size())
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # of the notice: the thread posts, and so does the end
+        self._lock = threading.Lock()  # of the status: the thread posts, and so does the end
         self._verdict: FullshardError | None = None  # for `check` to raise
         self._delivered: FullshardError | None = None  # left with the interpreter, and when
         self._delivered_at: float | None = None
-        self._about = ""  # the ledger and place at which ranks differ, if that is what is final
+        self._about = (
+            ""  # the flight record and place at which ranks differ, if that is what is final
+        )
         self._final = ""  # an error that all ranks raise which wait for this one
         self._is_loss = False  # whether that is of a lost rank
         self._has_other_hosts = False
-        self._neighbours = Neighbours(self._rank, self._board)
+        self._neighbours = Connections(self._rank, self._board)
         self._answered_at = 0.0  # when it last looked whether it is asked for
         self._waits: dict[int, _Waiting] = {}  # by thread
         self._progress = -1
         self._still_since = time.monotonic()
-        self._last: Notice | None = None
-        self._owed: Notice | None = None  # to the store, which did not answer
+        self._last: RankStatus | None = None
+        self._owed: RankStatus | None = None  # to the store, which did not answer
         self._untold: set[int] = set()  # ranks of which all are to know that they have ended
         self._groups: dict[str, GroupCounts] = {}
         self._world_size = dist.get_world_size()
@@ -116,7 +118,7 @@ class Sentry(Teller):
         """Start the thread, unless it runs."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._watch, name="fullshard-sentry", daemon=True
+                target=self._watch, name="fullshard-watchdog", daemon=True
             )
             self._thread.start()
             # Before the interpreter ends, and also in children of multiprocessing, which call no
@@ -164,53 +166,53 @@ class Sentry(Teller):
                 self._waits[thread] = before
 
     def check(self) -> None:
-        """Raise what the sentry has found, once. To be called in every wait."""
+        """Raise what the watchdog has found, once. To be called in every wait."""
         verdict, self._verdict = self._verdict, None
         if verdict is not None:
             raise verdict
 
-    def settle(self, ledger: Ledger, place: int) -> DivergenceError:
+    def settle(self, record: FlightRecord, place: int) -> DivergenceError:
         """Return the error for ranks that differ at a place, in one rank's words on all of them.
 
         Ranks that wait for this one will raise it as well.
         """
-        about = tails.about_place(ledger, place)
-        tails.show_lines(self._board, self._rank, ledger, place)
+        about = tails.about_place(record, place)
+        tails.show_lines(self._board, self._rank, record, place)
         # The others come here as well, or are far. Nothing more moves until then.
-        _wait_until(lambda: len(ledger.ranks_at(place)) == len(ledger.ranks), _GATHER_S)
-        ranks = ledger.ranks_at(place)
+        _wait_until(lambda: len(record.ranks_at(place)) == len(record.ranks), _GATHER_S)
+        ranks = record.ranks_at(place)
         first = min(ranks)
         if first != self._rank:  # it tells, unless it has not noticed or has gone
             _wait_until(lambda: self._told_by(first, about) != "", _TELL_S)
         text = next((told for rank in ranks if (told := self._told_by(rank, about))), "")
         if not text:
-            text = ledger.explain(
+            text = record.explain(
                 place, lambda others: self._board.read_lines(about, others, _ANSWER_S)
             )
         self._final, self._about = text, about
-        ledger.settled_at = place
+        record.settled_at = place
         # What was entered before the error is no progress since.
         self._progress, self._still_since = _progress(), time.monotonic()
         self._post(self._look())
         return DivergenceError(text)
 
-    def show(self, ledger: Ledger, place: int) -> None:
+    def show(self, record: FlightRecord, place: int) -> None:
         """Show others what is behind this rank's entry at a place, in case it differs from theirs."""
-        tails.show(self._board, self._rank, ledger, place)
+        tails.show(self._board, self._rank, record, place)
 
     def _told_by(self, rank: int, about: str) -> str:
         """Return another rank's words about a place; empty if it has said nothing of it."""
-        notice = self._board.read([rank]).get(rank)
-        return notice.error if notice is not None and notice.about == about else ""
+        status = self._board.read([rank]).get(rank)
+        return status.error if status is not None and status.about == about else ""
 
-    def read(self, ranks: Iterable[int]) -> dict[int, Notice]:
+    def read(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
         """Return what these ranks have said of themselves, of those that have."""
         return self._board.read(list(ranks))
 
     def missing(self, ranks: Iterable[int]) -> set[int] | None:
         """Return those of these ranks that do not answer; None if the store does not answer either.
 
-        Empty where all ranks are of one host: their sentries are not asked.
+        Empty where all ranks are of one host: their watchdogs are not asked.
         """
         if not self._has_other_hosts:
             return set()
@@ -228,10 +230,10 @@ class Sentry(Teller):
         """Ranks that do not answer this one over their own connection, though they may live."""
         return self._neighbours.unreached
 
-    def last_words(self, rank: int) -> Notice | None:
+    def last_words(self, rank: int) -> RankStatus | None:
         """Return what a rank that has left or ended has said last; None if it has said nothing."""
-        notice = self._board.read([rank]).get(rank)
-        return notice if notice is not None and notice.has_gone else None
+        status = self._board.read([rank]).get(rank)
+        return status if status is not None and status.has_gone else None
 
     # The thread
 
@@ -255,49 +257,49 @@ class Sentry(Teller):
         if (progress := _progress()) != self._progress:
             self._progress, self._still_since = progress, now
             if self._last is not None or self._final:
-                # Takes it back. A notice of a rank that has moved says nothing true any more.
+                # Takes it back. A status of a rank that has moved says nothing true any more.
                 self._last, self._final, self._about = None, "", ""
-                self._post(Notice(self._rank, State.RUNS, groups=self._groups))
+                self._post(RankStatus(self._rank, State.RUNS, groups=self._groups))
             return
         if now - self._still_since < _STILL_S:
             return
-        notice = self._look()
-        is_same = self._last is not None and _is_same(notice, self._last)
+        status = self._look()
+        is_same = self._last is not None and _is_same(status, self._last)
         if is_same and self._last is not None:
-            notice = dataclasses.replace(notice, beat=self._last.beat + 1)
-        is_news = self._last is not None and notice.unreached != self._last.unreached
-        self._last = notice
+            status = dataclasses.replace(status, beat=self._last.beat + 1)
+        is_news = self._last is not None and status.unreached != self._last.unreached
+        self._last = status
         # What is posted stays true until it is taken back, so a store is told seldom.
-        self._post(notice, to_store=is_news or notice.beat in _TOLD_AT)
-        if self._delivered_at is None and notice.beat in _JUDGES_AT:
-            self._judge(notice)
+        self._post(status, to_store=is_news or status.beat in _TOLD_AT)
+        if self._delivered_at is None and status.beat in _JUDGES_AT:
+            self._judge(status)
         elif self._delivered_at is not None and not is_same:
             self._delivered_at = None  # the call has ended
-        elif notice.state is State.CALLS and now - (self._delivered_at or now) > _GRACE_S:
+        elif status.state is State.CALLS and now - (self._delivered_at or now) > _GRACE_S:
             # Not one in code of the program's, which may still come to its error, or write to disk.
-            self._give_up(notice)
+            self._give_up(status)
 
-    def _post(self, notice: Notice, *, to_store: bool = True) -> None:
+    def _post(self, status: RankStatus, *, to_store: bool = True) -> None:
         with self._lock:
             if self._ended.is_set():
                 return
-            if self._board.post(notice, to_store=to_store):
+            if self._board.post(status, to_store=to_store):
                 self._owed = None if to_store else self._owed
             else:
-                self._owed = notice
+                self._owed = status
 
-    def _judge(self, own: Notice) -> None:
-        """Deliver a verdict if the ranks' ledgers differ, or this rank can never go on."""
-        notices = self._board.read(range(self._world_size))
-        notices[self._rank] = own
-        verdict = find_verdict(own, notices, self._board, self._world_size)
+    def _judge(self, own: RankStatus) -> None:
+        """Deliver a verdict if the ranks' flight records differ, or this rank can never go on."""
+        statuses = self._board.read(range(self._world_size))
+        statuses[self._rank] = own
+        verdict = find_verdict(own, statuses, self._board, self._world_size)
         if verdict is not None:
             self._about = verdict.about or self._about
             self._deliver(verdict.error, own, verdict.ranks)
-        elif own.beat == _REPORTED_AT and own.on_device and self._rank == min(notices):
-            report_still(notices, self._world_size, _STILL_S + _TICK_S * _REPORTED_AT)
+        elif own.beat == _REPORTED_AT and own.on_device and self._rank == min(statuses):
+            report_still(statuses, self._world_size, _STILL_S + _TICK_S * _REPORTED_AT)
 
-    def _deliver(self, verdict: FullshardError, own: Notice, stuck: Iterable[int] = ()) -> None:
+    def _deliver(self, verdict: FullshardError, own: RankStatus, stuck: Iterable[int] = ()) -> None:
         """Have the rank raise a verdict. stuck: ranks that will find one too."""
         if own.state is not State.WAITS:
             # Before others learn of it: one that ends breaks this rank's call.
@@ -331,12 +333,12 @@ class Sentry(Teller):
             if all(rank in found and found[rank].has_gone for rank in others):
                 return
 
-    def _give_up(self, notice: Notice) -> None:
+    def _give_up(self, status: RankStatus) -> None:
         """End the process: its thread is in a call that neither returns nor fails."""
         kind = type(self._delivered)
         error = f"{kind.__module__}.{kind.__qualname__}: {self._delivered}"
         print(
-            "\n".join(notice.stack),
+            "\n".join(status.stack),
             f"{error}\n[fullshard] Rank {self._rank}'s call of torch.distributed cannot be ended, so "
             "its process ends here.",
             sep="\n",
@@ -351,15 +353,15 @@ class Sentry(Teller):
     @property
     def _usual_thread(self) -> int:
         """The thread that runs the model."""
-        threads = [ledger.thread for ledger in ledgers()]
+        threads = [record.thread for record in flight_records()]
         return next((each for each in threads if each is not None), threading.get_ident())
 
     def _thread_looked_at(self) -> int:
         usual, waiting = self._usual_thread, list(self._waits)
         return usual if usual in waiting or not waiting else waiting[0]
 
-    def _look(self) -> Notice:
-        """Return a notice of what this rank does now."""
+    def _look(self) -> RankStatus:
+        """Return a status of what this rank does now."""
         thread = self._thread_looked_at()
         waiting = self._waits.get(thread)
         frames = sys._current_frames()
@@ -375,7 +377,7 @@ class Sentry(Teller):
             meets_all = call.meets_all
         if state is not State.LEFT:
             self._groups = counts_of_groups()
-        return Notice(
+        return RankStatus(
             self._rank,
             state,
             beat=1,
@@ -387,10 +389,10 @@ class Sentry(Teller):
             groups=self._groups,
             waited=waited,
             in_group="" if waiting is None else waiting.in_group,
-            tails={each.key: each.tail() for each in ledgers() if not each.is_shared},
+            tails={each.key: each.tail() for each in flight_records() if not each.is_shared},
             has_threads=runs_program_beside(thread),
             meets_all=meets_all,
-            on_device=tuple(each.key for each in ledgers() if each.is_on_device),
+            on_device=tuple(each.key for each in flight_records() if each.is_on_device),
             error=self._final,
             is_final=bool(self._final),
             about=self._about,
@@ -423,10 +425,10 @@ class Sentry(Teller):
         if self._delivered is not None:
             return self._delivered
         with contextlib.suppress(Exception):
-            notices = self._board.read(range(self._world_size))
-            for _, notice in sorted(notices.items()):
-                if notice.rank != self._rank and notice.is_final:
-                    return final_error(notice)
+            statuses = self._board.read(range(self._world_size))
+            for _, status in sorted(statuses.items()):
+                if status.rank != self._rank and status.is_final:
+                    return final_error(status)
         return None
 
     def _outlast_others(self) -> None:
@@ -448,7 +450,7 @@ class Sentry(Teller):
             with contextlib.suppress(Exception):
                 if has_groups := dist.is_initialized():
                     self._groups = counts_of_groups()
-                notice = Notice(
+                status = RankStatus(
                     self._rank,
                     State.ENDED,
                     moment=_moment(),
@@ -459,41 +461,41 @@ class Sentry(Teller):
                     is_loss=self._is_loss,
                     about=self._about,
                 )
-                self._board.post(notice)
+                self._board.post(status)
 
 
-_sentries: dict[int, Sentry] = {}
+_watchdogs: dict[int, Watchdog] = {}
 
 
-def has_sentry() -> bool:
-    """Whether this process has a sentry for the default group that there is."""
-    known = _sentries.get(os.getpid())
+def has_watchdog() -> bool:
+    """Whether this process has a watchdog for the default group that there is."""
+    known = _watchdogs.get(os.getpid())
     return known is not None and known.serves(default_group())
 
 
-def sentry() -> Sentry:
-    """Return this process's sentry, and start it. There has to be a default process group."""
+def watchdog() -> Watchdog:
+    """Return this process's watchdog, and start it. There has to be a default process group."""
     pid = os.getpid()
-    known = _sentries.get(pid)
+    known = _watchdogs.get(pid)
     # A forked child has threads of its own; a new default group has other ranks.
     if known is None or not known.serves(default_group()):
         if known is not None:
             known.stop()
-        _sentries.clear()
-        _sentries[pid] = Sentry()
-        tellers[1:] = [_sentries[pid]]
-        _sentries[pid].start()
-    return _sentries[pid]
+        _watchdogs.clear()
+        _watchdogs[pid] = Watchdog()
+        tellers[1:] = [_watchdogs[pid]]
+        _watchdogs[pid].start()
+    return _watchdogs[pid]
 
 
 def _progress() -> int:
     """Return a number that changes with all that this rank enters and notes."""
-    return sum(ledger.progress for ledger in ledgers())
+    return sum(record.progress for record in flight_records())
 
 
 def _moment() -> str:
     """Return the step and phase that this rank is in, of the model that is furthest."""
-    moments = [ledger.moment for ledger in ledgers()]
+    moments = [record.moment for record in flight_records()]
     return str(max(moments)) if moments else ""
 
 
@@ -503,7 +505,7 @@ def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.01)
 
 
-def _is_same(one: Notice, other: Notice) -> bool:
-    """Whether two notices differ in nothing but the beat and what follows from a verdict."""
+def _is_same(one: RankStatus, other: RankStatus) -> bool:
+    """Whether two statuses differ in nothing but the beat and what follows from a verdict."""
     fields = ("state", "where", "at", "groups")
     return all(getattr(one, name) == getattr(other, name) for name in fields)

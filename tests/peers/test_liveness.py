@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from fullshard import host
-from fullshard.comm import liveness
-from fullshard.comm.store import StoreInTime
+from fullshard.peers import liveness
+from fullshard.peers.store import StoreInTime
 
 
 @pytest.fixture

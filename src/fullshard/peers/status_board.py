@@ -1,10 +1,10 @@
 """Where ranks post what they do, for others to read without any help of theirs.
 
 Ranks of one host have a slot each in memory that they share; it can be read even after the rank has
-ended. For others there is the store that the ranks met in. Both carry a `Notice` as JSON.
+ended. For others there is the store that the ranks met in. Both carry a `RankStatus` as JSON.
 
-[Note: Torn notices] A reader may come while the owner writes. So a slot begins with the length and a
-checksum of its text, written last; what does not fit them is no notice, and is read again later.
+[Note: Torn statuses] A reader may come while the owner writes. So a slot begins with the length and a
+checksum of its text, written last; what does not fit them is no status, and is read again later.
 The word after them only ever goes from 0 to the global number of a lost rank, plus one.
 """
 
@@ -21,24 +21,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.comm.store import StoreInTime, connected_store, store_in_time
 from fullshard.errors import CommError
 from fullshard.host import read_addresses
-from fullshard.plan.standstill import GroupCounts, Notice, State
+from fullshard.peers.standstill import GroupCounts, RankStatus, State
+from fullshard.peers.store import StoreInTime, connected_store, store_in_time
 from fullshard.torch_private import default_store
 
 NBYTES = 8192  # of a rank's slot
 _HEAD_NBYTES = 16  # length and checksum of the text; for which lost rank this one has given up
 _FEW_RANKS = 16
 _ANSWER_S = 5.0  # of the store
-_KEY = "fullshard/notice/{}/{}"  # epoch, rank
+_KEY = "fullshard/status/{}/{}"  # epoch, rank
 _LINES = "fullshard/lines"
 _EPOCHS = "fullshard/epochs/{}"
 _LOST = "fullshard/lost/{}"  # there if a rank is, under whose number there is another key
 _ROLL = "fullshard/roll/{}"  # counts roll calls of an epoch
 
 
-class Slots:
+class StatusSlots:
     """The slots of the ranks of a group that share memory.
 
     ranks: their global numbers. memory: `NBYTES` per rank, zeroed. fence: orders what this thread writes and reads around it.
@@ -82,7 +82,7 @@ class Slots:
         return lost - 1 if lost else None
 
 
-_slots: "weakref.WeakSet[Slots]" = weakref.WeakSet()
+_slots: "weakref.WeakSet[StatusSlots]" = weakref.WeakSet()
 
 
 def give_up(lost_rank: int) -> None:
@@ -91,7 +91,7 @@ def give_up(lost_rank: int) -> None:
         slots.give_up(lost_rank)
 
 
-class Board:
+class StatusBoard:
     """Everything that this rank can post to and read from. world_size: number of ranks."""
 
     def __init__(self, world_size: int) -> None:
@@ -121,20 +121,20 @@ class Board:
             return True
         return False
 
-    def post(self, notice: Notice, *, to_store: bool = True) -> bool:
-        """Show this rank's notice to all ranks that can see it. Returns whether all can that should."""
-        text = _encoded(notice)
+    def post(self, status: RankStatus, *, to_store: bool = True) -> bool:
+        """Show this rank's status to all ranks that can see it. Returns whether all can that should."""
+        text = _encoded(status)
         for slots in list(_slots):
             slots.post(text)
         if to_store and self.needs_store:
             with contextlib.suppress(Exception):  # it may have died with its rank
-                self._connected().set(_KEY.format(self._epoch, notice.rank), text)
+                self._connected().set(_KEY.format(self._epoch, status.rank), text)
                 return True
             return self._store is None or self._is_store_gone
         return True
 
-    def read(self, ranks: Sequence[int]) -> dict[int, Notice]:
-        """Return the notices of these ranks, of those that have posted one."""
+    def read(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
+        """Return the statuses of these ranks, of those that have posted one."""
         texts: dict[int, bytes] = {}
         for slots in list(_slots):
             for rank in set(ranks) & set(slots.ranks):
@@ -218,7 +218,7 @@ class Board:
         return set()
 
     def call_roll(self, ranks: Collection[int], timeout_s: float) -> set[int]:
-        """Return those of ``ranks`` whose sentries do not answer in time."""
+        """Return those of ``ranks`` whose watchdogs do not answer in time."""
         number = int(self._connected().add(_ROLL.format(self._epoch), 1))
         return set(ranks) - set(self.read_lines(f"roll/{number}", ranks, timeout_s))
 
@@ -247,8 +247,8 @@ class Board:
         return self._store
 
 
-def _encoded(notice: Notice) -> bytes:
-    fields = dataclasses.asdict(notice)
+def _encoded(status: RankStatus) -> bytes:
+    fields = dataclasses.asdict(status)
     stack = list(fields["stack"])
     while len(text := json.dumps(fields, default=list).encode()) > NBYTES - _HEAD_NBYTES:
         if stack:
@@ -259,10 +259,10 @@ def _encoded(notice: Notice) -> bytes:
     return text
 
 
-def _decoded(text: bytes) -> Notice:
+def _decoded(text: bytes) -> RankStatus:
     fields = json.loads(text)
     fields["state"] = State(fields["state"])
     fields["groups"] = {key: GroupCounts(**counts) for key, counts in fields["groups"].items()}
     for name in ("stack", "waited", "on_device", "unreached"):
         fields[name] = tuple(fields[name])
-    return Notice(**fields)
+    return RankStatus(**fields)

@@ -13,12 +13,12 @@ import weakref
 import torch.distributed as dist
 
 from fullshard import host
-from fullshard.comm.ledgers import known_ledger
-from fullshard.comm.notices import give_up
-from fullshard.comm.patience import loss, unreachable
-from fullshard.comm.processes import is_running
-from fullshard.comm.store import store_in_time
 from fullshard.errors import CommError, DivergenceError
+from fullshard.host import is_running
+from fullshard.peers.flight_record import known_record
+from fullshard.peers.status_board import give_up
+from fullshard.peers.store import store_in_time
+from fullshard.peers.wait_reporter import loss, unreachable
 from fullshard.torch_private import default_group
 
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
@@ -93,9 +93,9 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
     """
     if isinstance(error, CommError | DivergenceError) or not _is_connection_error(error):
         return
-    if (ledger := known_ledger(group)) is not None:
+    if (record := known_record(group)) is not None:
         # First: a rank that saw that paths differ may have left, and is not the cause.
-        ledger.compare()
+        record.compare()
     lost = _lost_ranks(group)
     if not lost:
         others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}

@@ -1,9 +1,9 @@
 """Whether ranks that stand still wait for each other, by what each says of itself.
 
-A rank that has done nothing for a second posts a `Notice`. Who waits for whom follows from counters:
+A rank that has done nothing for a second posts a `RankStatus`. Who waits for whom follows from counters:
 a rank that is blocked in a collective waits for every member of its group that has issued fewer.
 
-    rank 0   blocked in ours       group "0": 17 issued, at place 42 of the ledger
+    rank 0   blocked in ours       group "0": 17 issued, at place 42 of the flight record
     rank 1   blocked in a barrier  group "0": 18 issued, at place 41
     -> 0 waits for 1 (place 41 < 42), 1 waits for 0 (17 < 18): neither will ever go on
 
@@ -17,9 +17,9 @@ import dataclasses
 import enum
 from collections.abc import Collection, Mapping, Sequence
 
-from fullshard.plan.paths import by_text, name_ranks
+from fullshard.peers.paths import by_text, name_ranks
 
-# Notices that a rank has to post unchanged before it counts as blocked; two a second.
+# Statuses that a rank has to post unchanged before it counts as blocked; two a second.
 STEADY_BEATS = 3
 
 
@@ -33,7 +33,7 @@ class State(str, enum.Enum):
     ENDED = "ended"  # its program has ended
 
 
-# The last entries of ledgers, by group: place, checksum, moment and text.
+# The last entries of flight records, by group: place, checksum, moment and text.
 Tails = Mapping[str, Sequence[tuple[int, int, str]]]
 
 
@@ -42,7 +42,7 @@ class GroupCounts:
     """How far a rank is in what a group does together.
 
     size: number of the group's ranks.
-    issued: collectives that the process group counts. place: of the group's ledger.
+    issued: collectives that the process group counts. place: of the group's flight record.
     """
 
     size: int
@@ -51,7 +51,7 @@ class GroupCounts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Notice:
+class RankStatus:
     """What a rank that stands still says of itself.
 
     beat: how often it has said so without having moved since.
@@ -61,7 +61,7 @@ class Notice:
     waited: keys of the groups that it may be waiting for; empty if nobody knows, which means any.
     in_group: key of the process group that it waits for in fullshard's code; empty for shared memory
         and for groups of fullshard's own.
-    tails: of each group whose ledger is not in shared memory.
+    tails: of each group whose flight record is not in shared memory.
     has_threads: whether other threads of its process run code of the program.
     meets_all: whether it waits for every rank of the job, which no counter shows.
     on_device: keys of the groups whose collectives run on a device, for which it may wait while it runs.
@@ -69,7 +69,7 @@ class Notice:
     error: the exception that ended it, or that it is about to raise; empty if there is none.
     is_final: whether ``error`` is to be raised by all ranks that wait for this one. is_loss: as an error
         about a rank that is lost, not about paths that differ.
-    about: the ledger and place at which ranks differ, if ``error`` says so.
+    about: the flight record and place at which ranks differ, if ``error`` says so.
     unreached: ranks of other hosts that do not answer this one, though they may live.
     stack: of the thread that stands still, innermost call last.
     """
@@ -129,23 +129,25 @@ class Notice:
         return f"running{moment}" + (f", at {self.at}" if self.at else "")
 
 
-def waits_for(notice: Notice, notices: Mapping[int, Notice], world_size: int) -> set[int] | None:
+def waits_for(
+    status: RankStatus, statuses: Mapping[int, RankStatus], world_size: int
+) -> set[int] | None:
     """Return the ranks that a blocked rank waits for; None if one of them may be unknown."""
     found: set[int] = set()
-    if notice.meets_all:
-        same = {r for r, each in notices.items() if each.meets_all and each.where == notice.where}
-        return set(notices) - same if len(notices) == world_size else None
-    for key, counts in notice.groups.items():
-        if notice.waited and key not in notice.waited:
+    if status.meets_all:
+        same = {r for r, each in statuses.items() if each.meets_all and each.where == status.where}
+        return set(statuses) - same if len(statuses) == world_size else None
+    for key, counts in status.groups.items():
+        if status.waited and key not in status.waited:
             continue
-        members = {rank: each for rank, each in notices.items() if key in each.groups}
-        found |= {rank for rank, each in members.items() if _waits(notice, each, key)}
+        members = {rank: each for rank, each in statuses.items() if key in each.groups}
+        found |= {rank for rank, each in members.items() if _waits(status, each, key)}
         if len(members) < counts.size:
             return None  # who is not known may be the one that it waits for
     return found
 
 
-def _waits(one: Notice, other: Notice, key: str) -> bool:
+def _waits(one: RankStatus, other: RankStatus, key: str) -> bool:
     """Whether one rank has issued or entered something in a group that another has not."""
     mine, its = one.groups[key], other.groups[key]
     if its.issued < mine.issued or its.place < mine.place:
@@ -162,17 +164,17 @@ def _waits(one: Notice, other: Notice, key: str) -> bool:
     return is_other_kind and its.place > mine.place
 
 
-def _may_be_in(notice: Notice, key: str) -> bool:
+def _may_be_in(status: RankStatus, key: str) -> bool:
     """Whether a rank may be blocked in a group's collective."""
-    return key in notice.waited or not notice.waited
+    return key in status.waited or not status.waited
 
 
-def find_stuck(notices: Mapping[int, Notice], world_size: int) -> set[int]:
+def find_stuck(statuses: Mapping[int, RankStatus], world_size: int) -> set[int]:
     """Return the ranks that can never go on, as all that they wait for are blocked or gone."""
     waits: dict[int, set[int]] = {}
-    for rank, notice in notices.items():
-        if notice.is_blocked:
-            found = waits_for(notice, notices, world_size)
+    for rank, status in statuses.items():
+        if status.is_blocked:
+            found = waits_for(status, statuses, world_size)
             if found:  # a rank that waits for nobody we know of may yet go on
                 waits[rank] = found
     # Ranks that wait for one that may go on may go on themselves, and so forth.
@@ -180,7 +182,7 @@ def find_stuck(notices: Mapping[int, Notice], world_size: int) -> set[int]:
         free = {
             rank
             for rank, others in waits.items()
-            if any(other not in waits and not notices[other].has_gone for other in others)
+            if any(other not in waits and not statuses[other].has_gone for other in others)
         }
         if not free:
             return set(waits)
@@ -188,39 +190,39 @@ def find_stuck(notices: Mapping[int, Notice], world_size: int) -> set[int]:
             del waits[rank]
 
 
-def ended_without(notice: Notice, notices: Mapping[int, Notice]) -> set[int]:
+def ended_without(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
     """Return ranks that ended before a collective that this rank has started on a device.
 
     It will never be complete, and the host that waits for the device cannot be told otherwise.
     """
-    if notice.state is not State.RUNS or notice.beat < STEADY_BEATS:
+    if status.state is not State.RUNS or status.beat < STEADY_BEATS:
         return set()
     return {
         rank
-        for rank, each in notices.items()
+        for rank, each in statuses.items()
         if each.state is State.ENDED and not each.has_left
-        for key in notice.on_device
-        if key in each.groups and _waits(notice, each, key)
+        for key in status.on_device
+        if key in each.groups and _waits(status, each, key)
     }
 
 
-def describe_still(notices: Mapping[int, Notice], world_size: int) -> str:
+def describe_still(statuses: Mapping[int, RankStatus], world_size: int) -> str:
     """Say what ranks do that stand still, one of them in a collective; empty if one moves.
 
     For ranks whose collectives run on a device: one that waits there looks like one that computes.
     """
-    are_all_still = len(notices) == world_size and all(
-        each.beat >= STEADY_BEATS and not each.has_gone for each in notices.values()
+    are_all_still = len(statuses) == world_size and all(
+        each.beat >= STEADY_BEATS and not each.has_gone for each in statuses.values()
     )
-    if not are_all_still or not any(each.is_blocked for each in notices.values()):
+    if not are_all_still or not any(each.is_blocked for each in statuses.values()):
         return ""
-    seen = by_text({rank: str(each) for rank, each in notices.items()})
+    seen = by_text({rank: str(each) for rank, each in statuses.items()})
     return "; ".join(f"{ranks}: {text}" for ranks, text in seen)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """A place at which ledgers differ. key: of the group. entries: moments and texts, by rank."""
+    """A place at which flight records differ. key: of the group. entries: moments and texts, by rank."""
 
     key: str
     place: int
@@ -228,7 +230,7 @@ class Mismatch:
 
 
 def first_mismatch(tails: Mapping[int, Tails]) -> Mismatch | None:
-    """Return the first place at which ledgers differ. tails: by rank.
+    """Return the first place at which flight records differ. tails: by rank.
 
     None if none differ as far as they are known.
     """
@@ -244,7 +246,10 @@ def first_mismatch(tails: Mapping[int, Tails]) -> Mismatch | None:
 
 
 def describe_stuck(
-    notices: Mapping[int, Notice], stuck: set[int], world_size: int, ended: Collection[int] = ()
+    statuses: Mapping[int, RankStatus],
+    stuck: set[int],
+    world_size: int,
+    ended: Collection[int] = (),
 ) -> str:
     """Say what each stuck rank does and who is missing. The same words on every rank.
 
@@ -252,13 +257,13 @@ def describe_stuck(
     """
     involved = {*stuck, *ended}
     for rank in stuck:
-        involved |= waits_for(notices[rank], notices, world_size) or set()
-    gone = {rank for rank in involved if notices[rank].has_gone}
+        involved |= waits_for(statuses[rank], statuses, world_size) or set()
+    gone = {rank for rank in involved if statuses[rank].has_gone}
     seen = "; ".join(
-        f"{ranks}: {text}" for ranks, text in by_text({r: str(notices[r]) for r in involved})
+        f"{ranks}: {text}" for ranks, text in by_text({r: str(statuses[r]) for r in involved})
     )
     if gone:
-        has_failed = any(notices[rank].error for rank in gone)
+        has_failed = any(statuses[rank].error for rank in gone)
         if has_failed:
             return (
                 f"Ranks wait for {name_ranks(gone)}, which will not come: {seen}. The cause is in that rank's own "

@@ -17,16 +17,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from fullshard.comm import select
-from fullshard.comm.backends import (
+from fullshard.comm.process_group import ProcessGroupComm
+from fullshard.comm.select import select_comm
+from fullshard.errors import CommError
+from fullshard.peers.backends import (
     any_device,
     backend_name,
     backend_names,
     backend_of,
     let_go_at_exit,
 )
-from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.comm.select import select_comm
-from fullshard.errors import CommError
 from fullshard.policies import CommChoice
 from tests.fresh import in_fresh_ranks
 from tests.harness import on_ranks, rank, world_size
@@ -249,7 +249,7 @@ import datetime, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
-from fullshard.comm.backends import let_go_at_exit
+from fullshard.peers.backends import let_go_at_exit
 
 store, limit = dist.HashStore(), datetime.timedelta(seconds=20)
 with ThreadPoolExecutor(2) as pool:

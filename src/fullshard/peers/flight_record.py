@@ -1,8 +1,8 @@
-"""A ledger of what the ranks of a group do together, where all of them can read it.
+"""A flight record of what the ranks of a group do together, where all of them can read it.
 
 Collectives of different ranks are paired by their place in the sequence, not by their purpose. So
 where ranks take different paths, gradients of one unit would be added to those of another. To find
-that out, each rank enters in the ledger what it is about to do, and compares it with what others
+that out, each rank enters in the flight record what it is about to do, and compares it with what others
 have entered at the same place. Of two ranks that differ, the one that enters last sees it before
 it has moved any data, and the other one while it waits.
 
@@ -15,7 +15,7 @@ Where entries differ, the trails tell at which unit the paths parted, often earl
 
 Ranks of one host keep all that in memory that they share. Where they share none, and over NCCL, each has its own. They
 agree on what comes next before they do it (see `agreed_order`), and where they do not, each shows
-others the last that it entered (`tail`): see `sentry`.
+others the last that it entered (`tail`): see `watchdog`.
 
 [Note: Entries] An entry is a word (the place in its upper half, a checksum of the text in its lower
 half), the moment (step and phase), and the text. A rank writes its own word before it reads the
@@ -31,8 +31,10 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch.distributed as dist
+
 from fullshard.errors import DivergenceError
-from fullshard.plan.paths import (
+from fullshard.peers.paths import (
     Event,
     Moment,
     Phase,
@@ -94,11 +96,11 @@ class Entry(NamedTuple):
 class Order(Protocol):
     """Makes ranks that share no memory agree on each entry: see `agreed_order`."""
 
-    def follow(self, ledger: "Ledger", place: int, checksum: int, what: str) -> None:
+    def follow(self, record: "FlightRecord", place: int, checksum: int, what: str) -> None:
         """Return once all ranks enter this at this place, or are known to."""
 
 
-class Ledger:
+class FlightRecord:
     """The entries of one group's ranks, and their trails.
 
     rank: this rank's number in the group.
@@ -133,7 +135,7 @@ class Ledger:
         }
         self._own = self._base[rank]
         self._others = [self._base[part] for part in self._parts if part != rank]
-        self.slots: Any = None  # the group's `notices.Slots`, which live as long
+        self.slots: Any = None  # the group's `StatusSlots`, which live as long
         self.pids: dict[int, int] = {}  # by global rank, of ranks whose processes can be looked at
         self._lines: tuple[int, Callable[[], Sequence[str]]] = (0, list)  # of a place, the last
         self._moment = 0
@@ -150,7 +152,7 @@ class Ledger:
         self._names: dict[tuple[int, int], str] = {}
         self._parameters: dict[str, list[str]] = {}  # by the unit
         self._models: list[str] = []
-        _ledgers.add(self)
+        _records.add(self)
 
     # What all ranks have to do alike
 
@@ -370,11 +372,11 @@ LinesOf = Callable[[Sequence[int]], dict[int, Sequence[str]]]
 
 
 class Teller:
-    """Makes the error for ranks that differ. The sentry's has all ranks raise the same."""
+    """Makes the error for ranks that differ. The watchdog's has all ranks raise the same."""
 
-    def settle(self, ledger: Ledger, place: int) -> DivergenceError:
+    def settle(self, record: FlightRecord, place: int) -> DivergenceError:
         """Return the error to raise."""
-        return DivergenceError(ledger.explain(place))
+        return DivergenceError(record.explain(place))
 
 
 tellers = [Teller()]  # the last one is asked
@@ -430,12 +432,28 @@ def group_key(name: str, ranks: Sequence[int]) -> str:
     return f"{name} of {len(ranks)}, {zlib.crc32(str(list(ranks)).encode()):08x}"
 
 
-def ledgers() -> list[Ledger]:
-    """Return every ledger of this process that is in use."""
-    return list(_ledgers)
+def flight_records() -> list[FlightRecord]:
+    """Return every flight record of this process that is in use."""
+    return list(_records)
 
 
-_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
+def known_record(group: dist.ProcessGroup) -> FlightRecord | None:
+    """Return the flight record of a group if it has one already. Does not communicate."""
+    return _of_groups.get(group)
+
+
+def keep_record(group: dist.ProcessGroup, record: FlightRecord) -> FlightRecord:
+    """Return the flight record of a group: this one, if it has none yet.
+
+    So everything that a group does is entered in one, whichever way it communicates. Every rank of the
+    group must call it at the same place of their sequence.
+    """
+    return _of_groups.setdefault(group, record)
+
+
+_records: "weakref.WeakSet[FlightRecord]" = weakref.WeakSet()
+_of_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, FlightRecord]"
+_of_groups = weakref.WeakKeyDictionary()
 
 
 def _moment_of(word: int) -> Moment:

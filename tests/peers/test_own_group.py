@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
-from fullshard.comm.own_group import is_gloo, own_group
-from tests.comm.test_agreed_order import on_hosts_of_their_own
+from fullshard.peers.own_group import is_gloo, own_group
 from tests.harness import Fate, on_ranks, rank, run_fresh, world_size
+from tests.peers.test_agreed_order import on_hosts_of_their_own
 
 
 @on_ranks(4)

@@ -1,0 +1,1 @@
+"""How ranks watch each other: what each does, who is lost, slow or on another path."""
