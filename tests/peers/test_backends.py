@@ -20,7 +20,7 @@ from fullshard.comm import select
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
 from fullshard.errors import CommError
-from fullshard.peers.backends import (
+from fullshard.peers.groups import (
     any_device,
     backend_name,
     backend_names,
@@ -249,7 +249,7 @@ import datetime, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
-from fullshard.peers.backends import let_go_at_exit
+from fullshard.peers.groups import let_go_at_exit
 
 store, limit = dist.HashStore(), datetime.timedelta(seconds=20)
 with ThreadPoolExecutor(2) as pool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.errors import LayoutError
-from fullshard.peers.own_group import own_group
+from fullshard.peers.groups import own_group
 from fullshard.plan.builders import flat_layout
 from fullshard.plan.layout import ParamSpec, Piece
 from fullshard.plan.regrid import (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fullshard.comm.outside_steps import run_collective
 from fullshard.errors import ShardingError, StateError
-from fullshard.peers.backends import any_device
+from fullshard.peers.groups import any_device
 
 logger = logging.getLogger("fullshard")
 

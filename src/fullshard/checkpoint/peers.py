@@ -20,9 +20,8 @@ from fullshard.errors import (
     FullshardError,
     PeerLostError,
 )
-from fullshard.peers.backends import timeout_s
+from fullshard.peers.groups import mark_own, timeout_s
 from fullshard.peers.liveness import absent_ranks, announce, leave_word, name_lost_ranks
-from fullshard.peers.own_group import mark_own
 from fullshard.peers.paths import by_text, name_ranks
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import host
-from fullshard.peers.exchange import exchange_through_store
+from fullshard.peers.groups import exchange_through_store
 
 
 class CudaIpc:

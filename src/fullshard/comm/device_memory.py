@@ -48,8 +48,8 @@ from fullshard.comm.packing import copy_in_gradients
 from fullshard.comm.ring import Order, Ring, Stretch
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
-from fullshard.peers.exchange import exchange_through_store
 from fullshard.peers.flight_record import FlightRecord, keep_record
+from fullshard.peers.groups import exchange_through_store
 from fullshard.plan.layout import BucketLayout, DirectRule
 
 _TURNS = 4  # reductions that may be under way at once: see [Note: Turns]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import AllocationError
 from fullshard.peers.agreed_order import AgreedOrder
-from fullshard.peers.exchange import exchange_through_store
 from fullshard.peers.flight_record import FlightRecord, keep_record, known_record
+from fullshard.peers.groups import exchange_through_store
 from fullshard.peers.watchdog import watchdog
 
 logger = logging.getLogger("fullshard")

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.calls import all_gather
-from fullshard.peers.backends import timeout_s
 from fullshard.peers.flight_record import known_record
+from fullshard.peers.groups import is_gloo, own_group, timeout_s
 from fullshard.peers.liveness import name_lost_ranks
-from fullshard.peers.own_group import is_gloo, own_group
 from fullshard.peers.waits import wait_comparing
 from fullshard.torch_private import default_group
 

@@ -39,8 +39,8 @@ from fullshard.comm.interface import (
 from fullshard.comm.packing import Region, copy_in_gradients
 from fullshard.comm.ring import LINE, Ring, Stretch
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
-from fullshard.peers.backends import backend_name, let_go_at_exit
 from fullshard.peers.flight_record import FlightRecord, keep_record
+from fullshard.peers.groups import backend_name, let_go_at_exit
 from fullshard.plan.layout import BucketLayout, DirectRule, Route
 from fullshard.plan.sizes import round_up
 

@@ -44,16 +44,16 @@ from fullshard.comm.packing import (
     wire_gradient,
 )
 from fullshard.comm.scratch import Scratch
-from fullshard.peers.backends import (
+from fullshard.peers.flight_record import FlightRecord, known_record
+from fullshard.peers.groups import (
     backend_name,
     backend_names,
     backend_of,
     let_go_at_exit,
+    own_group,
     timeout_s,
 )
-from fullshard.peers.flight_record import FlightRecord, known_record
 from fullshard.peers.liveness import announce, name_lost_ranks, naming_lost_ranks
-from fullshard.peers.own_group import own_group
 from fullshard.peers.waits import wait_comparing
 from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.torch_private import coalescing_manager

@@ -20,8 +20,7 @@ from fullshard.comm.peer_memory import PeerMemoryComm
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.errors import AllocationError, CommError, ShardingError
-from fullshard.peers.backends import backend_names
-from fullshard.peers.exchange import exchange_through_group
+from fullshard.peers.groups import backend_names, exchange_through_group
 from fullshard.policies import CommChoice
 
 logger = logging.getLogger("fullshard")

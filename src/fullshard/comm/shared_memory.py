@@ -32,9 +32,8 @@ import torch.distributed as dist
 from fullshard import host
 from fullshard.errors import AllocationError, PeerLostError
 from fullshard.peers import flight_record, status_board
-from fullshard.peers.backends import timeout_s
-from fullshard.peers.exchange import exchange_through_group
 from fullshard.peers.flight_record import FlightRecord
+from fullshard.peers.groups import exchange_through_group, timeout_s
 from fullshard.peers.status_board import StatusSlots, give_up
 from fullshard.peers.store import files_for_store
 from fullshard.peers.wait_reporter import WaitReporter, loss

@@ -21,8 +21,7 @@ from fullshard.comm.collectives import (
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, ShardingError, StateError
-from fullshard.peers.backends import backend_name, backend_of
-from fullshard.peers.own_group import keeping_order
+from fullshard.peers.groups import backend_name, backend_of, keeping_order
 
 
 def use_collectives(

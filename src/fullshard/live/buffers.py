@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.errors import ShardingError, StateError
 from fullshard.live.together import num_ranks
-from fullshard.peers.backends import any_device, moves
+from fullshard.peers.groups import any_device, moves
 from fullshard.state.differing import crc
 from fullshard.state.host_memory import host_bytes
 from fullshard.state.owners import owners_of

@@ -22,11 +22,14 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from fullshard.peers.backends import timeout_s
-from fullshard.peers.exchange import exchange_through_group, exchange_through_store
 from fullshard.peers.flight_record import FlightRecord
+from fullshard.peers.groups import (
+    exchange_through_group,
+    exchange_through_store,
+    is_gloo,
+    timeout_s,
+)
 from fullshard.peers.liveness import check_alive, naming_lost_ranks
-from fullshard.peers.own_group import is_gloo
 from fullshard.peers.store import StoreInTime, connected_store
 from fullshard.peers.wait_reporter import WaitReporter, loss
 from fullshard.peers.watchdog import watchdog

@@ -34,9 +34,9 @@ import torch.distributed as dist
 
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.peers import tails
-from fullshard.peers.backends import abort
 from fullshard.peers.connections import Connections
 from fullshard.peers.flight_record import FlightRecord, Teller, flight_records, group_key, tellers
+from fullshard.peers.groups import abort
 from fullshard.peers.stacks import (
     call_of,
     counts_of_groups,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fullshard.comm.calls import all_gather
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.errors import StateError
-from fullshard.peers.backends import any_device, moves
+from fullshard.peers.groups import any_device, moves
 from fullshard.plan.boxes import tiling_fault, whole_box
 from fullshard.plan.gathering import Bucket, Divided, Part, plan_buckets
 from fullshard.state.copies import own_share

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.faces.meshes import joined_mesh
-from fullshard.peers.own_group import group_over
+from fullshard.peers.groups import group_over
 from fullshard.state.structure import units_of
 
 

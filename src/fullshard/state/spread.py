@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.outside_steps import broadcast_object, run_collective
-from fullshard.peers.backends import any_device
+from fullshard.peers.groups import any_device
 from fullshard.state.optim_keys import StateDict
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
-from fullshard.peers.own_group import is_gloo, own_group
+from fullshard.peers.groups import is_gloo, own_group
 from tests.harness import Fate, on_ranks, rank, run_fresh, world_size
 from tests.peers.test_agreed_order import on_hosts_of_their_own
 

@@ -1,0 +1,268 @@
+"""Process groups: which backends they have, one of fullshard's own beside the program's, values exchanged while they connect.
+
+``get_backend`` returns what somebody typed, for all devices together. For Gloo on the CPU that may
+be "gloo", "cpu:gloo", a part of "cpu:gloo,cuda:nccl", or "undefined" after a bare
+``init_process_group()``. So the group itself is asked, which has one backend object per device.
+
+[Note: Own groups] Gloo pairs collectives of a group by their order alone. If the program called one of its own on some
+ranks only (a checkpoint on rank 0, a metric), it would be paired with one of fullshard's: other bytes
+would arrive, or, with other sizes, Gloo would abort the process. In a group of its own fullshard's
+collectives can only meet each other, and the flight record sees to it that they are the same.
+
+[Note: Leaving Gloo] PyTorch's Gloo runs collectives on threads of its own. When a collective is
+done, its thread releases the tensors, for which it takes the GIL. Once the interpreter has begun to
+end, a thread that asks for the GIL is ended instead (before Python 3.14). Here that happens inside
+C++ code that cannot be left this way: "terminate called without an active exception", and exit code
+134. So a program that ends within milliseconds of a collective may abort, also without fullshard.
+Destroying the group joins the threads, but only if nothing refers to the group any more, and meshes
+and models do. A short sleep before the end always helps: the threads get the GIL meanwhile.
+"""
+
+import atexit
+import collections
+import datetime
+import functools
+import pickle
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import CommError
+from fullshard.host import files_left
+from fullshard.peers.store import store_in_time
+from fullshard.torch_private import default_group, naming_groups
+
+_LET_GO_S = 0.02
+_NAMELESS = ("custom", "undefined")  # names that C++ gives to classes that it does not know
+_SPARE_FILES = 16
+_ANSWER_S = 60.0  # of the store
+
+
+# Backends
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend object that moves a device's bytes, without any debugging wrapper.
+
+    Raises CommError if the group has none for the device.
+    """
+    try:
+        backend: Any = group._get_backend(torch.device(device.type))
+    except RuntimeError as error:
+        known = ", ".join(f"{each.type}: {_name(group, each)}" for each in group._device_types)
+        raise CommError(
+            f"rank {dist.get_rank()}: the process group of ranks "
+            f"{dist.get_process_group_ranks(group)} has no backend for {device.type} (it has "
+            f"{known or 'none'}). Name one for each device, such as "
+            "init_process_group('cpu:gloo,cuda:nccl'), or take a mesh of the devices it has."
+        ) from error
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend in one that compares collectives.
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the backend's own name: gloo, nccl, fake, ...
+
+    A group of a Python class is its own backend; for it, return its name or else that of its class.
+    Raises CommError if a group of torch's own class has no backend for the device.
+    """
+    kind: type = type(group)
+    if kind is dist.ProcessGroup:
+        return _name(group, device)
+    name = group.name() if issubclass(kind, dist.ProcessGroup) else _NAMELESS[0]
+    return kind.__name__ if name in _NAMELESS else name
+
+
+def backend_names(group: dist.ProcessGroup) -> set[str]:
+    """Return the names of all the group's backends."""
+    devices = group._device_types or [torch.device("cpu")]
+    return {backend_name(group, device) for device in devices}
+
+
+def any_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return a device whose tensors the group can move, the CPU if possible.
+
+    group: None means the default group, of all ranks.
+    """
+    group = dist.group.WORLD if group is None else group
+    types = [device.type for device in getattr(group, "_device_types", ())]
+    if not types or "cpu" in types:
+        return torch.device("cpu")
+    return torch.device(types[0], torch.accelerator.current_device_index())
+
+
+def moves(group: dist.ProcessGroup | None, device_type: str) -> bool:
+    """Return whether a group can move tensors of a type of device. None is the default group."""
+    group = dist.group.WORLD if group is None else group
+    return device_type in {device.type for device in getattr(group, "_device_types", ())}
+
+
+def timeout_s(group: dist.ProcessGroup) -> float:
+    """Return how many seconds the group's collectives wait for a rank."""
+    for device in group._device_types:
+        options = getattr(backend_of(group, device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return float(timeout.total_seconds())
+    return 1800.0  # what torch waits by default
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """End the collectives of a group that a device waits in, if it is NCCL's. They cannot go on.
+
+    What the host calls next on that device raises, or returns what was never computed.
+    """
+    for device in group._device_types:
+        if backend_name(group, device) == "nccl":
+            backend: Any = backend_of(group, device)
+            backend.abort()
+
+
+@functools.cache
+def let_go_at_exit() -> None:
+    """Sleep a moment at the program's end, for Gloo's threads: see [Note: Leaving Gloo]."""
+    atexit.register(time.sleep, _LET_GO_S)
+
+
+def _name(group: dist.ProcessGroup, device: torch.device) -> str:
+    return str(backend_of(group, device).name())
+
+
+# Values exchanged while ranks connect: the store serves every backend, also where collectives fail (NCCL refuses ranks that
+# share a GPU)
+
+
+def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's value, in rank order. Every rank of the group must call it."""
+    store = store_in_time(timeout_s(group))
+    name = group.group_name
+    _rounds[name] += 1
+    prefix, this = f"fullshard/exchange/{name}", _rounds[name]
+    store.set(f"{prefix}/{this}/{group.rank()}", pickle.dumps(value))
+    keys = [f"{prefix}/{this}/{rank}" for rank in range(group.size())]
+    store.wait(keys)
+    # All are here, so all have read what was told the last time.
+    if this > 1:
+        store.delete_key(f"{prefix}/{this - 1}/{group.rank()}")
+    return [pickle.loads(data) for data in store.multi_get(keys)]
+
+
+def exchange_through_group(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's value, in rank order. Every rank of the group must call it."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+# Groups of our own
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether a group is Gloo's alone, with processes behind its ranks."""
+    return type(group) is dist.ProcessGroup and backend_names(group) == {"gloo"}
+
+
+def mark_own(group: dist.ProcessGroup) -> None:
+    """Note that a group is fullshard's already. Every rank must call it."""
+    _marked.add(group)
+
+
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return fullshard's group over the same ranks, made at the first call. Collective.
+
+    The group itself if it is not Gloo's alone (NCCL's communicators cost memory on the device, and
+    others are not known), or if a rank may open too few files for the connections of another one.
+    """
+    if not is_gloo(group) or group in _marked:
+        return group
+    if group in _own:
+        return _own[group]
+    # Asked first: if one rank failed to connect, the others would wait for it. With a number of its own
+    # a name is never used again, also after groups were destroyed: the store keeps what it was told.
+    told = exchange_through_group((_can_connect(group.size()), _numbers[-1]), group)
+    number = max(number for _, number in told) + 1
+    _numbers[:] = [number]
+    with naming_groups(f"fullshard {number} of {group.group_name}") as can_name:
+        if not (can_name and all(able for able, _ in told)):
+            mark_own(group)
+            return group
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=datetime.timedelta(seconds=timeout_s(group)),
+            backend="gloo",
+            use_local_synchronization=True,  # ranks outside the group do not come here
+            group_desc="fullshard",
+            **keeping_order(group),
+        )
+    assert made is not None
+    mark_own(made)
+    _own[group] = made
+    return made
+
+
+def keeping_order(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the options with which ``new_group`` gives ranks the places that they have in a group.
+
+    Groups are of sorted ranks, but for those that were asked for as they are; older torches know no
+    others (``sort_ranks``, since 2.13), and no option.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    return {} if ranks == sorted(ranks) else {"sort_ranks": False}
+
+
+def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Return a group of some of the job's ranks, made at the first call. Collective among these ranks.
+
+    ranks: of the job, in order, this one among them. None if it cannot be made without the others.
+    """
+    world = default_group()
+    groups = _over.setdefault(world, {})
+    key = tuple(ranks)
+    if key not in groups:
+        _times_made[key] += 1
+        with naming_groups(f"fullshard {_times_made[key]} over {key}") as can_name:
+            if not can_name:
+                return None
+            made = dist.new_group(
+                [*ranks],
+                timeout=datetime.timedelta(seconds=timeout_s(world)),
+                use_local_synchronization=True,
+                group_desc="fullshard",
+            )
+        assert made is not None
+        if is_gloo(made):
+            mark_own(made)
+        groups[key] = made
+    return groups[key]
+
+
+def _can_connect(size: int) -> bool:
+    """Return whether this process may open connections to so many ranks, as far as it can tell."""
+    try:
+        store_in_time(_ANSWER_S).set(
+            f"fullshard/connects/{dist.get_rank()}", ""
+        )  # ranks meet in it
+    except RuntimeError:
+        return False
+    left = files_left()
+    return left is not None and left >= 2 * size + _SPARE_FILES
+
+
+_numbers = [0]  # of the last group that was made
+# Never by itself: a value keeps its key, and a group that is destroyed would keep its connections and threads.
+_own: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
+_own = weakref.WeakKeyDictionary()
+_marked: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # with no other one beside them
+
+# Those of some ranks, by the job's group and the ranks; and how often one of these ranks was made.
+_over: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]"
+_over = weakref.WeakKeyDictionary()
+_times_made: "collections.Counter[tuple[int, ...]]" = collections.Counter()
+
+# Exchanges so far, by name of the group: each has keys of its own. Ranks count alike, since every
+# exchange is a call of all of them.
+_rounds: "collections.Counter[str]" = collections.Counter()
