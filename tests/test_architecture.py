@@ -187,7 +187,7 @@ def test_cuda_is_used_in_the_runtime_alone(module: Path) -> None:
 # programs that nobody wants to change, and so is Accelerate. Ranks inherit what their launcher has.
 _OF_ENVIRONMENT = ("fsdp1/setup.py", "debugging/switches.py", "drop_in/on_cpu.py", "run.py")
 # Gloo is told by it which interface to take, and ports of ours listen there.
-_OF_ENVIRONMENT += ("launching/launch.py", "peers/status_board.py")
+_OF_ENVIRONMENT += ("launching/launch.py", "peers/connections.py")
 
 
 @every_module(but=("tools/cli.py", "tools/train_cli.py", "tools/checking_cli.py", *_OF_ENVIRONMENT))

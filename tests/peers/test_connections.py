@@ -3,47 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from fullshard.peers import connections
 from fullshard.peers.connections import Connections
-from fullshard.peers.status_board import StatusBoard
 
 
 class Doors:
     """Stands for the store, and keeps what ranks post there."""
 
     def __init__(self) -> None:
-        self.lines: dict[tuple[str, int], list[str]] = {}
+        self.lines: dict[tuple[str, int], Sequence[str]] = {}
 
-    def own_addresses(self) -> list[str]:
-        return ["127.0.0.1"]
+    def of(self, rank: int) -> Door:
+        """Return what one rank posts to and reads from."""
+        return Door(self, rank)
 
-    def post_lines(self, key: str, rank: int, lines: list[str]) -> None:
-        self.lines[key, rank] = lines
 
-    def read_lines(self, key: str, ranks: list[int], _timeout_s: float) -> dict[int, list[str]]:
-        return {rank: self.lines[key, rank] for rank in ranks if (key, rank) in self.lines}
+@dataclasses.dataclass
+class Door:
+    """A rank's side of it."""
+
+    doors: Doors
+    rank: int
+
+    def post_lines(self, key: str, lines: Sequence[str]) -> None:
+        self.doors.lines[key, self.rank] = lines
+
+    def read_lines(
+        self, key: str, ranks: Collection[int], timeout_s: float
+    ) -> dict[int, Sequence[str]]:
+        lines = self.doors.lines
+        return {rank: lines[key, rank] for rank in ranks if (key, rank) in lines}
 
 
 @pytest.fixture
-def doors() -> Doors:
+def doors(monkeypatch: pytest.MonkeyPatch) -> Doors:
+    monkeypatch.setattr(connections, "own_addresses", lambda: ["127.0.0.1"])
     return Doors()
 
 
 @pytest.fixture
 def ring(doors: Doors) -> Iterator[list[Connections]]:
     """Return three ranks, numbers 4, 5 and 7, that have met."""
-    members = [Connections(rank, cast("StatusBoard", doors)) for rank in (4, 5, 7)]
+    members = [Connections(rank, doors.of(rank)) for rank in (4, 5, 7)]
     for each in members:
         each.open()
     for each in members:
@@ -144,7 +156,7 @@ def _was_closed(connection: socket.socket) -> bool:
 
 
 def test_without_the_next_rank_it_goes_on(doors: Doors) -> None:
-    alone = Connections(0, cast("StatusBoard", doors))
+    alone = Connections(0, doors.of(0))
     alone.open()
     alone.meet([0, 1])
     assert ended(alone) == set()

@@ -7,14 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.peers.standstill import (
-    STEADY_BEATS,
-    GroupCounts,
-    RankStatus,
-    State,
-    describe_stuck,
-    find_stuck,
-)
+from fullshard.peers.standstill import describe_stuck, find_stuck
+from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State
 
 
 def _blocked(

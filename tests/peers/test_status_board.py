@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.peers import status_board
-from fullshard.peers.standstill import GroupCounts, RankStatus, State
+from fullshard.peers.status import GroupCounts, RankStatus, State
 from fullshard.peers.status_board import StatusBoard, StatusSlots
 
 
@@ -24,7 +24,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> StatusBoard:
     """Return a board of ranks 10 and 11, of which this is rank 10."""
     one, two = _slots(2)
     monkeypatch.setattr(status_board, "_slots", {one})
-    board = StatusBoard(2)
+    board = StatusBoard(10, 2)
     board.peer = two  # type: ignore[attr-defined]  (it must live as long)
     return board
 
@@ -67,16 +67,16 @@ def test_a_status_always_fits_its_slot(frames: int, error: int, groups: int) -> 
         stack=tuple(f"frame {number}" for number in range(frames)),
         groups={f"{'group' * 20} {number}": GroupCounts(2, 1, 1) for number in range(groups)},
     )
-    text = status_board._encoded(status)
+    text = status.to_text(status_board.NBYTES - status_board._HEAD_NBYTES)
     assert len(text) <= status_board.NBYTES - status_board._HEAD_NBYTES
-    read = status_board._decoded(text)
+    read = RankStatus.from_text(text)
     assert read.state is State.ENDED
     assert status.error.startswith(read.error[:100])
 
 
 def test_a_board_needs_the_store_for_ranks_that_share_no_memory(board: StatusBoard) -> None:
     assert not board.needs_store
-    assert StatusBoard(3).needs_store
+    assert StatusBoard(10, 3).needs_store
 
 
 def test_a_store_that_has_gone_is_asked_no_more_and_kept(board: StatusBoard) -> None:
@@ -91,7 +91,8 @@ def test_a_store_that_has_gone_is_asked_no_more_and_kept(board: StatusBoard) -> 
 
     board._store = gone = Gone()
     for _ in range(2):
-        board.answer_roll(10)
+        board._answer_roll()
     assert gone.num_asked == 1
     assert board._store is gone
-    assert not board.is_reachable
+    board.has_other_hosts = True
+    assert board.missing([11]) is None

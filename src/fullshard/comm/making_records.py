@@ -53,8 +53,8 @@ def _make_record(group: dist.ProcessGroup, backend: str) -> FlightRecord:
         return record
     record.is_on_device = backend != "gloo"
     if shared is None:
-        watchdog().serve_other_hosts()
+        watchdog().board.serve_other_hosts()
     record.order = AgreedOrder.of(record, group)
     if shared is None and record.order is not None:
-        watchdog().meet(ranks)
+        watchdog().board.meet(ranks)
     return record

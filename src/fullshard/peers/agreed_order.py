@@ -177,8 +177,8 @@ class AgreedOrder:
     @staticmethod
     def _ended(others: list[int]) -> set[int]:
         """Return the ranks that have ended, and so will not come to ask, unless they have before."""
-        words = {rank: watchdog().last_words(rank) for rank in others}
+        words = {rank: watchdog().board.last_words(rank) for rank in others}
         # Not one that is about to raise an error: this rank's watchdog will raise the same here, once all who
         # have to are ready to. A rank that ends breaks the calls of others.
         gone = {rank for rank, each in words.items() if each is not None and each.has_ended}
-        return gone | watchdog().lost(others)
+        return gone | watchdog().board.lost(others)

@@ -23,9 +23,11 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
-from fullshard.peers.status_board import StatusBoard
+from fullshard.host import read_addresses
+from fullshard.torch_private import default_store
 
 logger = logging.getLogger("fullshard")
 
@@ -40,10 +42,20 @@ _HELLO_S = 1.0  # for whoever connects to say who it is
 _MOST_STRANGERS = 8  # that may be about to say so; a rank that is sent away comes again
 
 
+class Doors(Protocol):
+    """Where ranks say how they can be reached, and find others: the `StatusBoard`."""
+
+    def post_lines(self, key: str, lines: Sequence[str]) -> None: ...
+
+    def read_lines(
+        self, key: str, ranks: Collection[int], timeout_s: float
+    ) -> dict[int, Sequence[str]]: ...
+
+
 class Connections:
     """The ranks that this one is connected to. board: where ranks find each other."""
 
-    def __init__(self, rank: int, board: StatusBoard) -> None:
+    def __init__(self, rank: int, board: Doors) -> None:
         self._rank = rank
         self._board = board
         self._server: socket.socket | None = None
@@ -107,7 +119,7 @@ class Connections:
         self._server, self._ranks, self._strangers, self._unreached = None, {}, {}, set()
 
     def _open(self) -> None:
-        for address in self._board.own_addresses():
+        for address in own_addresses():
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             try:
                 server = socket.create_server((address, 0), family=family, backlog=_MOST_STRANGERS)
@@ -116,7 +128,7 @@ class Connections:
             server.setblocking(False)
             self._server = server
             door = [self._token, str(server.getsockname()[1]), address]
-            self._board.post_lines(_DOOR, self._rank, door)
+            self._board.post_lines(_DOOR, door)
             return
         raise OSError("this host has no address that others are known to reach")
 
@@ -188,6 +200,30 @@ class Connections:
         self._unreached -= ended
         self._tried_at = time.monotonic()
         return ended
+
+
+def own_addresses() -> list[str]:
+    """Return addresses of this host by which others reach it, the likeliest first.
+
+    That of the interface that Gloo is told to take, that by which this host reaches the store's, what its name
+    stands for, which is where Gloo listens otherwise, and as Gloo's the loopback.
+    """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    interfaces = read_addresses() if any(chosen) else {}
+    found = [interfaces[name] for name in chosen if name in interfaces]
+    with contextlib.suppress(OSError, AttributeError):  # of stores without a host
+        store: Any = default_store()
+        while (inner := getattr(store, "underlying_store", None)) is not None:
+            store = inner
+        kind = socket.SOCK_DGRAM
+        family, _, _, _, address = socket.getaddrinfo(store.host, store.port, type=kind)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # chooses a route, and sends nothing
+            found.append(str(probe.getsockname()[0]))
+    with contextlib.suppress(OSError):
+        named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        found += [str(address[0]) for *_, address in named]
+    return [*dict.fromkeys(found), "127.0.0.1"]
 
 
 def _watch(connection: socket.socket) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fullshard.errors import FullshardError
 from fullshard.peers.flight_record import flight_records, group_key
-from fullshard.peers.standstill import GroupCounts
+from fullshard.peers.status import GroupCounts
 from fullshard.torch_private import distributed_world
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep

@@ -1,7 +1,11 @@
 """Where ranks post what they do, for others to read without any help of theirs.
 
-Ranks of one host have a slot each in memory that they share; it can be read even after the rank has
-ended. For others there is the store that the ranks met in. Both carry a `RankStatus` as JSON.
+Whoever reads a status does not know how it travelled. There are three ways:
+
+    slots in shared memory  ranks of one host; can be read even after a rank has ended
+    the store               that all ranks met in: statuses of ranks that share no memory, who is lost, roll calls, and
+                            lines that ranks show each other
+    connections             of ranks of several hosts: nothing is sent, but they break when a process ends
 
 [Note: Torn statuses] A reader may come while the owner writes. So a slot begins with the length and a
 checksum of its text, written last; what does not fit them is no status, and is read again later.
@@ -9,23 +13,17 @@ The word after them only ever goes from 0 to the global number of a lost rank, p
 """
 
 import contextlib
-import dataclasses
 import json
-import os
-import socket
+import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
-
-import torch.distributed as dist
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from fullshard.errors import CommError
-from fullshard.host import read_addresses
-from fullshard.peers.standstill import GroupCounts, RankStatus, State
+from fullshard.peers.connections import Connections
+from fullshard.peers.status import RankStatus
 from fullshard.peers.store import StoreInTime, connected_store, store_in_time
-from fullshard.torch_private import default_store
 
 NBYTES = 8192  # of a rank's slot
 _HEAD_NBYTES = 16  # length and checksum of the text; for which lost rank this one has given up
@@ -36,6 +34,8 @@ _LINES = "fullshard/lines"
 _EPOCHS = "fullshard/epochs/{}"
 _LOST = "fullshard/lost/{}"  # there if a rank is, under whose number there is another key
 _ROLL = "fullshard/roll/{}"  # counts roll calls of an epoch
+_ROLL_EVERY_S = 1.0  # at which a rank that has others on other hosts looks whether it is asked for
+_ROLL_CALL_S = 2.5  # for ranks to say that they are there, after a connection broke
 
 
 class StatusSlots:
@@ -92,21 +92,95 @@ def give_up(lost_rank: int) -> None:
 
 
 class StatusBoard:
-    """Everything that this rank can post to and read from. world_size: number of ranks."""
+    """Everything that this rank can post to and read from, by global ranks. world_size: number of ranks."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
         self._world_size = world_size
+        self._lock = threading.Lock()  # the watchdog posts, and so does the program's end
+        self._is_over = False
+        self._owed: bytes | None = None  # to the store, which did not answer
         # Made now: to a store that has gone, connecting would be tried for as long as ranks may take to meet.
         self._store: StoreInTime | None = None
         self._is_store_gone = False
         with contextlib.suppress(Exception):
             self._store = connected_store(_ANSWER_S)
-        self._answered = 0  # the last roll call that this rank has answered
         # Of a store that an earlier default group has used, ranks must not read what they said then.
         # All ranks count alike.
         self._epoch = 0
         with contextlib.suppress(Exception):
-            self._epoch = int(store_in_time(_ANSWER_S).add(_EPOCHS.format(dist.get_rank()), 1))
+            self._epoch = int(store_in_time(_ANSWER_S).add(_EPOCHS.format(rank), 1))
+        self.has_other_hosts = False  # whether some rank met here shares no memory with this one
+        self._connections = Connections(rank, self)
+        self._untold: set[int] = set()  # ranks of which all are to know that they have ended
+        self._answered = 0  # the last roll call that this rank has answered
+        self._answered_at = 0.0
+
+    def serve_other_hosts(self) -> None:
+        """Let ranks that share no memory with this one reach it."""
+        self.has_other_hosts = True
+        self._connections.open()
+
+    def meet(self, ranks: Sequence[int]) -> None:
+        """Connect the ranks of a group, all of which serve each other. Every rank of the group must call it."""
+        self._connections.meet(ranks)
+
+    def keep_up(self) -> None:
+        """Do what others wait for: answer roll calls, tell who has ended, send what the store did not take.
+
+        To be called often, by one thread.
+        """
+        now = time.monotonic()
+        if self.has_other_hosts and now - self._answered_at > _ROLL_EVERY_S:
+            self._answered_at = now
+            self._answer_roll()
+        self._untold |= self._connections.ended()
+        for rank in list(self._untold):
+            if self.last_words(rank) is not None or self._post_lost(rank):
+                self._untold.discard(rank)
+        with self._lock:
+            self._send_owed()
+
+    def close(self) -> None:
+        """Post nothing more, and close connections, as the end of the process would."""
+        self._is_over = True
+        self._connections.close()
+
+    # What ranks say of themselves
+
+    def post(self, status: RankStatus, *, to_store: bool = True, is_last: bool = False) -> None:
+        """Show this rank's status to all ranks that can see it; after the last one, none any more."""
+        text = status.to_text(NBYTES - _HEAD_NBYTES)
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = is_last
+            for slots in list(_slots):
+                slots.post(text)
+            if to_store and self.needs_store:
+                self._owed = text
+                self._send_owed()
+
+    def read(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+        """Return the statuses of these ranks, of those that have posted one."""
+        asked = set(ranks)
+        texts: dict[int, bytes] = {}
+        for slots in list(_slots):
+            for rank in asked & set(slots.ranks):
+                if (text := slots.read(rank)) is not None:
+                    texts[rank] = text
+        missing = sorted(asked - set(texts))
+        if missing and self.needs_store:
+            with contextlib.suppress(Exception):
+                texts |= self._read_store(missing)
+        return {rank: RankStatus.from_text(texts[rank]) for rank in sorted(texts)}
+
+    def last_words(self, rank: int) -> RankStatus | None:
+        """Return what a rank that has left or ended has said last; None if it has said nothing."""
+        status = self.read([rank]).get(rank)
+        return status if status is not None and status.has_gone else None
+
+    # What the system says of ranks, and they of each other
 
     @property
     def needs_store(self) -> bool:
@@ -114,38 +188,73 @@ class StatusBoard:
         return len({rank for slots in _slots for rank in slots.ranks}) < self._world_size
 
     @property
-    def is_reachable(self) -> bool:
-        """Whether the store answers."""
-        with contextlib.suppress(Exception):
-            self._connected().check([_LINES])
-            return True
-        return False
+    def unreached(self) -> frozenset[int]:
+        """Ranks that do not answer this one over their own connection, though they may live."""
+        return self._connections.unreached
 
-    def post(self, status: RankStatus, *, to_store: bool = True) -> bool:
-        """Show this rank's status to all ranks that can see it. Returns whether all can that should."""
-        text = _encoded(status)
-        for slots in list(_slots):
-            slots.post(text)
-        if to_store and self.needs_store:
-            with contextlib.suppress(Exception):  # it may have died with its rank
-                self._connected().set(_KEY.format(self._epoch, status.rank), text)
-                return True
-            return self._store is None or self._is_store_gone
-        return True
-
-    def read(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
-        """Return the statuses of these ranks, of those that have posted one."""
-        texts: dict[int, bytes] = {}
-        for slots in list(_slots):
-            for rank in set(ranks) & set(slots.ranks):
-                text = slots.read(rank)
-                if text is not None:
-                    texts[rank] = text
-        missing = [rank for rank in ranks if rank not in texts]
-        if missing and self.needs_store:
+    def lost(self, ranks: Collection[int]) -> set[int]:
+        """Return those of ``ranks`` that share no memory with some rank, and have ended without a word."""
+        if self.has_other_hosts or self.needs_store:
             with contextlib.suppress(Exception):
-                texts.update(self._read_store(missing))
-        return {rank: _decoded(text) for rank, text in texts.items()}
+                key = _LOST.format(self._epoch)
+                if self._connected().check([key]):
+                    return {rank for rank in ranks if self._connected().check([f"{key}/{rank}"])}
+        return set()
+
+    def missing(self, ranks: Collection[int]) -> set[int] | None:
+        """Return those of these ranks whose watchdogs do not answer; None if the store does not answer either.
+
+        Empty where all ranks are of one host: they are not asked.
+        """
+        if not self.has_other_hosts:
+            return set()
+        with contextlib.suppress(Exception):
+            number = int(self._connected().add(_ROLL.format(self._epoch), 1))
+            answered = self.read_lines(f"roll/{number}", ranks, _ROLL_CALL_S)
+            self._connected().check([_LINES])
+            return set(ranks) - set(answered)
+        return None
+
+    # Lines under a key, for whoever asks
+
+    def post_lines(self, key: str, lines: Sequence[str]) -> None:
+        """Show lines of this rank to whoever asks for the key."""
+        with contextlib.suppress(Exception):
+            self._connected().set(self._lines_key(key, self._rank), json.dumps(list(lines)))
+
+    def read_lines(
+        self, key: str, ranks: Collection[int], timeout_s: float
+    ) -> dict[int, Sequence[str]]:
+        """Return what these ranks show under the key, waiting for it so long."""
+        found: dict[int, Sequence[str]] = {}
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(Exception):
+            while len(found) < len(ranks) and time.monotonic() < deadline:
+                for rank in set(ranks) - set(found):
+                    if self._connected().check([self._lines_key(key, rank)]):
+                        found[rank] = json.loads(self._connected().get(self._lines_key(key, rank)))
+                time.sleep(0.02)
+        return found
+
+    # The store
+
+    def _lines_key(self, key: str, rank: int) -> str:
+        return f"{_LINES}/{self._epoch}/{key}/{rank}"
+
+    def _connected(self) -> StoreInTime:
+        if self._store is None or self._is_store_gone:
+            raise CommError(
+                "The store that the ranks met in has gone, or takes no second connection."
+            )
+        return self._store
+
+    def _send_owed(self) -> None:
+        if self._store is None or self._is_store_gone:  # it may have died with its rank
+            self._owed = None
+        elif self._owed is not None:
+            with contextlib.suppress(Exception):
+                self._store.set(_KEY.format(self._epoch, self._rank), self._owed)
+                self._owed = None
 
     def _read_store(self, ranks: Sequence[int]) -> dict[int, bytes]:
         store = self._connected()
@@ -157,51 +266,7 @@ class StatusBoard:
         keys = [_KEY.format(self._epoch, rank) for rank in ranks]
         return dict(zip(ranks, store.multi_get(keys), strict=True)) if keys else {}
 
-    def post_lines(self, key: str, rank: int, lines: Sequence[str]) -> None:
-        """Show lines of this rank to whoever asks for the key."""
-        with contextlib.suppress(Exception):
-            self._connected().set(f"{_LINES}/{self._epoch}/{key}/{rank}", json.dumps(list(lines)))
-
-    def read_lines(
-        self, key: str, ranks: Collection[int], timeout_s: float
-    ) -> dict[int, Sequence[str]]:
-        """Return what these ranks show under the key, waiting for it so long."""
-        found: dict[int, Sequence[str]] = {}
-        deadline = time.monotonic() + timeout_s
-        with contextlib.suppress(Exception):
-            while len(found) < len(ranks) and time.monotonic() < deadline:
-                for rank in set(ranks) - set(found):
-                    if self._connected().check([f"{_LINES}/{self._epoch}/{key}/{rank}"]):
-                        found[rank] = json.loads(
-                            self._connected().get(f"{_LINES}/{self._epoch}/{key}/{rank}")
-                        )
-                time.sleep(0.02)
-        return found
-
-    def own_addresses(self) -> list[str]:
-        """Return addresses of this host by which others reach it, the likeliest first.
-
-        That of the interface that Gloo is told to take, that by which this host reaches the store's, what its name
-        stands for, which is where Gloo listens otherwise, and as Gloo's the loopback.
-        """
-        chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-        interfaces = read_addresses() if any(chosen) else {}
-        found = [interfaces[name] for name in chosen if name in interfaces]
-        with contextlib.suppress(OSError, AttributeError):  # of stores without a host
-            store: Any = default_store()
-            while (inner := getattr(store, "underlying_store", None)) is not None:
-                store = inner
-            kind = socket.SOCK_DGRAM
-            family, _, _, _, address = socket.getaddrinfo(store.host, store.port, type=kind)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)  # chooses a route, and sends nothing
-                found.append(str(probe.getsockname()[0]))
-        with contextlib.suppress(OSError):
-            named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-            found += [str(address[0]) for *_, address in named]
-        return [*dict.fromkeys(found), "127.0.0.1"]
-
-    def post_lost(self, rank: int) -> bool:
+    def _post_lost(self, rank: int) -> bool:
         """Tell all ranks that one has ended without a word. Returns whether the store knows it now."""
         with contextlib.suppress(Exception):
             self._connected().set(f"{_LOST.format(self._epoch)}/{rank}", "")
@@ -209,20 +274,7 @@ class StatusBoard:
             return True
         return False
 
-    def lost(self, ranks: Collection[int]) -> set[int]:
-        """Return those of ``ranks`` of which a rank has said that they ended without a word."""
-        with contextlib.suppress(Exception):
-            key = _LOST.format(self._epoch)
-            if self._connected().check([key]):
-                return {rank for rank in ranks if self._connected().check([f"{key}/{rank}"])}
-        return set()
-
-    def call_roll(self, ranks: Collection[int], timeout_s: float) -> set[int]:
-        """Return those of ``ranks`` whose watchdogs do not answer in time."""
-        number = int(self._connected().add(_ROLL.format(self._epoch), 1))
-        return set(ranks) - set(self.read_lines(f"roll/{number}", ranks, timeout_s))
-
-    def answer_roll(self, rank: int) -> None:
+    def _answer_roll(self) -> None:
         """Say that this rank is there, to all who have asked since the last time."""
         if self._store is None or self._is_store_gone:
             return
@@ -236,33 +288,5 @@ class StatusBoard:
             self._is_store_gone = True
             return
         for number in range(self._answered + 1, asked + 1):
-            self.post_lines(f"roll/{number}", rank, [])
+            self.post_lines(f"roll/{number}", [])
         self._answered = asked
-
-    def _connected(self) -> StoreInTime:
-        if self._store is None or self._is_store_gone:
-            raise CommError(
-                "The store that the ranks met in has gone, or takes no second connection."
-            )
-        return self._store
-
-
-def _encoded(status: RankStatus) -> bytes:
-    fields = dataclasses.asdict(status)
-    stack = list(fields["stack"])
-    while len(text := json.dumps(fields, default=list).encode()) > NBYTES - _HEAD_NBYTES:
-        if stack:
-            stack = stack[len(stack) // 2 + 1 :]
-            fields["stack"] = stack
-        else:
-            fields["error"], fields["groups"], fields["tails"] = fields["error"][:2000], {}, {}
-    return text
-
-
-def _decoded(text: bytes) -> RankStatus:
-    fields = json.loads(text)
-    fields["state"] = State(fields["state"])
-    fields["groups"] = {key: GroupCounts(**counts) for key, counts in fields["groups"].items()}
-    for name in ("stack", "waited", "on_device", "unreached"):
-        fields[name] = tuple(fields[name])
-    return RankStatus(**fields)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from fullshard.peers.flight_record import FlightRecord, flight_records
 from fullshard.peers.paths import Event, from_lines, to_lines
-from fullshard.peers.standstill import RankStatus, first_mismatch
+from fullshard.peers.standstill import first_mismatch
+from fullshard.peers.status import RankStatus
 from fullshard.peers.status_board import StatusBoard
 
 _TRAILS_S = 2.5  # for ranks to say what they ran
@@ -40,16 +41,16 @@ def key_of(about: str) -> str:
     return about.rpartition("/")[0]
 
 
-def show(board: StatusBoard, rank: int, record: FlightRecord, place: int) -> None:
+def show(board: StatusBoard, record: FlightRecord, place: int) -> None:
     """Show others what is behind this rank's entry at a place, in case it differs from theirs."""
-    show_lines(board, rank, record, place)
-    _show_trail(board, rank, record, about_place(record, place))
+    show_lines(board, record, place)
+    _show_trail(board, record, about_place(record, place))
 
 
-def show_lines(board: StatusBoard, rank: int, record: FlightRecord, place: int) -> None:
+def show_lines(board: StatusBoard, record: FlightRecord, place: int) -> None:
     """Show others what this rank has entered by its digest at a place, if it has."""
     if (lines := record.lines_at(place)) is not None:
-        board.post_lines(about_place(record, place), rank, lines)
+        board.post_lines(about_place(record, place), lines)
 
 
 def find_difference(
@@ -119,12 +120,12 @@ def _trails(
         first_with.setdefault(text, other)
     tellers = set(first_with.values())
     if rank in tellers:
-        _show_trail(board, rank, record, about)
+        _show_trail(board, record, about)
     # Others show theirs once they find the difference, by a clock of their own.
     lines = board.read_lines(f"{about}/trail", tellers, _TRAILS_S)
     return {other: from_lines(each) for other, each in lines.items()}
 
 
-def _show_trail(board: StatusBoard, rank: int, record: FlightRecord, about: str) -> None:
+def _show_trail(board: StatusBoard, record: FlightRecord, about: str) -> None:
     """Show others which units this rank has run."""
-    board.post_lines(f"{about}/trail", rank, to_lines(record.trail_of(record.rank)))
+    board.post_lines(f"{about}/trail", to_lines(record.trail_of(record.rank)))

@@ -8,15 +8,8 @@ from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.host import is_running
 from fullshard.peers import tails
 from fullshard.peers.flight_record import flight_records
-from fullshard.peers.standstill import (
-    GroupCounts,
-    RankStatus,
-    State,
-    describe_still,
-    describe_stuck,
-    ended_without,
-    find_stuck,
-)
+from fullshard.peers.standstill import describe_still, describe_stuck, ended_without, find_stuck
+from fullshard.peers.status import GroupCounts, RankStatus, State
 from fullshard.peers.status_board import StatusBoard
 
 logger = logging.getLogger("fullshard")

@@ -23,7 +23,7 @@ from fullshard.errors import (
 )
 from fullshard.peers.flight_record import flight_records
 from fullshard.peers.paths import name_ranks
-from fullshard.peers.standstill import RankStatus
+from fullshard.peers.status import RankStatus
 from fullshard.peers.verdicts import final_error
 from fullshard.peers.watchdog import watchdog
 
@@ -57,7 +57,7 @@ class WaitReporter:
         waited = time.perf_counter() - self._started
         if waited > self._timeout_s:
             raise self.end(late)
-        unreached = late.keys() & watchdog().unreached
+        unreached = late.keys() & watchdog().board.unreached
         if waited > self._next_report_s or unreached - self._unreached:
             self._next_report_s *= _LONGER
             self._unreached = unreached
@@ -69,7 +69,7 @@ class WaitReporter:
         text = (
             f"{self._describe(late, waited)}\nGiving up, as the process group's timeout is over. "
         )
-        if late.keys() & watchdog().unreached:
+        if late.keys() & watchdog().board.unreached:
             return PeerLostError(
                 f"{text}Look at that rank's host and the network; restart from the last checkpoint."
             )
@@ -81,9 +81,9 @@ class WaitReporter:
         head = f"rank {dist.get_rank()} has waited {waited:.0f} s in {self._label}"
         if not late:
             return f"{head}. All ranks are there, so what they send is still on its way."
-        unreached = watchdog().unreached
+        unreached = watchdog().board.unreached
         # Of ranks that this one is not connected to, others may know.
-        statuses = watchdog().read(range(dist.get_world_size()))
+        statuses = watchdog().board.read(range(dist.get_world_size()))
         said = {rank: by for by, each in sorted(statuses.items()) for rank in each.unreached}
         are_alive = all(late.values()) and not late.keys() & (unreached | said.keys())
         parts = [f"{head} for {name_ranks(late)}, {'alive but ' * are_alive}not here yet."]
@@ -154,7 +154,7 @@ def loss(ranks: Iterable[int], label: str) -> FullshardError:
     A DivergenceError if they ended in order, or because of one; else a PeerLostError.
     """
     gone = sorted(ranks)
-    words = {rank: watchdog().last_words(rank) for rank in gone}
+    words = {rank: watchdog().board.last_words(rank) for rank in gone}
     for status in words.values():
         if status is not None and status.is_final:
             return final_error(status)
@@ -189,10 +189,10 @@ def unreachable(ranks: Iterable[int], label: str, words: str) -> FullshardError:
     words: the backend's.
     """
     others = list(ranks)
-    if left := [rank for rank in others if watchdog().last_words(rank) is not None]:
+    if left := [rank for rank in others if watchdog().board.last_words(rank) is not None]:
         return loss(left, label)
     # On other hosts: those whose connection broke too are there to say so, the lost one is not.
-    missing = watchdog().missing(others)
+    missing = watchdog().board.missing(others)
     if missing:
         return loss(missing, label)
     if missing is None and 0 in others:

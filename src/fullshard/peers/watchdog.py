@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from multiprocessing import util
 from typing import NamedTuple
 
@@ -34,7 +34,6 @@ import torch.distributed as dist
 
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.peers import tails
-from fullshard.peers.connections import Connections
 from fullshard.peers.flight_record import FlightRecord, Teller, flight_records, group_key, tellers
 from fullshard.peers.groups import abort
 from fullshard.peers.stacks import (
@@ -47,12 +46,7 @@ from fullshard.peers.stacks import (
     runs_program_beside,
     stack_of,
 )
-from fullshard.peers.standstill import (
-    STEADY_BEATS,
-    GroupCounts,
-    RankStatus,
-    State,
-)
+from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State
 from fullshard.peers.status_board import StatusBoard
 from fullshard.peers.verdicts import final_error, find_verdict, report_still
 from fullshard.torch_private import default_group, distributed_world
@@ -69,8 +63,6 @@ _REPORTED_AT = 14  # statuses, of ranks whose collectives run on a device
 _TOLD_AT = {1, STEADY_BEATS}  # statuses that go to the store
 _GATHER_S = 0.5  # for ranks to come to a place at which two differ
 _TELL_S = 1.5  # for the first rank at such a place to say how they differ
-_ROLL_EVERY_S = 1.0  # at which a rank that has others on other hosts looks whether it is asked for
-_ROLL_CALL_S = 2.5  # for ranks to say that they are there, after a connection broke
 _OUTLAST_S = 5.0  # for others to read that rank 0 has ended, whose process may be the store's
 _ANSWER_S = 1.0  # for ranks to say in what they differ
 _EXIT_CODE = 1
@@ -90,10 +82,9 @@ class Watchdog(Teller):
     def __init__(self) -> None:
         self._rank = dist.get_rank()
         self._group = weakref.ref(default_group())
-        self._board = StatusBoard(dist.get_world_size())
+        self.board = StatusBoard(self._rank, dist.get_world_size())
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # of the status: the thread posts, and so does the end
         self._verdict: FullshardError | None = None  # for `check` to raise
         self._delivered: FullshardError | None = None  # left with the interpreter, and when
         self._delivered_at: float | None = None
@@ -102,15 +93,10 @@ class Watchdog(Teller):
         )
         self._final = ""  # an error that all ranks raise which wait for this one
         self._is_loss = False  # whether that is of a lost rank
-        self._has_other_hosts = False
-        self._neighbours = Connections(self._rank, self._board)
-        self._answered_at = 0.0  # when it last looked whether it is asked for
         self._waits: dict[int, _Waiting] = {}  # by thread
         self._progress = -1
         self._still_since = time.monotonic()
         self._last: RankStatus | None = None
-        self._owed: RankStatus | None = None  # to the store, which did not answer
-        self._untold: set[int] = set()  # ranks of which all are to know that they have ended
         self._groups: dict[str, GroupCounts] = {}
         self._world_size = dist.get_world_size()
 
@@ -125,15 +111,6 @@ class Watchdog(Teller):
             # function of `atexit`. The thread must not be in C++ when the interpreter ends.
             util.Finalize(None, self._end, exitpriority=0)
 
-    def serve_other_hosts(self) -> None:
-        """Let ranks that share no memory with this one reach it."""
-        self._has_other_hosts = True
-        self._neighbours.open()
-
-    def meet(self, ranks: Sequence[int]) -> None:
-        """Connect the ranks of a group, all of which serve each other. Every rank of the group must call it."""
-        self._neighbours.meet(ranks)
-
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Whether it was made for this default group."""
         return self._group() is group
@@ -141,7 +118,7 @@ class Watchdog(Teller):
     def stop(self) -> None:
         """End the thread, without a word."""
         self._ended.set()
-        self._neighbours.close()
+        self.board.close()
 
     # For the thread that trains
 
@@ -177,7 +154,7 @@ class Watchdog(Teller):
         Ranks that wait for this one will raise it as well.
         """
         about = tails.about_place(record, place)
-        tails.show_lines(self._board, self._rank, record, place)
+        tails.show_lines(self.board, record, place)
         # The others come here as well, or are far. Nothing more moves until then.
         _wait_until(lambda: len(record.ranks_at(place)) == len(record.ranks), _GATHER_S)
         ranks = record.ranks_at(place)
@@ -187,53 +164,23 @@ class Watchdog(Teller):
         text = next((told for rank in ranks if (told := self._told_by(rank, about))), "")
         if not text:
             text = record.explain(
-                place, lambda others: self._board.read_lines(about, others, _ANSWER_S)
+                place, lambda others: self.board.read_lines(about, others, _ANSWER_S)
             )
         self._final, self._about = text, about
         record.settled_at = place
         # What was entered before the error is no progress since.
         self._progress, self._still_since = _progress(), time.monotonic()
-        self._post(self._look())
+        self.board.post(self._look())
         return DivergenceError(text)
 
     def show(self, record: FlightRecord, place: int) -> None:
         """Show others what is behind this rank's entry at a place, in case it differs from theirs."""
-        tails.show(self._board, self._rank, record, place)
+        tails.show(self.board, record, place)
 
     def _told_by(self, rank: int, about: str) -> str:
         """Return another rank's words about a place; empty if it has said nothing of it."""
-        status = self._board.read([rank]).get(rank)
+        status = self.board.read([rank]).get(rank)
         return status.error if status is not None and status.about == about else ""
-
-    def read(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
-        """Return what these ranks have said of themselves, of those that have."""
-        return self._board.read(list(ranks))
-
-    def missing(self, ranks: Iterable[int]) -> set[int] | None:
-        """Return those of these ranks that do not answer; None if the store does not answer either.
-
-        Empty where all ranks are of one host: their watchdogs are not asked.
-        """
-        if not self._has_other_hosts:
-            return set()
-        with contextlib.suppress(Exception):
-            found = self._board.call_roll(list(ranks), _ROLL_CALL_S)
-            return found if self._board.is_reachable else None
-        return None
-
-    def lost(self, ranks: Collection[int]) -> set[int]:
-        """Return those of ``ranks`` that share no memory with some rank, and have ended without a word."""
-        return self._board.lost(ranks) if self._has_other_hosts else set()
-
-    @property
-    def unreached(self) -> frozenset[int]:
-        """Ranks that do not answer this one over their own connection, though they may live."""
-        return self._neighbours.unreached
-
-    def last_words(self, rank: int) -> RankStatus | None:
-        """Return what a rank that has left or ended has said last; None if it has said nothing."""
-        status = self._board.read([rank]).get(rank)
-        return status if status is not None and status.has_gone else None
 
     # The thread
 
@@ -245,32 +192,24 @@ class Watchdog(Teller):
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if self._has_other_hosts and now - self._answered_at > _ROLL_EVERY_S:
-            self._answered_at = now
-            self._board.answer_roll(self._rank)
-        self._untold |= self._neighbours.ended()
-        for rank in list(self._untold):
-            if self.last_words(rank) is not None or self._board.post_lost(rank):
-                self._untold.discard(rank)
-        if self._owed is not None:
-            self._post(self._owed)
+        self.board.keep_up()
         if (progress := _progress()) != self._progress:
             self._progress, self._still_since = progress, now
             if self._last is not None or self._final:
                 # Takes it back. A status of a rank that has moved says nothing true any more.
                 self._last, self._final, self._about = None, "", ""
-                self._post(RankStatus(self._rank, State.RUNS, groups=self._groups))
+                self.board.post(RankStatus(self._rank, State.RUNS, groups=self._groups))
             return
         if now - self._still_since < _STILL_S:
             return
         status = self._look()
-        is_same = self._last is not None and _is_same(status, self._last)
+        is_same = status.is_like(self._last)
         if is_same and self._last is not None:
             status = dataclasses.replace(status, beat=self._last.beat + 1)
         is_news = self._last is not None and status.unreached != self._last.unreached
         self._last = status
         # What is posted stays true until it is taken back, so a store is told seldom.
-        self._post(status, to_store=is_news or status.beat in _TOLD_AT)
+        self.board.post(status, to_store=is_news or status.beat in _TOLD_AT)
         if self._delivered_at is None and status.beat in _JUDGES_AT:
             self._judge(status)
         elif self._delivered_at is not None and not is_same:
@@ -279,20 +218,11 @@ class Watchdog(Teller):
             # Not one in code of the program's, which may still come to its error, or write to disk.
             self._give_up(status)
 
-    def _post(self, status: RankStatus, *, to_store: bool = True) -> None:
-        with self._lock:
-            if self._ended.is_set():
-                return
-            if self._board.post(status, to_store=to_store):
-                self._owed = None if to_store else self._owed
-            else:
-                self._owed = status
-
     def _judge(self, own: RankStatus) -> None:
         """Deliver a verdict if the ranks' flight records differ, or this rank can never go on."""
-        statuses = self._board.read(range(self._world_size))
+        statuses = self.board.read(range(self._world_size))
         statuses[self._rank] = own
-        verdict = find_verdict(own, statuses, self._board, self._world_size)
+        verdict = find_verdict(own, statuses, self.board, self._world_size)
         if verdict is not None:
             self._about = verdict.about or self._about
             self._deliver(verdict.error, own, verdict.ranks)
@@ -311,7 +241,7 @@ class Watchdog(Teller):
             logger.error("rank %d, at %s: %s", self._rank, own.at, verdict)
         if isinstance(verdict, DivergenceError):
             self._final = str(verdict)
-            self._post(
+            self.board.post(
                 dataclasses.replace(own, error=self._final, is_final=True, about=self._about)
             )
         if own.state is State.WAITS:
@@ -329,7 +259,7 @@ class Watchdog(Teller):
         """Wait for other stuck ranks to find their verdicts, before this one raises and may end."""
         deadline = time.monotonic() + _HOLD_S
         while time.monotonic() < deadline and not self._ended.wait(_TICK_S / 5):
-            found = self._board.read(list(others))
+            found = self.board.read(others)
             if all(rank in found and found[rank].has_gone for rank in others):
                 return
 
@@ -396,7 +326,7 @@ class Watchdog(Teller):
             error=self._final,
             is_final=bool(self._final),
             about=self._about,
-            unreached=tuple(sorted(self._neighbours.unreached)),
+            unreached=tuple(sorted(self.board.unreached)),
             stack=stack_of(frame),
         )
 
@@ -416,16 +346,16 @@ class Watchdog(Teller):
         self._say_last("" if error is None or is_ordinary else describe_error(error))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _TICK_S)
-        if self._rank == 0 and self._has_other_hosts:
+        if self._rank == 0 and self.board.has_other_hosts:
             self._outlast_others()
-        self._neighbours.close()
+        self.board.close()
 
     def _cause_of_failure(self) -> FullshardError | None:
         """Return what this rank was to raise, or what others have raised, whose ends broke its call."""
         if self._delivered is not None:
             return self._delivered
         with contextlib.suppress(Exception):
-            statuses = self._board.read(range(self._world_size))
+            statuses = self.board.read(range(self._world_size))
             for _, status in sorted(statuses.items()):
                 if status.rank != self._rank and status.is_final:
                     return final_error(status)
@@ -434,34 +364,33 @@ class Watchdog(Teller):
     def _outlast_others(self) -> None:
         """Wait for the others to end, or to read that this rank has: the store may go with this process."""
         others = set(range(self._world_size)) - {self._rank}
-        others -= self._board.lost(others)
+        others -= self.board.lost(others)
         deadline = time.monotonic() + _OUTLAST_S
         while time.monotonic() < deadline:
-            found = self._board.read(list(others))
+            found = self.board.read(others)
             if all(rank in found and found[rank].has_gone for rank in others):
                 return
             time.sleep(_TICK_S / 5)
 
     def _say_last(self, error: str) -> None:
-        with self._lock:
-            if self._ended.is_set():
-                return
-            self._ended.set()
-            with contextlib.suppress(Exception):
-                if has_groups := dist.is_initialized():
-                    self._groups = counts_of_groups()
-                status = RankStatus(
-                    self._rank,
-                    State.ENDED,
-                    moment=_moment(),
-                    groups=self._groups,
-                    has_left=not has_groups,
-                    error=self._final or error,
-                    is_final=bool(self._final),
-                    is_loss=self._is_loss,
-                    about=self._about,
-                )
-                self._board.post(status)
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        with contextlib.suppress(Exception):
+            if has_groups := dist.is_initialized():
+                self._groups = counts_of_groups()
+            last = RankStatus(
+                self._rank,
+                State.ENDED,
+                moment=_moment(),
+                groups=self._groups,
+                has_left=not has_groups,
+                error=self._final or error,
+                is_final=bool(self._final),
+                is_loss=self._is_loss,
+                about=self._about,
+            )
+            self.board.post(last, is_last=True)
 
 
 _watchdogs: dict[int, Watchdog] = {}
@@ -503,9 +432,3 @@ def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def _is_same(one: RankStatus, other: RankStatus) -> bool:
-    """Whether two statuses differ in nothing but the beat and what follows from a verdict."""
-    fields = ("state", "where", "at", "groups")
-    return all(getattr(one, name) == getattr(other, name) for name in fields)

@@ -1,0 +1,141 @@
+"""What a rank that stands still says of itself, as a value and as text."""
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping, Sequence
+
+# Statuses that a rank has to post unchanged before it counts as blocked; two a second.
+STEADY_BEATS = 3
+
+
+class State(str, enum.Enum):
+    """What a rank does that stands still."""
+
+    WAITS = "waits"  # blocked in a collective of fullshard's
+    CALLS = "calls"  # blocked in a function of torch.distributed
+    RUNS = "runs"  # anything else: computing, loading data, waiting for a device
+    LEFT = "left"  # its process groups are destroyed
+    ENDED = "ended"  # its program has ended
+
+
+# The last entries of flight records, by group: place, checksum, moment and text.
+Tails = Mapping[str, Sequence[tuple[int, int, str]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupCounts:
+    """How far a rank is in what a group does together.
+
+    size: number of the group's ranks.
+    issued: collectives that the process group counts. place: of the group's flight record.
+    """
+
+    size: int
+    issued: int
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStatus:
+    """What a rank that stands still says of itself.
+
+    beat: how often it has said so without having moved since.
+    where: the operation or function. op: the collective in which torch.distributed blocks; empty if
+        it is in none. at: the line of the program. moment: step and phase.
+    groups: by a key that is the same on all ranks of the group.
+    waited: keys of the groups that it may be waiting for; empty if nobody knows, which means any.
+    in_group: key of the process group that it waits for in fullshard's code; empty for shared memory
+        and for groups of fullshard's own.
+    tails: of each group whose flight record is not in shared memory.
+    has_threads: whether other threads of its process run code of the program.
+    meets_all: whether it waits for every rank of the job, which no counter shows.
+    on_device: keys of the groups whose collectives run on a device, for which it may wait while it runs.
+    has_left: whether it destroyed its process groups before it ended, so that ``groups`` are of before.
+    error: the exception that ended it, or that it is about to raise; empty if there is none.
+    is_final: whether ``error`` is to be raised by all ranks that wait for this one. is_loss: as an error
+        about a rank that is lost, not about paths that differ.
+    about: the flight record and place at which ranks differ, if ``error`` says so.
+    unreached: ranks of other hosts that do not answer this one, though they may live.
+    stack: of the thread that stands still, innermost call last.
+    """
+
+    rank: int
+    state: State
+    beat: int = 0
+    where: str = ""
+    op: str = ""
+    at: str = ""
+    moment: str = ""
+    groups: Mapping[str, GroupCounts] = dataclasses.field(default_factory=dict)
+    waited: tuple[str, ...] = ()
+    in_group: str = ""
+    tails: Tails = dataclasses.field(default_factory=dict)
+    has_threads: bool = False
+    meets_all: bool = False
+    on_device: tuple[str, ...] = ()
+    has_left: bool = False
+    error: str = ""
+    is_final: bool = False
+    is_loss: bool = False
+    about: str = ""
+    unreached: tuple[int, ...] = ()
+    stack: tuple[str, ...] = ()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it has been in one collective for a while, and nothing else of it may come.
+
+        What one thread waits for, another thread of the program may still be about to call.
+        """
+        is_in_collective = self.state in (State.WAITS, State.CALLS)
+        return is_in_collective and self.beat >= STEADY_BEATS and not self.has_threads
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its program, or its process groups, are no more."""
+        return self.state in (State.LEFT, State.ENDED)
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether it will take part in nothing any more."""
+        return self.has_ended or self.is_final
+
+    def is_like(self, other: "RankStatus | None") -> bool:
+        """Whether it differs in nothing but the beat and what follows from a verdict."""
+        fields = ("state", "where", "at", "groups")
+        return other is not None and all(getattr(self, n) == getattr(other, n) for n in fields)
+
+    def __str__(self) -> str:
+        moment = f" ({self.moment})" if self.moment else ""
+        called = f", called at {self.at}" if self.at else ""
+        if self.state is State.WAITS:
+            return f"waiting in {self.where}{moment}{called}"
+        if self.state is State.CALLS:
+            return f"in {self.where}{moment}{called}"
+        if self.state is State.LEFT:
+            return f"without its process groups, which were destroyed{moment}"
+        if self.state is State.ENDED:
+            return f"ended{moment}" + (f" with {self.error}" if self.error else "")
+        return f"running{moment}" + (f", at {self.at}" if self.at else "")
+
+    def to_text(self, most_nbytes: int) -> bytes:
+        """Return it as JSON of at most so many bytes: with less of the stack, then with less of the rest."""
+        fields = dataclasses.asdict(self)
+        stack = list(self.stack)
+        while len(text := json.dumps(fields, default=list).encode()) > most_nbytes:
+            if stack:
+                fields["stack"] = stack = stack[len(stack) // 2 + 1 :]
+            else:
+                fields |= {"error": self.error[:2000], "groups": {}, "tails": {}}
+        return text
+
+    @staticmethod
+    def from_text(text: bytes) -> "RankStatus":
+        """Return the status that `to_text` has made text of."""
+        fields = json.loads(text)
+        fields["state"] = State(fields["state"])
+        fields["groups"] = {key: GroupCounts(**counts) for key, counts in fields["groups"].items()}
+        for name in ("stack", "waited", "on_device", "unreached"):
+            fields[name] = tuple(fields[name])
+        return RankStatus(**fields)
