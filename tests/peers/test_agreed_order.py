@@ -218,7 +218,7 @@ def test_over_nccl_ranks_of_which_none_moves_are_told_of_each_other() -> None:
         mock.patch.object(making_records, "WITHOUT_PROCESSES", set()),
         mock.patch("fullshard.peers.watchdog._REPORTED_AT", 4),
         mock.patch("fullshard.peers.watchdog.runs_program_beside", return_value=False),
-        mock.patch("fullshard.peers.verdicts.logger.warning") as warned,
+        mock.patch("fullshard.peers.watchdog.logger.warning") as warned,
         on_hosts_of_their_own(),
     ):
         model, _, _ = sharded("fake")

@@ -30,8 +30,9 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard import host
-from fullshard.errors import AllocationError, PeerLostError
+from fullshard.errors import AllocationError
 from fullshard.peers import flight_record, status_board
+from fullshard.peers.diagnosis import loss_through
 from fullshard.peers.flight_record import FlightRecord
 from fullshard.peers.groups import exchange_through_group, timeout_s
 from fullshard.peers.status_board import StatusSlots, give_up
@@ -328,11 +329,8 @@ class SharedMemory:
             cause = self.slots.gave_up(peer.rank)
             if cause is not None and self.get(peer.rank, counter) < value:
                 give_up(cause)
-                raise PeerLostError(
-                    f"{label} (rank {self._peers[self.rank].global_rank}): rank {cause} died or "
-                    f"left, so rank {peer.global_rank} gave up. The cause is in rank {cause}'s own "
-                    "output; restart from the last checkpoint."
-                )
+                own = self._peers[self.rank].global_rank
+                raise loss_through(peer.global_rank, cause, label, own)
         if missed:
             give_up(self._peers[missed[0]].global_rank)
             raise loss([self._peers[rank].global_rank for rank in missed], label)

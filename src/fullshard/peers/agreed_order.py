@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from fullshard.peers.divergence import show
 from fullshard.peers.flight_record import FlightRecord
 from fullshard.peers.groups import (
     exchange_through_group,
@@ -130,7 +131,7 @@ class AgreedOrder:
             nonlocal has_shown
             if not has_shown and time.monotonic() - started > _STILL_S:
                 has_shown = True
-                watchdog().show(record, place)
+                show(watchdog().board, record, place)
             watchdog().check()
             reporter.check(dict.fromkeys(others))
 

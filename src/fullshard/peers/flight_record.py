@@ -1,4 +1,4 @@
-"""A flight record of what the ranks of a group do together, where all of them can read it.
+"""A flight record of what the ranks of a group do together, where all of them can read it. One a group.
 
 Collectives of different ranks are paired by their place in the sequence, not by their purpose. So
 where ranks take different paths, gradients of one unit would be added to those of another. To find
@@ -24,25 +24,17 @@ at one place, at least one sees the other's word. A slot is used again every 64 
 another place is no evidence of anything.
 """
 
-import itertools
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from fullshard.errors import DivergenceError
-from fullshard.peers.paths import (
-    Event,
-    Moment,
-    Phase,
-    by_text,
-    first_difference,
-    name_ranks,
-    without_gradients,
-)
+from fullshard.peers.diagnosis import Names, describe_difference
+from fullshard.peers.paths import Event, Moment, Phase
 
 # Entries kept per rank. A rank that is further ahead has overwritten what it would be compared by.
 _KEPT = 64
@@ -58,27 +50,8 @@ _ENTRIES_NBYTES = _KEPT * _ENTRY_NBYTES
 _STEPS, _MODELS, _UNITS = (1 << 23) - 1, (1 << 12) - 1, (1 << 23) - 1
 _EMPTY = 1 << 23  # a unit whose backward has left no gradient
 _SHOWN = 16  # entries in a tail
-_NAMES_SHOWN = 6  # parameters in a message
-
-_REMEDIES = {
-    "sizes": (
-        "It is one operation of one unit, with other sizes. Give its parameters the same shapes and "
-        "dtypes on every rank, and its gradients too: on some ranks they may be wider than the "
-        "parameters, from an autograd.Function that returns float32 for bfloat16."
-    ),
-    "frozen": "Freeze the same parameters on every rank, before the same step.",
-    "built": "Build and shard the same model on every rank, in the same order.",
-    "calls": "Let every rank make the same calls, in the same order.",
-    "paths": (
-        "Let every rank run the same units in the same order, and make the same calls. For modules "
-        "that only some ranks run: set_unused(module, 'zero', may_be_skipped=True)."
-    ),
-}
 
 NBYTES = _ENTRIES_NBYTES + (1 + _TRAIL_KEPT) * _WORD_NBYTES  # size of one rank's part
-
-
-Tail = Sequence[tuple[int, int, str]]
 
 
 class Entry(NamedTuple):
@@ -150,8 +123,9 @@ class FlightRecord:
         self._trail = self._own + _ENTRIES_NBYTES // _WORD_NBYTES
         self._num_noted = 0
         self._names: dict[tuple[int, int], str] = {}
-        self._parameters: dict[str, list[str]] = {}  # by the unit
         self._models: list[str] = []
+        self._parameters: dict[str, list[str]] = {}
+        self.names = Names(self._models, self._parameters)
         _records.add(self)
 
     # What all ranks have to do alike
@@ -241,10 +215,8 @@ class FlightRecord:
 
     def begin(self, model: int, step: int, phase: Phase) -> None:
         """Set the moment of what is entered and noted from now on."""
-        if phase in (
-            Phase.FORWARD,
-            Phase.EVALUATION,
-        ):  # backward may run in a thread of autograd's, to its end
+        # Backward may run in a thread of autograd's, to its end.
+        if phase in (Phase.FORWARD, Phase.EVALUATION):
             self.thread = threading.get_ident()
         self._moment = ((step & _STEPS) << 4 | phase) << 36 | model << 24
 
@@ -309,122 +281,41 @@ class FlightRecord:
 
     def _refuse(self, place: int) -> None:
         """Raise DivergenceError with what each rank has entered at a place, alike on all ranks."""
-        raise tellers[-1].settle(self, place)
-
-    def explain(self, place: int, others_lines: "LinesOf | None" = None) -> str:
-        """Say how ranks differ at a place. others_lines: gets what is behind others' digests."""
-        entries = {self.ranks[part]: str(self._entry(part, place)) for part in self._at(place)}
-        trails = {self.ranks[part]: self.trail_of(part) for part in self._parts}
-        return self.explain_entries(place, entries, trails, others_lines)
-
-    def explain_entries(
-        self,
-        place: int,
-        entries: Mapping[int, str],
-        trails: Mapping[int, Sequence[Event]],
-        others_lines: "LinesOf | None" = None,
-    ) -> str:
-        """Say how ranks differ at a place. By global rank, entries: moments and texts; trails: of some."""
-        heads = {text.partition(" (digest ")[0] for text in entries.values()}
-        lines = self.lines_at(place)
-        if lines is not None and len(heads) == 1 and others_lines is not None:
-            own = self.ranks[self.rank]
-            found = {own: lines, **others_lines([rank for rank in entries if rank != own])}
-            if text := describe_lines(dict(sorted(found.items()))):
-                return text
-        parted = [first_difference(trails), *map(self._lacking, without_gradients(trails).items())]
-        parted += [self._in_models(trails)]
-        return describe_difference(place, entries, " ".join(filter(None, parted)))
-
-    def _in_models(self, trails: Mapping[int, Sequence[Event]]) -> str | None:
-        """Say in which models ranks are, if there are several, whose units may have the same names."""
-        if len(self._models) < 2:
-            return None
-        numbers = {rank: trail[-1].model for rank, trail in trails.items() if trail}
-        texts = {
-            rank: f"{number + 1} ({self._models[number]})"
-            for rank, number in numbers.items()
-            if number < len(self._models)
-        }
-        seen = [f"{ranks} in {text}" for ranks, text in by_text(texts)]
-        return f"Of {len(self._models)} models: {', '.join(seen)}." if seen else None
-
-    def _lacking(self, found: tuple[str, Sequence[int]]) -> str:
-        """Say on which ranks a unit's parameters have no gradient."""
-        unit, ranks = found
-        names = self._parameters.get(unit, [])
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        shown = f"{', '.join(names[:_NAMES_SHOWN])}{more}" if names else unit
-        return f"No gradient on {name_ranks(ranks)}, in backward so far: {shown}."
+        raise _settle[-1](self, place)
 
     def lines_at(self, place: int) -> Sequence[str] | None:
         """Return what this rank has entered by its digest at a place; None if it was nothing such."""
         at, lines = self._lines
         return lines() if at == place else None
 
-    def ranks_at(self, place: int) -> list[int]:
-        """Return the global ranks that are known to have entered something at a place."""
-        return [self.ranks[part] for part in self._at(place)]
+    def entries_at(self, place: int) -> dict[int, str]:
+        """Return what ranks, by their global numbers, are known to have entered at a place: moments and texts."""
+        return {self.ranks[part]: str(self._entry(part, place)) for part in self._at(place)}
+
+    def trails(self) -> dict[int, list[Event]]:
+        """Return by global rank the units that ranks in reach have run."""
+        return {self.ranks[part]: self.trail_of(part) for part in self._parts}
 
 
-# Takes ranks, returns the lines of those that answer.
-LinesOf = Callable[[Sequence[int]], dict[int, Sequence[str]]]
-
-
-class Teller:
-    """Makes the error for ranks that differ. The watchdog's has all ranks raise the same."""
-
-    def settle(self, record: FlightRecord, place: int) -> DivergenceError:
-        """Return the error to raise."""
-        return DivergenceError(record.explain(place))
-
-
-tellers = [Teller()]  # the last one is asked
-
-
-def describe_lines(lines_of: dict[int, Sequence[str]]) -> str:
-    """Return the first lines in which ranks differ, as a message; empty if none do."""
-    for lines in itertools.zip_longest(*lines_of.values(), fillvalue="nothing more"):
-        if len(set(lines)) > 1:
-            seen = "; ".join(
-                f"{ranks}: {text}"
-                for ranks, text in by_text(dict(zip(lines_of, lines, strict=True)))
-            )
-            return (
-                f"Ranks have built different models, or run different code. {seen}. Build the model "
-                "from the same code and settings on every rank, and freeze the same parameters."
-            )
-    return ""
-
-
-def describe_difference(place: int, entries: Mapping[int, str], parted: str = "") -> str:
-    """Say which ranks entered what at a place where they differ. The same words on every rank.
-
-    entries: moments and texts by global rank. parted: sentences on where their paths parted; "" if they
-    did not, or if it is unknown.
-    """
-    seen = "; ".join(f"{ranks}: {text}" for ranks, text in by_text(entries))
-    parts = [
-        f"Ranks took different paths. At place {place} of what their group does together: {seen}."
-    ]
-    parts += [parted] if parted else []
-    return " ".join(
-        [*parts, _REMEDIES[_kind_of({text.partition(": ")[2] for text in entries.values()})]]
+def explained(record: FlightRecord, place: int) -> DivergenceError:
+    """Return the error for ranks that differ at a place, in the words of this rank alone."""
+    return DivergenceError(
+        describe_difference(place, record.entries_at(place), record.trails(), record.names)
     )
 
 
-def _kind_of(texts: Collection[str]) -> str:
-    """Return which remedy fits entries that differ."""
-    if any(text.partition(" (digest ")[0].endswith((" now", " more")) for text in texts):
-        return "frozen"
-    if any(text.startswith("allocating shards") for text in texts):
-        return "built"
-    has_sizes = all(text.endswith(" bytes)") for text in texts)  # they are not cut off
-    is_same = len({text.rpartition(" (")[0] for text in texts}) == 1
-    if is_same and has_sizes:
-        return "sizes"
-    # Of units that only some ranks run, reductions meet other reductions, or the end of the pass.
-    return "paths" if any(": reduce-scatter" in text for text in texts) else "calls"
+# What makes the error for ranks that differ, of which the last is asked: the watchdog's has all ranks raise the same.
+_settle: list[Callable[[FlightRecord, int], DivergenceError]] = [explained]
+
+
+def settle_by(settle: Callable[[FlightRecord, int], DivergenceError]) -> None:
+    """Let this function make the error for ranks that differ."""
+    _settle[1:] = [settle]
+
+
+def key_of(group: dist.ProcessGroup) -> str:
+    """Return the key of a process group: see `group_key`."""
+    return group_key(group.group_name, dist.get_process_group_ranks(group))
 
 
 def group_key(name: str, ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import FullshardError
-from fullshard.peers.flight_record import flight_records, group_key
+from fullshard.peers.flight_record import flight_records, key_of
 from fullshard.peers.status import GroupCounts
 from fullshard.torch_private import distributed_world
 
@@ -91,7 +91,7 @@ def _groups_of(frame: types.FrameType) -> tuple[str, ...]:
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         return ()
-    return (group_key(group.group_name, dist.get_process_group_ranks(group)),)
+    return (key_of(group),)
 
 
 def _is_in(frame: types.FrameType, *prefixes: str) -> bool:
@@ -149,7 +149,7 @@ def counts_of_groups() -> dict[str, GroupCounts]:
         ranks = dist.get_process_group_ranks(group)
         with contextlib.suppress(RuntimeError, AttributeError):  # of backends that do not count
             issued = int(group._get_sequence_number_for_group())
-            key = group_key(group.group_name, ranks)
+            key = key_of(group)
             place = places[key].place if key in places else 0
             found[key] = GroupCounts(len(ranks), issued, place)
     return found

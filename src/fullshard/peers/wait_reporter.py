@@ -16,15 +16,14 @@ import torch.distributed as dist
 
 from fullshard.errors import (
     CommError,
-    DivergenceError,
     FullshardError,
     PeerLostError,
     PeerTimeoutError,
 )
+from fullshard.peers import diagnosis
 from fullshard.peers.flight_record import flight_records
 from fullshard.peers.paths import name_ranks
 from fullshard.peers.status import RankStatus
-from fullshard.peers.verdicts import final_error
 from fullshard.peers.watchdog import watchdog
 
 logger = logging.getLogger("fullshard")
@@ -149,33 +148,10 @@ def _last_entry(rank: int) -> str:
 
 
 def loss(ranks: Iterable[int], label: str) -> FullshardError:
-    """Return the error for ranks that are gone while this one waits for them in ``label``.
-
-    A DivergenceError if they ended in order, or because of one; else a PeerLostError.
-    """
+    """Return the error for ranks that are gone while this one waits for them in ``label``."""
     gone = sorted(ranks)
     words = {rank: watchdog().board.last_words(rank) for rank in gone}
-    for status in words.values():
-        if status is not None and status.is_final:
-            return final_error(status)
-    texts = []
-    for rank, status in words.items():
-        last = _last_entry(rank)
-        texts.append(
-            f"rank {rank} died or left without a word"
-            if status is None
-            else f"rank {rank} {status}"
-        )
-        texts[-1] += f"; the last that it entered: {last}" if last else ""
-    what = f"{'. '.join(texts)}. Others wait for {name_ranks(gone)} in {label}{_now()}"
-    if all(status is not None and not status.error for status in words.values()):
-        return DivergenceError(
-            f"Ranks do not end together: {what}. Let every rank run as many steps, and leave "
-            "together; one that has run out of data has to tell the others."
-        )
-    return PeerLostError(
-        f"{what}. The cause is in that rank's own output; restart from the last checkpoint."
-    )
+    return diagnosis.loss(words, {rank: _last_entry(rank) for rank in gone}, label + _now())
 
 
 def _now() -> str:
@@ -195,15 +171,7 @@ def unreachable(ranks: Iterable[int], label: str, words: str) -> FullshardError:
     missing = watchdog().board.missing(others)
     if missing:
         return loss(missing, label)
-    if missing is None and 0 in others:
-        return PeerLostError(
-            f"{label}{_now()} (rank {dist.get_rank()}): a connection broke, and the store that the ranks met in does not "
-            "answer either: rank 0 is gone, if it has made the store (torchrun makes one of its own), or its host "
-            "is out of reach. Look at the output of rank 0 first; restart from the last checkpoint. The backend "
-            f"says: {words}"
-        )
-    return CommError(
-        f"{label} (rank {dist.get_rank()}): a rank could not be reached, though no process of the "
-        "group has ended on this host. Look for the cause in the output of the other ranks. The "
-        f"backend says: {words}"
+    has_store = missing is not None or 0 not in others
+    return diagnosis.out_of_reach(
+        label + (_now() if not has_store else ""), dist.get_rank(), words, has_store=has_store
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.peers.flight_record import FlightRecord, group_key
+from fullshard.peers.flight_record import FlightRecord, key_of
 from fullshard.peers.wait_reporter import WaitReporter
 from fullshard.peers.watchdog import watchdog
 
@@ -37,7 +37,7 @@ def wait_comparing(
     reporter = WaitReporter(label, timeout_s)
     keys: tuple[str, ...] = () if record is None else (record.key,)
     if moving is not None:
-        keys += (group_key(moving.group_name, dist.get_process_group_ranks(moving)),)
+        keys += (key_of(moving),)
     in_group = "" if moving is not None or record is None else record.key
     with watchdog().waiting(label, keys, in_group=in_group):
         while True:

@@ -6,7 +6,7 @@ tell. So each process has one thread, the watchdog:
 
     every 0.5 s     has the rank entered or noted anything in its flight records?
     still for 1 s   post what it does (a `RankStatus`), every time
-    blocked         read the others' statuses; compare tails of flight records; ask `plan.standstill`
+    blocked         read the others' statuses; compare tails of flight records; ask `diagnosis`
     a verdict       raise it where the rank waits
 
 The rank raises it itself in a wait of fullshard's (`check`). In a function of torch.distributed it
@@ -26,15 +26,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from multiprocessing import util
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
-from fullshard.peers import tails
-from fullshard.peers.flight_record import FlightRecord, Teller, flight_records, group_key, tellers
+from fullshard.host import is_running
+from fullshard.peers import divergence
+from fullshard.peers.diagnosis import Verdict, describe_still, final_error, judge
+from fullshard.peers.flight_record import FlightRecord, flight_records, key_of, settle_by
 from fullshard.peers.groups import abort
 from fullshard.peers.stacks import (
     call_of,
@@ -48,7 +50,6 @@ from fullshard.peers.stacks import (
 )
 from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State
 from fullshard.peers.status_board import StatusBoard
-from fullshard.peers.verdicts import final_error, find_verdict, report_still
 from fullshard.torch_private import default_group, distributed_world
 
 logger = logging.getLogger("fullshard")
@@ -61,10 +62,7 @@ _GRACE_S = 4.0  # for a call of torch.distributed to end after the verdict
 _JUDGES_AT = {*range(STEADY_BEATS, 16), *(1 << power for power in range(4, 32))}
 _REPORTED_AT = 14  # statuses, of ranks whose collectives run on a device
 _TOLD_AT = {1, STEADY_BEATS}  # statuses that go to the store
-_GATHER_S = 0.5  # for ranks to come to a place at which two differ
-_TELL_S = 1.5  # for the first rank at such a place to say how they differ
 _OUTLAST_S = 5.0  # for others to read that rank 0 has ended, whose process may be the store's
-_ANSWER_S = 1.0  # for ranks to say in what they differ
 _EXIT_CODE = 1
 
 
@@ -76,7 +74,7 @@ class _Waiting(NamedTuple):
     in_group: str
 
 
-class Watchdog(Teller):
+class Watchdog:
     """What this process knows of standing still. One per process: `watchdog()`."""
 
     def __init__(self) -> None:
@@ -153,34 +151,12 @@ class Watchdog(Teller):
 
         Ranks that wait for this one will raise it as well.
         """
-        about = tails.about_place(record, place)
-        tails.show_lines(self.board, record, place)
-        # The others come here as well, or are far. Nothing more moves until then.
-        _wait_until(lambda: len(record.ranks_at(place)) == len(record.ranks), _GATHER_S)
-        ranks = record.ranks_at(place)
-        first = min(ranks)
-        if first != self._rank:  # it tells, unless it has not noticed or has gone
-            _wait_until(lambda: self._told_by(first, about) != "", _TELL_S)
-        text = next((told for rank in ranks if (told := self._told_by(rank, about))), "")
-        if not text:
-            text = record.explain(
-                place, lambda others: self.board.read_lines(about, others, _ANSWER_S)
-            )
-        self._final, self._about = text, about
-        record.settled_at = place
+        found = divergence.settle(self.board, self._rank, record, place)
+        self._final, self._about = found.text, found.about
         # What was entered before the error is no progress since.
         self._progress, self._still_since = _progress(), time.monotonic()
         self.board.post(self._look())
-        return DivergenceError(text)
-
-    def show(self, record: FlightRecord, place: int) -> None:
-        """Show others what is behind this rank's entry at a place, in case it differs from theirs."""
-        tails.show(self.board, record, place)
-
-    def _told_by(self, rank: int, about: str) -> str:
-        """Return another rank's words about a place; empty if it has said nothing of it."""
-        status = self.board.read([rank]).get(rank)
-        return status.error if status is not None and status.about == about else ""
+        return DivergenceError(found.text)
 
     # The thread
 
@@ -222,12 +198,39 @@ class Watchdog(Teller):
         """Deliver a verdict if the ranks' flight records differ, or this rank can never go on."""
         statuses = self.board.read(range(self._world_size))
         statuses[self._rank] = own
-        verdict = find_verdict(own, statuses, self.board, self._world_size)
+        verdict = self._find_verdict(own, statuses)
         if verdict is not None:
             self._about = verdict.about or self._about
             self._deliver(verdict.error, own, verdict.ranks)
         elif own.beat == _REPORTED_AT and own.on_device and self._rank == min(statuses):
-            report_still(statuses, self._world_size, _STILL_S + _TICK_S * _REPORTED_AT)
+            seconds = _STILL_S + _TICK_S * own.beat
+            if text := describe_still(statuses, self._world_size, seconds):
+                logger.warning("%s", text)
+
+    def _find_verdict(self, own: RankStatus, statuses: dict[int, RankStatus]) -> Verdict | None:
+        """Return what follows for this rank. statuses: of all that have posted one; those of killed ranks are added."""
+        if own.is_blocked:
+            for record in flight_records():
+                try:
+                    record.compare()
+                except DivergenceError as error:
+                    return Verdict(error)
+        if (found := divergence.find(self.board, self._rank, statuses)) is not None:
+            return Verdict(DivergenceError(found.text), found.about, found.ranks)
+        for record in flight_records():
+            for rank in self._killed(record, statuses) if record.is_on_device else ():
+                counts = {record.key: GroupCounts(len(record.ranks), 0, 0)}
+                said = "a signal, or by os._exit"
+                statuses[rank] = RankStatus(rank, State.ENDED, groups=counts, error=said)
+        return judge(own, statuses, self._world_size)
+
+    def _killed(self, record: FlightRecord, statuses: Mapping[int, RankStatus]) -> set[int]:
+        """Return the ranks of a flight record that have ended without a word."""
+        silent = {
+            rank for rank in record.ranks if rank not in statuses or not statuses[rank].has_gone
+        }
+        here = {rank for rank in silent & record.pids.keys() if not is_running(record.pids[rank])}
+        return here | self.board.lost(silent)
 
     def _deliver(self, verdict: FullshardError, own: RankStatus, stuck: Iterable[int] = ()) -> None:
         """Have the rank raise a verdict. stuck: ranks that will find one too."""
@@ -251,7 +254,7 @@ class Watchdog(Teller):
     def _free_device(self, keys: Collection[str]) -> None:
         """End groups' collectives on the device, so that the host goes on that waits for the device."""
         for group in list(distributed_world.pg_map):
-            if group_key(group.group_name, dist.get_process_group_ranks(group)) in keys:
+            if key_of(group) in keys:
                 with contextlib.suppress(Exception):
                     abort(group)
 
@@ -412,7 +415,7 @@ def watchdog() -> Watchdog:
             known.stop()
         _watchdogs.clear()
         _watchdogs[pid] = Watchdog()
-        tellers[1:] = [_watchdogs[pid]]
+        settle_by(_watchdogs[pid].settle)
         _watchdogs[pid].start()
     return _watchdogs[pid]
 
@@ -426,9 +429,3 @@ def _moment() -> str:
     """Return the step and phase that this rank is in, of the model that is furthest."""
     moments = [record.moment for record in flight_records()]
     return str(max(moments)) if moments else ""
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)

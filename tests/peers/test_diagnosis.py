@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.peers.standstill import describe_stuck, find_stuck
+from fullshard.peers.diagnosis import describe_stuck, find_stuck
 from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State
 
 

@@ -1,0 +1,365 @@
+"""What is wrong, in words: judged by what ranks have entered in their flight records, and what they say of themselves.
+
+Nothing here asks, waits or reads a clock. The same facts give the same words on every rank.
+
+**Ranks that differ.** At one place of a group's flight record all ranks must have entered the same. Where they have not, their
+trails (`paths`) tell where they parted.
+
+**Ranks that stand still.** A rank that has done nothing for a second posts a `RankStatus`. Who waits for whom follows from
+counters: a rank that is blocked in a collective waits for every member of its group that has issued fewer.
+
+    rank 0   blocked in ours       group "0": 17 issued, at place 42 of the flight record
+    rank 1   blocked in a barrier  group "0": 18 issued, at place 41
+    -> 0 waits for 1 (place 41 < 42), 1 waits for 0 (17 < 18): neither will ever go on
+
+[Note: Certainty] An error here ends a run, so a rank counts as blocked only if it has said the same
+several times and runs no other threads of the program's, and ranks count as stuck only if all that they wait for, and all that those wait for,
+are blocked and known. A rank that computes, loads data, or is silent may still come; a collective that
+all its ranks have issued may still be moving bytes. Neither is ever called stuck.
+
+**Ranks that are lost.** Their processes have ended, or do not answer, while others wait for them.
+"""
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from fullshard.errors import CommError, DivergenceError, FullshardError, PeerLostError
+from fullshard.peers.paths import Event, by_text, first_difference, name_ranks, without_gradients
+from fullshard.peers.status import STEADY_BEATS, RankStatus, State, Tails
+
+_NAMES_SHOWN = 6  # parameters in a message
+_REMEDIES = {
+    "sizes": (
+        "It is one operation of one unit, with other sizes. Give its parameters the same shapes and "
+        "dtypes on every rank, and its gradients too: on some ranks they may be wider than the "
+        "parameters, from an autograd.Function that returns float32 for bfloat16."
+    ),
+    "frozen": "Freeze the same parameters on every rank, before the same step.",
+    "built": "Build and shard the same model on every rank, in the same order.",
+    "calls": "Let every rank make the same calls, in the same order.",
+    "paths": (
+        "Let every rank run the same units in the same order, and make the same calls. For modules "
+        "that only some ranks run: set_unused(module, 'zero', may_be_skipped=True)."
+    ),
+}
+_RESTART = "The cause is in that rank's own output; restart from the last checkpoint."
+_LEAVE_TOGETHER = "Let every rank run as many steps, and leave together; one that has run out of data has to tell the others."
+
+
+# Ranks that differ
+
+
+class Names(NamedTuple):
+    """What a group's units are called. models: their classes, by number. parameters: by the unit."""
+
+    models: Sequence[str]
+    parameters: Mapping[str, Sequence[str]]
+
+
+def describe_difference(
+    place: int,
+    entries: Mapping[int, str],
+    trails: Mapping[int, Sequence[Event]],
+    names: Names = Names((), {}),  # noqa: B008  (frozen)
+) -> str:
+    """Say which ranks entered what at a place where they differ, and where their paths parted, as far as that is known.
+
+    entries: moments and texts by global rank. trails: of some ranks.
+    """
+    seen = "; ".join(f"{ranks}: {text}" for ranks, text in by_text(entries))
+    parted = [first_difference(trails)]
+    parted += [_lacking(names, *found) for found in without_gradients(trails).items()]
+    parted += [_in_models(names, trails)]
+    return " ".join(
+        [
+            f"Ranks took different paths. At place {place} of what their group does together: {seen}.",
+            *filter(None, parted),
+            _REMEDIES[_kind_of({text.partition(": ")[2] for text in entries.values()})],
+        ]
+    )
+
+
+def describe_lines(lines_of: dict[int, Sequence[str]]) -> str:
+    """Return the first lines in which ranks differ, as a message; empty if none do."""
+    for lines in itertools.zip_longest(*lines_of.values(), fillvalue="nothing more"):
+        if len(set(lines)) > 1:
+            seen = "; ".join(
+                f"{ranks}: {text}"
+                for ranks, text in by_text(dict(zip(lines_of, lines, strict=True)))
+            )
+            return (
+                f"Ranks have built different models, or run different code. {seen}. Build the model "
+                "from the same code and settings on every rank, and freeze the same parameters."
+            )
+    return ""
+
+
+def _lacking(names: Names, unit: str, ranks: Sequence[int]) -> str:
+    """Say on which ranks a unit's parameters have no gradient."""
+    params = names.parameters.get(unit, ())
+    more = f" and {len(params) - _NAMES_SHOWN} more" if len(params) > _NAMES_SHOWN else ""
+    shown = f"{', '.join(params[:_NAMES_SHOWN])}{more}" if params else unit
+    return f"No gradient on {name_ranks(ranks)}, in backward so far: {shown}."
+
+
+def _in_models(names: Names, trails: Mapping[int, Sequence[Event]]) -> str:
+    """Say in which models ranks are, if there are several, whose units may have the same names."""
+    if len(names.models) < 2:
+        return ""
+    numbers = {rank: trail[-1].model for rank, trail in trails.items() if trail}
+    texts = {
+        rank: f"{number + 1} ({names.models[number]})"
+        for rank, number in numbers.items()
+        if number < len(names.models)
+    }
+    seen = [f"{ranks} in {text}" for ranks, text in by_text(texts)]
+    return f"Of {len(names.models)} models: {', '.join(seen)}." if seen else ""
+
+
+def _kind_of(texts: Collection[str]) -> str:
+    """Return which remedy fits entries that differ."""
+    if any(text.partition(" (digest ")[0].endswith((" now", " more")) for text in texts):
+        return "frozen"
+    if any(text.startswith("allocating shards") for text in texts):
+        return "built"
+    has_sizes = all(text.endswith(" bytes)") for text in texts)  # they are not cut off
+    is_same = len({text.rpartition(" (")[0] for text in texts}) == 1
+    if is_same and has_sizes:
+        return "sizes"
+    # Of units that only some ranks run, reductions meet other reductions, or the end of the pass.
+    return "paths" if any(": reduce-scatter" in text for text in texts) else "calls"
+
+
+class Mismatch(NamedTuple):
+    """A place at which flight records differ. key: of the group. entries: moments and texts, by rank."""
+
+    key: str
+    place: int
+    entries: Mapping[int, str]
+
+
+def first_mismatch(tails: Mapping[int, Tails]) -> Mismatch | None:
+    """Return the first place at which flight records differ. tails: by rank.
+
+    None if none differ as far as they are known.
+    """
+    for key in dict.fromkeys(key for each in tails.values() for key in each):
+        at: dict[int, dict[int, tuple[int, str]]] = {}
+        for rank, each in tails.items():
+            for place, checksum, text in each.get(key, ()):
+                at.setdefault(place, {})[rank] = checksum, text
+        for place, entries in sorted(at.items()):
+            if len({checksum for checksum, _ in entries.values()}) > 1:
+                return Mismatch(key, place, {rank: text for rank, (_, text) in entries.items()})
+    return None
+
+
+# Ranks that stand still
+
+
+class Verdict(NamedTuple):
+    """An error that this rank has to raise.
+
+    about: the flight record and place at which ranks differ; empty if that is not what it says. ranks: that will
+    find a verdict too.
+    """
+
+    error: FullshardError
+    about: str = ""
+    ranks: Collection[int] = ()
+
+
+def judge(own: RankStatus, statuses: Mapping[int, RankStatus], world_size: int) -> Verdict | None:
+    """Return the verdict for this rank if it can never go on. statuses: of all ranks that have posted one, and ``own``."""
+    # The collectives on its device will never end, though it may not wait for them yet.
+    ended = ended_without(own, statuses)
+    stuck = {own.rank} if ended else find_stuck(statuses, world_size)
+    if own.rank not in stuck:
+        return None
+    others = [each for rank, each in sorted(statuses.items()) if rank != own.rank]
+    if final := [final_error(each) for each in others if each.is_final]:
+        return Verdict(final[0], ranks=stuck)
+    text = describe_stuck(statuses, stuck, world_size, ended)
+    has_failed = any(each.state is State.ENDED and each.error for each in others)
+    return Verdict(PeerLostError(text) if has_failed else DivergenceError(text), ranks=stuck)
+
+
+def final_error(status: RankStatus) -> FullshardError:
+    """Return the error that ranks which wait for this one are to raise."""
+    return PeerLostError(status.error) if status.is_loss else DivergenceError(status.error)
+
+
+def waits_for(
+    status: RankStatus, statuses: Mapping[int, RankStatus], world_size: int
+) -> set[int] | None:
+    """Return the ranks that a blocked rank waits for; None if one of them may be unknown."""
+    found: set[int] = set()
+    if status.meets_all:
+        same = {r for r, each in statuses.items() if each.meets_all and each.where == status.where}
+        return set(statuses) - same if len(statuses) == world_size else None
+    for key, counts in status.groups.items():
+        if status.waited and key not in status.waited:
+            continue
+        members = {rank: each for rank, each in statuses.items() if key in each.groups}
+        found |= {rank for rank, each in members.items() if _waits(status, each, key)}
+        if len(members) < counts.size:
+            return None  # who is not known may be the one that it waits for
+    return found
+
+
+def _waits(one: RankStatus, other: RankStatus, key: str) -> bool:
+    """Whether one rank has issued or entered something in a group that another has not."""
+    mine, its = one.groups[key], other.groups[key]
+    if its.issued < mine.issued or its.place < mine.place:
+        return True
+    if mine.issued != its.issued:
+        return False
+    # Both have issued equally many, so this one's last is paired with the other's last. They are no pair
+    # if the program calls different functions,
+    has_ops = one.op != "" and other.op not in ("", one.op)
+    if has_ops and other.is_blocked and _may_be_in(one, key) and _may_be_in(other, key):
+        return bool(one.waited or other.waited)
+    # or if the other one's is fullshard's, which has entered more than this one.
+    is_other_kind = one.state is State.CALLS and other.in_group == key
+    return is_other_kind and its.place > mine.place
+
+
+def _may_be_in(status: RankStatus, key: str) -> bool:
+    """Whether a rank may be blocked in a group's collective."""
+    return key in status.waited or not status.waited
+
+
+def find_stuck(statuses: Mapping[int, RankStatus], world_size: int) -> set[int]:
+    """Return the ranks that can never go on, as all that they wait for are blocked or gone."""
+    waits: dict[int, set[int]] = {}
+    for rank, status in statuses.items():
+        if status.is_blocked:
+            found = waits_for(status, statuses, world_size)
+            if found:  # a rank that waits for nobody we know of may yet go on
+                waits[rank] = found
+    # Ranks that wait for one that may go on may go on themselves, and so forth.
+    while True:
+        free = {
+            rank
+            for rank, others in waits.items()
+            if any(other not in waits and not statuses[other].has_gone for other in others)
+        }
+        if not free:
+            return set(waits)
+        for rank in free:
+            del waits[rank]
+
+
+def ended_without(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
+    """Return ranks that ended before a collective that this rank has started on a device.
+
+    It will never be complete, and the host that waits for the device cannot be told otherwise.
+    """
+    if status.state is not State.RUNS or status.beat < STEADY_BEATS:
+        return set()
+    return {
+        rank
+        for rank, each in statuses.items()
+        if each.state is State.ENDED and not each.has_left
+        for key in status.on_device
+        if key in each.groups and _waits(status, each, key)
+    }
+
+
+def describe_still(statuses: Mapping[int, RankStatus], world_size: int, seconds: float) -> str:
+    """Say what ranks do of which none has moved for so long, one of them in a collective; empty if one moves.
+
+    For ranks whose collectives run on a device: one that waits there looks like one that computes.
+    """
+    are_all_still = len(statuses) == world_size and all(
+        each.beat >= STEADY_BEATS and not each.has_gone for each in statuses.values()
+    )
+    if not are_all_still or not any(each.is_blocked for each in statuses.values()):
+        return ""
+    seen = by_text({rank: str(each) for rank, each in statuses.items()})
+    said = "; ".join(f"{ranks}: {text}" for ranks, text in seen)
+    return (
+        f"No rank has moved for {seconds:.0f} s: {said}. A rank that runs may wait for its device, and that for another rank. "
+        "If none of them computes, let every rank make the same calls in the same order; else the process "
+        "group's timeout will end the job."
+    )
+
+
+def describe_stuck(
+    statuses: Mapping[int, RankStatus],
+    stuck: set[int],
+    world_size: int,
+    ended: Collection[int] = (),
+) -> str:
+    """Say what each stuck rank does and who is missing. The same words on every rank.
+
+    ended: ranks that they wait for on a device.
+    """
+    involved = {*stuck, *ended}
+    for rank in stuck:
+        involved |= waits_for(statuses[rank], statuses, world_size) or set()
+    gone = {rank for rank in involved if statuses[rank].has_gone}
+    seen = "; ".join(
+        f"{ranks}: {text}" for ranks, text in by_text({r: str(statuses[r]) for r in involved})
+    )
+    if any(statuses[rank].error for rank in gone):
+        return f"Ranks wait for {name_ranks(gone)}, which will not come: {seen}. {_RESTART}"
+    if gone:
+        return f"Ranks do not end together: {seen}. {_LEAVE_TOGETHER}"
+    return (
+        f"Ranks wait for each other, and none can go on: {seen}. Let every rank make the same calls "
+        "in the same order. What one rank does alone must not need the others."
+    )
+
+
+# Ranks that are lost
+
+
+def loss(
+    words: Mapping[int, RankStatus | None], entered: Mapping[int, str], label: str
+) -> FullshardError:
+    """Return the error for ranks that are gone while this one waits for them.
+
+    words: the last of each, None if it has said nothing. entered: the last that each entered; empty if that is unknown.
+    label: what this rank waits in, and when. A DivergenceError if they ended in order, or because of one; else a PeerLostError.
+    """
+    for status in words.values():
+        if status is not None and status.is_final:
+            return final_error(status)
+    texts = []
+    for rank, status in sorted(words.items()):
+        said = "died or left without a word" if status is None else str(status)
+        last = f"; the last that it entered: {entered[rank]}" if entered[rank] else ""
+        texts.append(f"rank {rank} {said}{last}")
+    what = f"{'. '.join(texts)}. Others wait for {name_ranks(words)} in {label}"
+    if all(status is not None and not status.error for status in words.values()):
+        return DivergenceError(f"Ranks do not end together: {what}. {_LEAVE_TOGETHER}")
+    return PeerLostError(f"{what}. {_RESTART}")
+
+
+def loss_through(rank: int, lost: int, label: str, own_rank: int) -> PeerLostError:
+    """Return the error for a rank that gave up, as it had lost another one."""
+    return PeerLostError(
+        f"{label} (rank {own_rank}): rank {lost} died or left, so rank {rank} gave up. The cause is in rank {lost}'s own "
+        "output; restart from the last checkpoint."
+    )
+
+
+def out_of_reach(label: str, own_rank: int, words: str, *, has_store: bool) -> CommError:
+    """Return the error for a connection that broke, though no rank is known to have ended.
+
+    words: the backend's. has_store: whether the store that the ranks met in answers.
+    """
+    if not has_store:
+        return PeerLostError(
+            f"{label} (rank {own_rank}): a connection broke, and the store that the ranks met in does not "
+            "answer either: rank 0 is gone, if it has made the store (torchrun makes one of its own), or its host "
+            "is out of reach. Look at the output of rank 0 first; restart from the last checkpoint. The backend "
+            f"says: {words}"
+        )
+    return CommError(
+        f"{label} (rank {own_rank}): a rank could not be reached, though no process of the "
+        "group has ended on this host. Look for the cause in the output of the other ranks. The "
+        f"backend says: {words}"
+    )

@@ -1,0 +1,150 @@
+"""Where flight records differ: finding the place, and one rank's words on all ranks.
+
+Ranks that share memory come to the place themselves: each that finds the difference says so in its status, and the lowest
+one's words are everybody's. Ranks that share none show the last that they entered, in their status (`RankStatus.tails`). At the
+place where these differ, one rank of each kind shows its trail too, so that the error says where paths parted.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from fullshard.peers.diagnosis import describe_difference, describe_lines, first_mismatch
+from fullshard.peers.flight_record import FlightRecord, flight_records
+from fullshard.peers.paths import Event, from_lines, to_lines
+from fullshard.peers.status import RankStatus
+from fullshard.peers.status_board import StatusBoard
+
+_GATHER_S = 0.5  # for ranks to come to a place at which two differ
+_TELL_S = 1.5  # for the first rank at such a place to say how they differ
+_TRAILS_S = 2.5  # for ranks to say what they ran
+_ANSWER_S = 1.0  # for ranks to say what is behind a digest
+
+
+class Difference(NamedTuple):
+    """What ranks differ in. about: the flight record's key and the place. ranks: that will raise it too."""
+
+    about: str
+    text: str
+    ranks: frozenset[int] = frozenset()
+
+
+def settle(board: StatusBoard, rank: int, record: FlightRecord, place: int) -> Difference:
+    """Return in what ranks that share memory differ at a place, in one rank's words on all of them.
+
+    rank: this one. Waits for the others to come to the place as well, and to the words of the lowest one.
+    """
+    about = _about(record, place)
+    _show_lines(board, record, place)
+
+    def told_by(other: int) -> str:
+        status = board.read([other]).get(other)
+        return status.error if status is not None and status.about == about else ""
+
+    # The others come here as well, or are far. Nothing more moves until then.
+    _wait_until(lambda: len(record.entries_at(place)) == len(record.ranks), _GATHER_S)
+    entries = record.entries_at(place)
+    first = min(entries)
+    if first != rank:  # it tells, unless it has not noticed or has gone
+        _wait_until(lambda: told_by(first) != "", _TELL_S)
+    text = next((told for other in entries if (told := told_by(other))), "")
+    text = text or _explained(board, record, place, entries, record.trails)
+    record.settled_at = place
+    return Difference(about, text)
+
+
+def find(board: StatusBoard, rank: int, statuses: Mapping[int, RankStatus]) -> Difference | None:
+    """Return in what flight records differ that share no memory, once for each place; None if in nothing.
+
+    rank: this one. statuses: of all ranks, as far as they have posted one.
+    """
+    apart = {each.key: each for each in flight_records() if not each.is_shared}
+    # What another rank has found. It may be far ahead, and show no more what it entered there.
+    for status in statuses.values():
+        key, _, at = status.about.rpartition("/")
+        record = apart.get(key) if status.is_final else None
+        if record is not None and record.settled_at < int(at) <= record.place:
+            record.settled_at = int(at)
+            return Difference(status.about, status.error)
+    tails = {
+        other: {
+            key: [entry for entry in tail if entry[0] > apart[key].settled_at]
+            for key, tail in status.tails.items()
+            if key in apart
+        }
+        for other, status in statuses.items()
+    }
+    # Its own from further back: those that others show may be of long ago.
+    tails[rank] = {key: record.tail(sys.maxsize) for key, record in apart.items()}
+    found = first_mismatch(tails)
+    if found is None or rank not in found.entries:
+        return None
+    record, place = apart[found.key], found.place
+    # One rank of each that has entered something else shows its trail, the same on all ranks.
+    first_with: dict[str, int] = {}
+    for other, text in sorted(found.entries.items()):
+        first_with.setdefault(text, other)
+
+    def trails() -> dict[int, list[Event]]:
+        # Others show theirs once they find the difference, by a clock of their own.
+        key = _trail_key(record, place)
+        lines = board.read_lines(key, set(first_with.values()), _TRAILS_S)
+        return {other: from_lines(each) for other, each in lines.items()}
+
+    if rank in first_with.values():
+        _show_trail(board, record, place)
+    text = _explained(board, record, place, found.entries, trails)
+    record.settled_at = place
+    return Difference(_about(record, place), text, frozenset(found.entries))
+
+
+def show(board: StatusBoard, record: FlightRecord, place: int) -> None:
+    """Show others what is behind this rank's entry at a place, in case it differs from theirs."""
+    _show_lines(board, record, place)
+    _show_trail(board, record, place)
+
+
+def _explained(
+    board: StatusBoard,
+    record: FlightRecord,
+    place: int,
+    entries: Mapping[int, str],
+    trails: Callable[[], Mapping[int, Sequence[Event]]],
+) -> str:
+    """Say how ranks differ at a place: by what is behind their digests, if that tells; else by entries and trails."""
+    heads = {text.partition(" (digest ")[0] for text in entries.values()}
+    lines = record.lines_at(place)
+    if lines is not None and len(heads) == 1:
+        own = record.ranks[record.rank]
+        others = [rank for rank in entries if rank != own]
+        found = {own: lines, **board.read_lines(_about(record, place), others, _ANSWER_S)}
+        if text := describe_lines(dict(sorted(found.items()))):
+            return text
+    return describe_difference(place, entries, trails(), record.names)
+
+
+def _about(record: FlightRecord, place: int) -> str:
+    """Return a name for a place of a flight record, the same on all ranks."""
+    return f"{record.key}/{place}"
+
+
+def _trail_key(record: FlightRecord, place: int) -> str:
+    return f"{_about(record, place)}/trail"
+
+
+def _show_lines(board: StatusBoard, record: FlightRecord, place: int) -> None:
+    """Show others what this rank has entered by its digest at a place, if it has."""
+    if (lines := record.lines_at(place)) is not None:
+        board.post_lines(_about(record, place), lines)
+
+
+def _show_trail(board: StatusBoard, record: FlightRecord, place: int) -> None:
+    """Show others which units this rank has run."""
+    board.post_lines(_trail_key(record, place), to_lines(record.trail_of(record.rank)))
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
