@@ -8,7 +8,7 @@ import types
 import pytest
 
 from fullshard.errors import DivergenceError
-from fullshard.peers import flight_record, wait_reporter, waits
+from fullshard.peers import flight_record, waits
 from fullshard.peers.flight_record import FlightRecord
 from fullshard.peers.waits import wait_comparing
 
@@ -102,7 +102,6 @@ class _Watchdog:
 def _no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the thread, which needs a process group."""
     monkeypatch.setattr(waits, "watchdog", _Watchdog)
-    monkeypatch.setattr(wait_reporter, "watchdog", _Watchdog)
 
 
 def _wait(work: _Work) -> None:

@@ -35,9 +35,10 @@ from fullshard.peers import flight_record, status_board
 from fullshard.peers.diagnosis import loss_through
 from fullshard.peers.flight_record import FlightRecord
 from fullshard.peers.groups import exchange_through_group, timeout_s
+from fullshard.peers.liveness import loss
 from fullshard.peers.status_board import StatusSlots, give_up
 from fullshard.peers.store import files_for_store
-from fullshard.peers.wait_reporter import WaitReporter, loss
+from fullshard.peers.waits import WaitReporter
 from fullshard.peers.watchdog import has_watchdog, watchdog
 
 _WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's

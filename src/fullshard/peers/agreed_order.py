@@ -30,9 +30,9 @@ from fullshard.peers.groups import (
     is_gloo,
     timeout_s,
 )
-from fullshard.peers.liveness import check_alive, naming_lost_ranks
+from fullshard.peers.liveness import check_alive, loss, naming_lost_ranks
 from fullshard.peers.store import StoreInTime, connected_store
-from fullshard.peers.wait_reporter import WaitReporter, loss
+from fullshard.peers.waits import WaitReporter
 from fullshard.peers.watchdog import watchdog
 
 logger = logging.getLogger("fullshard")

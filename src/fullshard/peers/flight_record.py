@@ -328,6 +328,20 @@ def flight_records() -> list[FlightRecord]:
     return list(_records)
 
 
+def last_entry_of(rank: int) -> str:
+    """Return what a rank, by its global number, entered last in a record that this one can read; empty if in none."""
+    found = (
+        each.last_of(each.ranks.index(rank)) for each in flight_records() if rank in each.ranks
+    )
+    return next((str(entry) for entry in found if entry is not None), "")
+
+
+def latest_moment() -> str:
+    """Return the step and phase that this rank is in, of the model that is furthest; empty if it has none."""
+    moments = [record.moment for record in flight_records()]
+    return str(max(moments)) if moments else ""
+
+
 def known_record(group: dist.ProcessGroup) -> FlightRecord | None:
     """Return the flight record of a group if it has one already. Does not communicate."""
     return _of_groups.get(group)

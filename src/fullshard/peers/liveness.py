@@ -1,4 +1,4 @@
-"""Naming the ranks that are gone when a collective fails.
+"""Naming the ranks that are gone when a collective fails, or while others wait for them.
 
 The error of a collective says that a connection broke, but not whose. So each rank announces its
 process in the store that the ranks met in, and after an error a rank looks which of the processes
@@ -9,16 +9,18 @@ import contextlib
 import os
 import time
 import weakref
+from collections.abc import Collection, Iterable
 
 import torch.distributed as dist
 
 from fullshard import host
-from fullshard.errors import CommError, DivergenceError
+from fullshard.errors import CommError, DivergenceError, FullshardError
 from fullshard.host import is_running
-from fullshard.peers.flight_record import known_record
+from fullshard.peers import diagnosis
+from fullshard.peers.flight_record import known_record, last_entry_of, latest_moment
 from fullshard.peers.status_board import give_up
 from fullshard.peers.store import store_in_time
-from fullshard.peers.wait_reporter import loss, unreachable
+from fullshard.peers.watchdog import watchdog
 from fullshard.torch_private import default_group
 
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
@@ -99,10 +101,34 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
     lost = _lost_ranks(group)
     if not lost:
         others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-        raise unreachable(others, label, str(error)) from error
+        raise _unreachable(others, label, str(error)) from error
     # Ranks that wait for this one in shared memory learn whom it lost, instead of losing it.
     give_up(lost[0])
     raise loss(lost, label) from error
+
+
+def loss(ranks: Iterable[int], label: str) -> FullshardError:
+    """Return the error for ranks that are gone while this one waits for them in ``label``."""
+    words = {rank: watchdog().board.last_words(rank) for rank in sorted(ranks)}
+    return diagnosis.loss(words, {rank: last_entry_of(rank) for rank in words}, _now(label))
+
+
+def _unreachable(ranks: Collection[int], label: str, words: str) -> FullshardError:
+    """Return the error for a connection that broke, though no process of this host has ended. words: the backend's."""
+    board = watchdog().board
+    if left := [rank for rank in ranks if board.last_words(rank) is not None]:
+        return loss(left, label)
+    # On other hosts: those whose connection broke too are there to say so, the lost one is not.
+    missing = board.missing(ranks)
+    if missing:
+        return loss(missing, label)
+    has_store = missing is not None or 0 not in ranks
+    said = label if has_store else _now(label)
+    return diagnosis.out_of_reach(said, dist.get_rank(), words, has_store=has_store)
+
+
+def _now(label: str) -> str:
+    return f"{label} ({moment})" if (moment := latest_moment()) else label
 
 
 def check_alive(group: dist.ProcessGroup, label: str) -> None:

@@ -1,11 +1,13 @@
-"""Where a thread of this process is: in which call of torch.distributed, at which line of the program.
+"""Where a thread of this process is: in which call of torch.distributed, at which line of the program. And other processes.
 
-Read from its frames, from outside, while it is blocked.
+Read from its frames, from outside, while it is blocked. Of another process, what the system and py-spy tell.
 """
 
 import contextlib
 import ctypes
 import os
+import shutil
+import subprocess
 import sys
 import threading
 import traceback
@@ -37,6 +39,11 @@ _BETWEEN_TWO |= {"recv_object_list", "_coalescing_manager"}
 _MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "init_process_group"}
 # The innermost Python function of a thread that waits for a backward.
 _BACKWARD, _AUTOGRAD = "_engine_run_backward", _TORCH + "autograd" + os.sep
+
+
+_PY_SPY_S = 5.0
+_STATES = {"T": "is stopped by a signal (kill -CONT goes on)", "t": "is stopped by a debugger"}
+_STATES |= {"D": "waits for a disk or a file system", "Z": "has ended"}
 
 
 class Call(NamedTuple):
@@ -184,3 +191,33 @@ def raise_in(thread: int, error: FullshardError) -> None:
         },
     )
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(of_text))
+
+
+def look_at_process(pid: int) -> tuple[str, str]:
+    """Return what a process of this host does, and its Python stack or how to get it."""
+    state = _STATES.get(_process_state(pid), "lives, and says nothing: it moves, or holds the GIL")
+    return state, _stack_by_py_spy(pid)
+
+
+def _process_state(pid: int) -> str:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def _stack_by_py_spy(pid: int) -> str:
+    """Return another process' Python stack, or why there is none."""
+    command = shutil.which("py-spy")
+    if command is None:
+        return f" For its stack, install py-spy and run: py-spy dump --pid {pid}"
+    try:
+        done = subprocess.run(
+            [command, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=_PY_SPY_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f" py-spy cannot tell its stack: {error}"
+    return f" Its stack, by py-spy:\n{done.stdout or done.stderr}".rstrip()

@@ -36,7 +36,13 @@ from fullshard.errors import DivergenceError, FullshardError, PeerLostError
 from fullshard.host import is_running
 from fullshard.peers import divergence
 from fullshard.peers.diagnosis import Verdict, describe_still, final_error, judge
-from fullshard.peers.flight_record import FlightRecord, flight_records, key_of, settle_by
+from fullshard.peers.flight_record import (
+    FlightRecord,
+    flight_records,
+    key_of,
+    latest_moment,
+    settle_by,
+)
 from fullshard.peers.groups import abort
 from fullshard.peers.stacks import (
     call_of,
@@ -318,7 +324,7 @@ class Watchdog:
             op=op,
             # A thread of autograd's runs no line of the program's, but one that called backward does.
             at=line_in_program(frame) or line_in_program(frames.get(self._usual_thread)),
-            moment=_moment(),
+            moment=latest_moment(),
             groups=self._groups,
             waited=waited,
             in_group="" if waiting is None else waiting.in_group,
@@ -385,7 +391,7 @@ class Watchdog:
             last = RankStatus(
                 self._rank,
                 State.ENDED,
-                moment=_moment(),
+                moment=latest_moment(),
                 groups=self._groups,
                 has_left=not has_groups,
                 error=self._final or error,
@@ -423,9 +429,3 @@ def watchdog() -> Watchdog:
 def _progress() -> int:
     """Return a number that changes with all that this rank enters and notes."""
     return sum(record.progress for record in flight_records())
-
-
-def _moment() -> str:
-    """Return the step and phase that this rank is in, of the model that is furthest."""
-    moments = [record.moment for record in flight_records()]
-    return str(max(moments)) if moments else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.peers import wait_reporter
+from fullshard.peers import stacks, waits
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def stopped() -> object:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     process.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + 5
-    while wait_reporter._process_state(process.pid) != "T" and time.monotonic() < deadline:
+    while stacks._process_state(process.pid) != "T" and time.monotonic() < deadline:
         time.sleep(0.01)
     yield process.pid
     process.kill()
@@ -30,8 +30,8 @@ def stopped() -> object:
 def test_a_stopped_process_is_said_to_be_stopped(
     stopped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wait_reporter.shutil, "which", lambda _: None)
-    said = wait_reporter._what_it_does(1, stopped, None)
+    monkeypatch.setattr(stacks.shutil, "which", lambda _: None)
+    said = waits.what_it_does(1, stopped, None)
     assert f"rank 1 (pid {stopped}): it is stopped by a signal (kill -CONT goes on)" in said
     assert f"py-spy dump --pid {stopped}" in said  # what to do for its stack
 
@@ -43,7 +43,7 @@ def test_its_stack_comes_from_py_spy_if_that_is_there(
     command.write_text('#!/bin/sh\necho "stack of $4"\n')
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert "Its stack, by py-spy:\nstack of" in wait_reporter._what_it_does(1, stopped, None)
+    assert "Its stack, by py-spy:\nstack of" in waits.what_it_does(1, stopped, None)
 
 
 def test_a_py_spy_that_fails_is_no_error(
@@ -53,4 +53,4 @@ def test_a_py_spy_that_fails_is_no_error(
     command.write_text("not a program")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert "py-spy cannot tell its stack" in wait_reporter._what_it_does(1, stopped, None)
+    assert "py-spy cannot tell its stack" in waits.what_it_does(1, stopped, None)
