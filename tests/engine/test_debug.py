@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.engine.checks.debugging import StepChecks
+from fullshard.engine.checks.path import StepChecks
 from tests.api import OURS, Api, use_api
 from tests.harness import Fate, on_ranks, rank, run_fresh
 from tests.models import mlp

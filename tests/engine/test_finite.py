@@ -153,6 +153,6 @@ import os
 os.environ["FULLSHARD_DEBUG"] = {value!r}
 import fullshard
 hunt = fullshard.debug._hunt
-from fullshard.engine.checks.debugging import StepChecks
+from fullshard.engine.checks.path import StepChecks
 print(StepChecks.are_on, hunt.is_on)
 """

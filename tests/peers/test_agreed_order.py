@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard import host
-from fullshard.comm import making_records
+from fullshard.comm import shared_memory
 from fullshard.errors import DivergenceError, FullshardError
 from fullshard.peers.flight_record import known_record
 from fullshard.peers.watchdog import watchdog
@@ -187,7 +187,7 @@ def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
     """The fake backend stands for NCCL: the host starts collectives, and never waits for them."""
     device = Device()
     with (
-        mock.patch.object(making_records, "WITHOUT_PROCESSES", set()),
+        mock.patch.object(shared_memory, "WITHOUT_PROCESSES", set()),
         mock.patch("fullshard.peers.watchdog.abort", device.abort),
         on_hosts_of_their_own(),
     ):
@@ -215,7 +215,7 @@ def test_over_nccl_a_rank_that_is_steps_ahead_is_told(num_ahead: int) -> None:
 def test_over_nccl_ranks_of_which_none_moves_are_told_of_each_other() -> None:
     """One waits for its device, which looks as if it computed, so it is no error."""
     with (
-        mock.patch.object(making_records, "WITHOUT_PROCESSES", set()),
+        mock.patch.object(shared_memory, "WITHOUT_PROCESSES", set()),
         mock.patch("fullshard.peers.watchdog._REPORTED_AT", 4),
         mock.patch("fullshard.peers.watchdog.runs_program_beside", return_value=False),
         mock.patch("fullshard.peers.watchdog.logger.warning") as warned,
@@ -239,7 +239,7 @@ def _rank_1_ends(how: str) -> None:
     """Train over what stands for NCCL until rank 1 ends."""
     device = Device()
     with (
-        mock.patch.object(making_records, "WITHOUT_PROCESSES", set()),
+        mock.patch.object(shared_memory, "WITHOUT_PROCESSES", set()),
         mock.patch("fullshard.peers.watchdog.abort", device.abort),
         on_hosts_of_their_own(),
     ):

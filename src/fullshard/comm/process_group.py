@@ -34,7 +34,6 @@ from fullshard.comm.interface import (
     Work,
     shard_views,
 )
-from fullshard.comm.making_records import WITHOUT_PROCESSES, record_of
 from fullshard.comm.packing import (
     Landing,
     Region,
@@ -44,6 +43,7 @@ from fullshard.comm.packing import (
     wire_gradient,
 )
 from fullshard.comm.scratch import Scratch
+from fullshard.comm.shared_memory import WITHOUT_PROCESSES, record_of
 from fullshard.peers.flight_record import FlightRecord, known_record
 from fullshard.peers.groups import (
     backend_name,

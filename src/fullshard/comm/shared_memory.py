@@ -17,6 +17,7 @@ import ctypes
 import dataclasses
 import errno
 import functools
+import logging
 import mmap
 import os
 import select
@@ -32,9 +33,10 @@ import torch.distributed as dist
 from fullshard import host
 from fullshard.errors import AllocationError
 from fullshard.peers import flight_record, status_board
+from fullshard.peers.agreed_order import AgreedOrder
 from fullshard.peers.diagnosis import loss_through
-from fullshard.peers.flight_record import FlightRecord
-from fullshard.peers.groups import exchange_through_group, timeout_s
+from fullshard.peers.flight_record import FlightRecord, keep_record, known_record
+from fullshard.peers.groups import exchange_through_group, exchange_through_store, timeout_s
 from fullshard.peers.liveness import loss
 from fullshard.peers.status_board import StatusSlots, give_up
 from fullshard.peers.store import files_for_store
@@ -52,6 +54,10 @@ _YIELD_S = 2e-3
 _LATE_S = 0.05  # of waiting, after which a peer counts as far behind, and is looked after
 _FILES = 2  # of a rank that shares memory: to offer it, and to map it
 _LIVENESS_S = 0.1  # between two checks whether peers still live, which are system calls
+# Backends that have no processes behind their ranks, who could never agree on anything.
+WITHOUT_PROCESSES = {"fake"}
+
+logger = logging.getLogger("fullshard")
 
 
 class UnavailableError(Exception):
@@ -144,16 +150,15 @@ class SharedMemory:
     def connect(
         cls,
         group: dist.ProcessGroup,
-        exchange: Callable[[Any, dist.ProcessGroup], list[Any]] | None = None,
+        exchange: Callable[[Any, dist.ProcessGroup], list[Any]] = exchange_through_group,
     ) -> "SharedMemory":
         """Connect the group's ranks. Every rank must call it.
 
         Raises UnavailableError on every rank if one of them cannot share memory, AllocationError if one may
         open too few files to be connected at all.
 
-        exchange: returns every rank's value, in rank order; None for `exchange_through_group`.
+        exchange: returns every rank's value, in rank order.
         """
-        exchange = exchange or exchange_through_group
         rank, size = group.rank(), group.size()
         nbytes = size * _CONTROL_NBYTES
         control: memoryview | None = None
@@ -351,6 +356,53 @@ def _make_fence() -> Callable[[], None]:
         lock.acquire()
 
     return fence
+
+
+# The flight record of a group
+
+
+def record_of(group: dist.ProcessGroup, backend: str) -> FlightRecord | None:
+    """Return the flight record of a group, the same one every time; None if its ranks may be threads.
+
+    backend: of the group. Over Gloo, ranks of one host share the flight record's memory; others have one each, and
+    agree on the order of what they do. Over NCCL each rank has its own, also on one host: a host starts collectives far
+    ahead of its device, and in a shared record whoever comes late would find the other one waiting for a device that
+    never comes free. Every rank of the group must call it.
+    """
+    if type(group) is not dist.ProcessGroup:
+        return None
+    return known_record(group) or keep_record(group, _make_record(group, backend))
+
+
+def _make_record(group: dist.ProcessGroup, backend: str) -> FlightRecord:
+    shared: SharedMemory | None = None
+    try:
+        if backend == "gloo":
+            return SharedMemory.connect(group).record
+        if backend == "nccl":
+            # Its collectives want a device, which may be another one later.
+            shared = SharedMemory.connect(group, exchange_through_store)
+    except AllocationError:
+        raise
+    # RuntimeError of a store that cannot exchange anything, as that of fake process groups.
+    except (UnavailableError, RuntimeError) as reason:
+        logger.info("ranks share no flight record: %s", reason)
+    ranks = dist.get_process_group_ranks(group)
+    record = FlightRecord(group.rank(), ranks, None, name=group.group_name)
+    if shared is not None:
+        record.slots, record.pids = shared.slots, shared.pids
+    if backend in WITHOUT_PROCESSES:
+        return record
+    record.is_on_device = backend != "gloo"
+    if shared is None:
+        watchdog().board.serve_other_hosts()
+    record.order = AgreedOrder.of(record, group)
+    if shared is None and record.order is not None:
+        watchdog().board.meet(ranks)
+    return record
+
+
+# How ranks connect
 
 
 def _platform_problem() -> str | None:

@@ -8,8 +8,8 @@ import os
 import types
 
 from fullshard.debugging.recording import Recording
-from fullshard.engine.checks.debugging import StepChecks
 from fullshard.engine.checks.finite import FiniteHunt
+from fullshard.engine.checks.path import StepChecks
 from fullshard.errors import ShardingError
 
 

@@ -1,15 +1,23 @@
-"""A rank's path through a model: what it tells the other ranks of it, and how they compare."""
+"""A rank's path through a model: what it tells the other ranks of it, and how they compare.
 
+Each unit that runs is noted in the flight record; ranks may run different ones. Where a program asks for it, ranks compare at
+once, for an exchange per unit: with `fullshard.debug(steps=True)` at every unit, with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` in the
+first iteration alone; later, each rank compares its order with that of its first iteration. Where orders differ, collectives of
+different units are matched, which gives wrong numbers or a hang.
+"""
+
+import warnings
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
+from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.checks.alike import FreezeWatch, check_alike
-from fullshard.engine.checks.debugging import StepChecks, check_step
-from fullshard.engine.checks.order import ForwardOrder
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_setup import comms_of
-from fullshard.peers.paths import Moment, Phase
+from fullshard.errors import DivergenceError, StateError
+from fullshard.peers.paths import Moment, Phase, by_text
 
 
 class Path:
@@ -21,7 +29,7 @@ class Path:
     def __init__(self, kind: str, units: Sequence[Unit], kinds: Sequence[type]) -> None:
         self._number = {id(unit): number for number, unit in enumerate(units)}
         self._step = 0  # forwards with gradients so far
-        self._moment = Moment(0, Phase.BETWEEN)
+        self._phase = Phase.BETWEEN
         named = [(unit.path, [param.name for param in unit.params]) for unit in units]
         records = dict.fromkeys(comm.record for comm in comms_of(units))
         # The model's number in the flight record of each of its groups.
@@ -46,7 +54,7 @@ class Path:
 
     def begin(self, phase: Phase) -> None:
         """Say which part of the step this rank is in."""
-        self._moment = Moment(self._step, phase)
+        self._phase = phase
         for record, model in self._records.items():
             record.begin(model, self._step, phase)
 
@@ -54,7 +62,7 @@ class Path:
         """Tell of units whose forward begins. Call it before any gather of theirs.
 
         Ranks that differ would match each other's gathers. Raises as `ForwardOrder.check` and
-        `check_step`, where these are asked for.
+        `_check_step`, where these are asked for.
         """
         if not (self._notes or self._checks_order or StepChecks.are_on):
             return
@@ -63,14 +71,14 @@ class Path:
             if self._checks_order and is_training:
                 self._order.check(number)
             if StepChecks.are_on:
-                check_step(unit, self._moment)
+                _check_step(unit, Moment(self._step, self._phase))
             for note in self._notes:
                 note(number)
 
     def leave(self, unit: Unit) -> None:
         """Tell of a unit whose backward is over. Call it before its reduction."""
         if StepChecks.are_on:
-            check_step(unit, self._moment)
+            _check_step(unit, Moment(self._step, self._phase))
         for note in self._notes:
             note(self._number[id(unit)])
 
@@ -87,3 +95,85 @@ class Path:
     def forget(self) -> None:
         """Forget an iteration that an exception ended."""
         self._order.forget()
+
+
+class StepChecks:
+    """The switch of `fullshard.debug(steps=True)`."""
+
+    are_on = False
+
+
+def _check_step(unit: Unit, moment: Moment) -> None:
+    """Raise DivergenceError on every rank of the unit's groups unless all are at this unit."""
+    mine = f"{unit.path} ({moment})"
+    for group in (unit.mesh.shard_group, unit.mesh.replicate_group):
+        if group is None or group.size() == 1:
+            continue
+        everyones = gather_objects(mine, group, f"{unit.path}: debug() compares ranks")
+        if len(set(everyones)) > 1:
+            seen = "; ".join(f"{who}: {what}" for who, what in by_text(dict(enumerate(everyones))))
+            raise DivergenceError(
+                f"Ranks are at different units, by their numbers in the group: {seen}. Let every rank "
+                "run the same units in the same order."
+            )
+
+
+class ForwardOrder:
+    """The order of one model's units in forward."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._first: list[int] | None = None  # unit numbers, once the first iteration is over
+        self._current: list[int] = []  # those of this iteration so far
+        self._has_warned = False
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the user asked for it (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
+        return dist.get_debug_level() == dist.DebugLevel.DETAIL
+
+    def check(self, number: int) -> None:
+        """Check the unit that runs now. Every rank has to call it before the unit's all-gather.
+
+        number: the unit's index. In the first iteration, raises StateError on all ranks if they run
+        different units. Later, warns once if this rank's order has changed.
+        """
+        position = len(self._current)
+        self._current.append(number)
+        if self._first is None:
+            self._compare_ranks(number)
+        elif self._first[position : position + 1] != [number] and not self._has_warned:
+            self._has_warned = True
+            expected = self._first[position] if position < len(self._first) else None
+            warnings.warn(
+                "Forward order differs from that of the first iteration on rank "
+                f"{dist.get_rank()}. Collectives are unchecked and may give incorrect results or "
+                f"hang. This iteration runs {self._name(number)} at place {position}, the first "
+                f"ran {'nothing' if expected is None else self._name(expected)}.",
+                stacklevel=2,
+            )
+
+    def end_iteration(self) -> None:
+        """Note that the last backward of an iteration is over."""
+        if self._current and self._first is None:
+            self._first = self._current
+        self._current = []
+
+    def forget(self) -> None:
+        """Forget the order of an iteration that an exception ended."""
+        self._current = []
+
+    def _compare_ranks(self, number: int) -> None:
+        """Raise StateError, on every rank of the unit's group, unless all run the same unit."""
+        mesh = self._units[number].mesh
+        group = mesh.shard_group or mesh.replicate_group
+        numbers = gather_objects(number, group, "comparing the order of units")
+        if len(set(numbers)) > 1:
+            seen = ", ".join(f"rank {r}: {self._name(n)}" for r, n in enumerate(numbers))
+            raise StateError(
+                "Forward order differs across ranks: at the same place, they run different units "
+                f"({seen}). Let every rank run the same modules in the same order."
+            )
+
+    def _name(self, number: int) -> str:
+        return repr(self._units[number].name or "root")
