@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.peers import status_board
+from fullshard.peers.flight_record import Fence
 from fullshard.peers.status import GroupCounts, RankStatus, State
 from fullshard.peers.status_board import StatusBoard, StatusSlots
 
@@ -14,7 +15,7 @@ from fullshard.peers.status_board import StatusBoard, StatusSlots
 def _slots(size: int) -> list[StatusSlots]:
     memory = memoryview(bytearray(size * status_board.NBYTES))
     return [
-        StatusSlots(rank, [10 + each for each in range(size)], memory, lambda: None)
+        StatusSlots(rank, [10 + each for each in range(size)], memory, Fence())
         for rank in range(size)
     ]
 

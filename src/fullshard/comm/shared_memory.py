@@ -5,8 +5,7 @@ Everything lives in anonymous memory files (``memfd_create``): a peer opens one 
 system, so a crash leaks nothing, and the size of ``/dev/shm`` in a container does not matter.
 
 [Note: Ordering] A rank writes data, then a counter; a peer reads the counter, then the data. On x86
-stores become visible in order. Elsewhere a fence orders them: releasing and taking a lock are a
-release and an acquire operation, and neither moves past the other. Every counter is an aligned
+stores become visible in order. Elsewhere a `Fence` orders them. Every counter is an aligned
 8-byte word that one rank writes. BARRIER, POSTED and CONSUMED only grow, so a peer that reads late
 sees at least what it waits for. OFFER_FD, REFUSAL and BITS may take any value, and are read between
 two barriers.
@@ -22,7 +21,6 @@ import mmap
 import os
 import select
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -35,7 +33,7 @@ from fullshard.errors import AllocationError
 from fullshard.peers import flight_record, status_board
 from fullshard.peers.agreed_order import AgreedOrder
 from fullshard.peers.diagnosis import loss_through
-from fullshard.peers.flight_record import FlightRecord, keep_record, known_record
+from fullshard.peers.flight_record import Fence, FlightRecord, keep_record, known_record
 from fullshard.peers.groups import exchange_through_group, exchange_through_store, timeout_s
 from fullshard.peers.liveness import loss
 from fullshard.peers.status_board import StatusSlots, give_up
@@ -119,7 +117,7 @@ class SharedMemory:
         counters_nbytes = self.size * _COUNTERS_NBYTES
         record_end = counters_nbytes + self.size * flight_record.NBYTES
         self._words = control[:counters_nbytes].cast("q")
-        self._fence = _make_fence()
+        self._fence = Fence()
         self._arrivals = 0
         # With more ranks than cores, spinning would keep the rank that is waited for from running.
         self._spin_s = _SPIN_S if self.size <= (os.cpu_count() or 1) else 0.0
@@ -340,22 +338,6 @@ class SharedMemory:
         if missed:
             give_up(self._peers[missed[0]].global_rank)
             raise loss([self._peers[rank].global_rank for rank in missed], label)
-
-
-def _make_fence() -> Callable[[], None]:
-    """Return what orders all that a thread wrote and read before with what it writes and reads after.
-
-    See [Note: Ordering]. On x86 taking a lock is an atomic instruction, which also keeps a
-    later read from moving before an earlier write, as the flight record needs.
-    """
-    lock = threading.Lock()
-    lock.acquire()  # held from now on, except within
-
-    def fence() -> None:
-        lock.release()
-        lock.acquire()
-
-    return fence
 
 
 # The flight record of a group

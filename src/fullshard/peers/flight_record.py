@@ -54,6 +54,26 @@ _SHOWN = 16  # entries in a tail
 NBYTES = _ENTRIES_NBYTES + (1 + _TRAIL_KEPT) * _WORD_NBYTES  # size of one rank's part
 
 
+class Fence:
+    """Orders what a thread wrote and read before with what it writes and reads after, if called.
+
+    Releasing and taking a lock are a release and an acquire operation, and neither moves past the other. On x86 taking
+    a lock is an atomic instruction, which also keeps a later read from moving before an earlier write, as entries need.
+    release, acquire: called one after the other they are the fence, without a function of Python's around them.
+    """
+
+    __slots__ = ("acquire", "release")
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()  # held from now on, except within a fence
+        self.release, self.acquire = lock.release, lock.acquire
+
+    def __call__(self) -> None:
+        self.release()
+        self.acquire()
+
+
 class Entry(NamedTuple):
     """What a rank entered at a place, for messages and for other hosts."""
 
@@ -89,7 +109,7 @@ class FlightRecord:
         rank: int,
         ranks: Sequence[int],
         memory: memoryview | None,
-        fence: Callable[[], None] | None = None,
+        fence: Fence | None = None,
         name: str = "",
     ) -> None:
         self.ranks = tuple(ranks)
@@ -141,7 +161,8 @@ class FlightRecord:
             known = self._known[what, nbytes] = _encoded(what, nbytes)
         checksum, text = known
         self.place = place = self.place + 1
-        if self._fence is None:  # nobody else reads it
+        fence = self._fence
+        if fence is None:  # nobody else reads it
             self._alone[place % _KEPT_ALONE] = checksum, self._moment, text
             if self.order is not None:
                 self.order.follow(self, place, checksum, what)
@@ -156,7 +177,8 @@ class FlightRecord:
         words[first] = word
         # Without it this rank could read the others' words before its own is visible. If two ranks
         # did so, neither would see the other's: see [Note: Entries].
-        self._fence()
+        fence.release()
+        fence.acquire()
         for other in self._others:
             # A word of another place is of a rank that has yet to come here, or is long past it.
             seen = words[other + offset]

@@ -18,10 +18,11 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from fullshard.errors import CommError
 from fullshard.peers.connections import Connections
+from fullshard.peers.flight_record import Fence
 from fullshard.peers.status import RankStatus
 from fullshard.peers.store import StoreInTime, connected_store, store_in_time
 
@@ -41,12 +42,10 @@ _ROLL_CALL_S = 2.5  # for ranks to say that they are there, after a connection b
 class StatusSlots:
     """The slots of the ranks of a group that share memory.
 
-    ranks: their global numbers. memory: `NBYTES` per rank, zeroed. fence: orders what this thread writes and reads around it.
+    ranks: their global numbers. memory: `NBYTES` per rank, zeroed.
     """
 
-    def __init__(
-        self, rank: int, ranks: Sequence[int], memory: memoryview, fence: Callable[[], None]
-    ) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], memory: memoryview, fence: Fence) -> None:
         self.ranks = tuple(ranks)
         self._rank = rank
         self._memory = memory.cast("B")
