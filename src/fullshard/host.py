@@ -78,11 +78,16 @@ def read_addresses() -> dict[str, str]:
     return found
 
 
+def process_state(pid: int) -> str:
+    """Return the letter by which the system says what a process does, such as T if it is stopped; empty if it is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
 def is_running(pid: int) -> bool:
     """Return whether a process of this host runs; True if that cannot be found out."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # gone before, or while it was read
+    if not (state := process_state(pid)):
         return not Path("/proc/self").exists()  # without /proc, every process seems to be gone
     return state not in "ZX"  # zombie or dead: its parent has not asked for its exit status yet
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.host import process_state
 from fullshard.peers import stacks, waits
 
 
@@ -20,7 +21,7 @@ def stopped() -> object:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     process.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + 5
-    while stacks._process_state(process.pid) != "T" and time.monotonic() < deadline:
+    while process_state(process.pid) != "T" and time.monotonic() < deadline:
         time.sleep(0.01)
     yield process.pid
     process.kill()

@@ -1,1 +1,12 @@
-"""How ranks watch each other: what each does, who is lost, slow or on another path."""
+"""How ranks watch each other: which is lost, slow, or on another path.
+
+    flight_record     each rank enters what it does next, and notes which units it ran; one a group
+    agreed_order      ranks that share no memory agree on an entry before they start what it stands for
+    watchdog          a thread sees that its rank stands still, says so, and ends what can never go on
+    status_board      carries what ranks say of themselves (status): memory, store, connections
+    divergence        finds where records differ, and brings one rank's words to all
+    diagnosis         judges and words what is wrong, from statuses, entries and trails (paths) alone
+    waits, liveness   reports of slow ranks; the names of those that are gone
+
+Below them: stacks (where a thread is), store (asked in calls that end in time), groups (process groups and their backends).
+"""

@@ -25,7 +25,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from fullshard.errors import CommError, DivergenceError, FullshardError, PeerLostError
-from fullshard.peers.paths import Event, by_text, first_difference, name_ranks, without_gradients
+from fullshard.peers.paths import (
+    Event,
+    by_text,
+    first_difference,
+    name_ranks,
+    said,
+    without_gradients,
+)
 from fullshard.peers.status import STEADY_BEATS, RankStatus, State, Tails
 
 _NAMES_SHOWN = 6  # parameters in a message
@@ -67,13 +74,12 @@ def describe_difference(
 
     entries: moments and texts by global rank. trails: of some ranks.
     """
-    seen = "; ".join(f"{ranks}: {text}" for ranks, text in by_text(entries))
     parted = [first_difference(trails)]
     parted += [_lacking(names, *found) for found in without_gradients(trails).items()]
     parted += [_in_models(names, trails)]
     return " ".join(
         [
-            f"Ranks took different paths. At place {place} of what their group does together: {seen}.",
+            f"Ranks took different paths. At place {place} of what their group does together: {said(entries)}.",
             *filter(None, parted),
             _REMEDIES[_kind_of({text.partition(": ")[2] for text in entries.values()})],
         ]
@@ -84,10 +90,7 @@ def describe_lines(lines_of: dict[int, Sequence[str]]) -> str:
     """Return the first lines in which ranks differ, as a message; empty if none do."""
     for lines in itertools.zip_longest(*lines_of.values(), fillvalue="nothing more"):
         if len(set(lines)) > 1:
-            seen = "; ".join(
-                f"{ranks}: {text}"
-                for ranks, text in by_text(dict(zip(lines_of, lines, strict=True)))
-            )
+            seen = said(dict(zip(lines_of, lines, strict=True)))
             return (
                 f"Ranks have built different models, or run different code. {seen}. Build the model "
                 "from the same code and settings on every rank, and freeze the same parameters."
@@ -226,8 +229,7 @@ def _waits(one: RankStatus, other: RankStatus, key: str) -> bool:
 
 
 def _may_be_in(status: RankStatus, key: str) -> bool:
-    """Whether a rank may be blocked in a group's collective."""
-    return key in status.waited or not status.waited
+    return key in status.waited or not status.waited  # empty: nobody knows
 
 
 def find_stuck(statuses: Mapping[int, RankStatus], world_size: int) -> set[int]:
@@ -277,10 +279,9 @@ def describe_still(statuses: Mapping[int, RankStatus], world_size: int, seconds:
     )
     if not are_all_still or not any(each.is_blocked for each in statuses.values()):
         return ""
-    seen = by_text({rank: str(each) for rank, each in statuses.items()})
-    said = "; ".join(f"{ranks}: {text}" for ranks, text in seen)
+    seen = said({rank: str(each) for rank, each in statuses.items()})
     return (
-        f"No rank has moved for {seconds:.0f} s: {said}. A rank that runs may wait for its device, and that for another rank. "
+        f"No rank has moved for {seconds:.0f} s: {seen}. A rank that runs may wait for its device, and that for another rank. "
         "If none of them computes, let every rank make the same calls in the same order; else the process "
         "group's timeout will end the job."
     )
@@ -300,9 +301,7 @@ def describe_stuck(
     for rank in stuck:
         involved |= waits_for(statuses[rank], statuses, world_size) or set()
     gone = {rank for rank in involved if statuses[rank].has_gone}
-    seen = "; ".join(
-        f"{ranks}: {text}" for ranks, text in by_text({r: str(statuses[r]) for r in involved})
-    )
+    seen = said({rank: str(statuses[rank]) for rank in involved})
     if any(statuses[rank].error for rank in gone):
         return f"Ranks wait for {name_ranks(gone)}, which will not come: {seen}. {_RESTART}"
     if gone:
@@ -329,9 +328,9 @@ def loss(
             return final_error(status)
     texts = []
     for rank, status in sorted(words.items()):
-        said = "died or left without a word" if status is None else str(status)
+        ended = "died or left without a word" if status is None else str(status)
         last = f"; the last that it entered: {entered[rank]}" if entered[rank] else ""
-        texts.append(f"rank {rank} {said}{last}")
+        texts.append(f"rank {rank} {ended}{last}")
     what = f"{'. '.join(texts)}. Others wait for {name_ranks(words)} in {label}"
     if all(status is not None and not status.error for status in words.values()):
         return DivergenceError(f"Ranks do not end together: {what}. {_LEAVE_TOGETHER}")

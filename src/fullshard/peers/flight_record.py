@@ -15,7 +15,7 @@ Where entries differ, the trails tell at which unit the paths parted, often earl
 
 Ranks of one host keep all that in memory that they share. Where they share none, and over NCCL, each has its own. They
 agree on what comes next before they do it (see `agreed_order`), and where they do not, each shows
-others the last that it entered (`tail`): see `watchdog`.
+others the last that it entered (`tail`): see `divergence`.
 
 [Note: Entries] An entry is a word (the place in its upper half, a checksum of the text in its lower
 half), the moment (step and phase), and the text. A rank writes its own word before it reads the
@@ -43,6 +43,7 @@ _WORD_NBYTES = 8
 _TEXT_NBYTES = 112
 _ENTRY_WORDS = 2  # before the text: place and checksum, moment
 _ENTRY_NBYTES = _ENTRY_WORDS * _WORD_NBYTES + _TEXT_NBYTES
+_STRIDE = _ENTRY_NBYTES // _WORD_NBYTES  # from one entry to the next, in words
 _PLACES = (1 << 31) - 1  # places are counted modulo 2**31, so that a signed word has room for them
 # Of a trail, the words after its first, which counts them.
 _TRAIL_KEPT = 511
@@ -167,7 +168,7 @@ class FlightRecord:
             if self.order is not None:
                 self.order.follow(self, place, checksum, what)
             return
-        offset = place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
+        offset = place % _KEPT * _STRIDE
         word = (place & _PLACES) << 32 | checksum
         words, first = self._words, self._own + offset
         start = (first + _ENTRY_WORDS) * _WORD_NBYTES
@@ -203,7 +204,6 @@ class FlightRecord:
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks see each other's entries."""
         return bool(self._others) or len(self.ranks) == 1
 
     def tail(self, most: int = _SHOWN) -> list[tuple[int, int, str]]:
@@ -217,8 +217,7 @@ class FlightRecord:
         """Return the last entry of a rank of the group whose part is in reach."""
         if part not in self._base or self._fence is None:
             return None
-        stride = _ENTRY_NBYTES // _WORD_NBYTES
-        places = [self._words[self._base[part] + slot * stride] >> 32 for slot in range(_KEPT)]
+        places = [self._words[self._base[part] + slot * _STRIDE] >> 32 for slot in range(_KEPT)]
         return self._entry(part, max(places)) if max(places) > 0 else None
 
     # What ranks may do differently
@@ -285,7 +284,7 @@ class FlightRecord:
 
     def _at(self, place: int) -> dict[int, int]:
         """Return, by rank, the words of the ranks whose slot holds an entry of this place."""
-        offset = place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
+        offset = place % _KEPT * _STRIDE
         words = ((part, self._words[base + offset]) for part, base in self._base.items())
         return {part: word for part, word in words if word >> 32 == place & _PLACES}
 
@@ -294,7 +293,7 @@ class FlightRecord:
             checksum, word, text = self._alone[place % _KEPT_ALONE]
             shown = text.rstrip(b"\0").decode(errors="replace")
             return Entry(place, checksum, _moment_of(word), shown)
-        first = self._base[part] + place % _KEPT * (_ENTRY_NBYTES // _WORD_NBYTES)
+        first = self._base[part] + place % _KEPT * _STRIDE
         start = (first + _ENTRY_WORDS) * _WORD_NBYTES
         text = bytes(self._text[start : start + _TEXT_NBYTES]).rstrip(b"\0")
         checksum = self._words[first] & ((1 << 32) - 1)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from fullshard import host
 from fullshard.errors import CommError, DivergenceError, FullshardError
-from fullshard.host import is_running
 from fullshard.peers import diagnosis
 from fullshard.peers.flight_record import known_record, last_entry_of, latest_moment
 from fullshard.peers.status_board import give_up
@@ -156,7 +155,7 @@ def _lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[in
                     processes[rank] = int(pid)
     deadline = time.monotonic() + within_s
     while True:
-        lost = [rank for rank, pid in processes.items() if not is_running(pid)]
+        lost = [rank for rank, pid in processes.items() if not host.is_running(pid)]
         if lost or not processes or time.monotonic() >= deadline:
             return lost
         time.sleep(0.02)

@@ -173,6 +173,11 @@ def by_text(texts: Mapping[int, str]) -> list[tuple[str, str]]:
     return [(name_ranks(ranks), text) for text, ranks in ranks_of.items()]
 
 
+def said(texts: Mapping[int, str]) -> str:
+    """Return ``rank 0: x; ranks 1, 2: y``: each text once, by the ranks that have it."""
+    return "; ".join(f"{ranks}: {text}" for ranks, text in by_text(texts))
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return ``rank 1`` or ``ranks 1, 2``."""
     names = sorted(ranks)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import FullshardError
+from fullshard.host import process_state
 from fullshard.peers.flight_record import flight_records, key_of
 from fullshard.peers.status import GroupCounts
 from fullshard.torch_private import distributed_world
@@ -195,14 +196,8 @@ def raise_in(thread: int, error: FullshardError) -> None:
 
 def look_at_process(pid: int) -> tuple[str, str]:
     """Return what a process of this host does, and its Python stack or how to get it."""
-    state = _STATES.get(_process_state(pid), "lives, and says nothing: it moves, or holds the GIL")
+    state = _STATES.get(process_state(pid), "lives, and says nothing: it moves, or holds the GIL")
     return state, _stack_by_py_spy(pid)
-
-
-def _process_state(pid: int) -> str:
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
 
 
 def _stack_by_py_spy(pid: int) -> str:

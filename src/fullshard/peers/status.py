@@ -93,13 +93,11 @@ class RankStatus:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its program, or its process groups, are no more."""
         return self.state in (State.LEFT, State.ENDED)
 
     @property
     def has_gone(self) -> bool:
-        """Whether it will take part in nothing any more."""
-        return self.has_ended or self.is_final
+        return self.has_ended or self.is_final  # it will take part in nothing any more
 
     def is_like(self, other: "RankStatus | None") -> bool:
         """Whether it differs in nothing but the beat and what follows from a verdict."""

@@ -183,7 +183,7 @@ class StatusBoard:
 
     @property
     def needs_store(self) -> bool:
-        """Whether some rank shares no memory with this one."""
+        # Where some rank shares no memory with this one.
         return len({rank for slots in _slots for rank in slots.ranks}) < self._world_size
 
     @property

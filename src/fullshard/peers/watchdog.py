@@ -116,7 +116,6 @@ class Watchdog:
             util.Finalize(None, self._end, exitpriority=0)
 
     def serves(self, group: dist.ProcessGroup) -> bool:
-        """Whether it was made for this default group."""
         return self._group() is group
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether all ranks have built the same model, from the same code.
+"""A check that all ranks have built the same model, from the same code.
 
 At a model's first use, each rank enters a digest of its description in the flight records of its groups. Where
 digests differ, ranks post their descriptions in the store that they met in, and every rank raises an

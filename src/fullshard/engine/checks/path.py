@@ -17,7 +17,7 @@ from fullshard.engine.checks.alike import FreezeWatch, check_alike
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_setup import comms_of
 from fullshard.errors import DivergenceError, StateError
-from fullshard.peers.paths import Moment, Phase, by_text
+from fullshard.peers.paths import Moment, Phase, said
 
 
 class Path:
@@ -111,10 +111,9 @@ def _check_step(unit: Unit, moment: Moment) -> None:
             continue
         everyones = gather_objects(mine, group, f"{unit.path}: debug() compares ranks")
         if len(set(everyones)) > 1:
-            seen = "; ".join(f"{who}: {what}" for who, what in by_text(dict(enumerate(everyones))))
             raise DivergenceError(
-                f"Ranks are at different units, by their numbers in the group: {seen}. Let every rank "
-                "run the same units in the same order."
+                "Ranks are at different units, by their numbers in the group: "
+                f"{said(dict(enumerate(everyones)))}. Let every rank run the same units in the same order."
             )
 
 
@@ -129,7 +128,6 @@ class ForwardOrder:
 
     @property
     def is_checked(self) -> bool:
-        """Whether the user asked for it (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
         return dist.get_debug_level() == dist.DebugLevel.DETAIL
 
     def check(self, number: int) -> None:
