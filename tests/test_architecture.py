@@ -166,6 +166,16 @@ def test_planning_knows_no_group(module: Path) -> None:
     assert not {name for name in names if _is_within(name, "torch.distributed")}
 
 
+def test_judging_asks_nobody_and_reads_no_clock() -> None:
+    for name in ("diagnosis", "paths", "status"):
+        names = _imports(SOURCE / "peers" / f"{name}.py")
+        assert not {each for each in names if each.split(".")[0] in ("torch", "time", "socket")}
+        assert {each.split(".")[1] for each in names if _is_within(each, "fullshard")} <= {
+            "errors",
+            "peers",
+        }
+
+
 @every_module(but=("drop_in/install.py",))
 def test_pytorchs_fsdp_is_imported_by_install_alone(module: Path) -> None:
     names = {*_imports(module), *_attributes(module)}

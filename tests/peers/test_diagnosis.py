@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.peers.diagnosis import describe_stuck, find_stuck
+from fullshard.errors import DivergenceError, FullshardError, PeerLostError
+from fullshard.peers.diagnosis import describe_difference, describe_stuck, find_stuck, loss
 from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State
 
 
@@ -151,3 +152,37 @@ def test_stuck_ranks_are_blocked_and_wait_for_none_that_may_go_on(
         ]
         assert behind
         assert all(other in stuck or statuses[other].has_gone for other in behind)
+
+
+def test_ranks_that_ended_in_order_did_not_end_together_and_others_are_lost() -> None:
+    ended = RankStatus(1, State.ENDED, moment="step 3, forward")
+    failed = replace(ended, error="KeyError: 'x'")
+    told = replace(ended, error="Ranks took different paths.", is_final=True)
+    entered = {1: "step 3, forward: a", 2: ""}
+
+    def lost(*words: RankStatus | None) -> FullshardError:
+        return loss(dict(enumerate(words, 1)), entered, "b: all-gather")
+
+    assert isinstance(lost(ended), DivergenceError)
+    for error in (lost(None), lost(failed), lost(ended, None)):
+        assert isinstance(error, PeerLostError)
+    text = str(lost(failed, None))
+    for part in ("rank 1 ended (step 3, forward) with KeyError", "rank 2 died", "ranks 1, 2 in b:"):
+        assert part in text
+    assert "the last that it entered: step 3, forward: a." in str(lost(None))
+    # Who is about to raise an error for all is quoted, whatever happened to the others.
+    assert str(lost(None, told)) == told.error
+    assert isinstance(lost(None, told), DivergenceError)
+    assert isinstance(lost(None, replace(told, is_loss=True)), PeerLostError)
+
+
+def test_the_remedy_follows_from_what_differs() -> None:
+    def said(*texts: str) -> str:
+        return describe_difference(7, {r: f"step 1: {t}" for r, t in enumerate(texts)}, {})
+
+    assert "with other sizes" in said("a: all-gather (64 bytes)", "a: all-gather (128 bytes)")
+    assert "Freeze the same parameters" in said("w is frozen now (digest 1)", "a: all-gather")
+    assert "shard the same model" in said("allocating shards of w", "after backward")
+    assert "set_unused" in said("a: reduce-scatter", "b: reduce-scatter")
+    assert "make the same calls" in said("state dict", "after backward")
+    assert said("a", "b").startswith("Ranks took different paths. At place 7 of ")

@@ -88,15 +88,13 @@ class Watchdog:
         self._group = weakref.ref(default_group())
         self.board = StatusBoard(self._rank, dist.get_world_size())
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, name="fullshard-watchdog", daemon=True)
         self._verdict: FullshardError | None = None  # for `check` to raise
         self._delivered: FullshardError | None = None  # left with the interpreter, and when
         self._delivered_at: float | None = None
-        self._about = (
-            ""  # the flight record and place at which ranks differ, if that is what is final
-        )
         self._final = ""  # an error that all ranks raise which wait for this one
-        self._is_loss = False  # whether that is of a lost rank
+        self._about = ""  # the flight record and place at which ranks differ, if it is of that
+        self._is_loss = False  # whether it is of a lost rank
         self._waits: dict[int, _Waiting] = {}  # by thread
         self._progress = -1
         self._still_since = time.monotonic()
@@ -105,15 +103,11 @@ class Watchdog:
         self._world_size = dist.get_world_size()
 
     def start(self) -> None:
-        """Start the thread, unless it runs."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._watch, name="fullshard-watchdog", daemon=True
-            )
-            self._thread.start()
-            # Before the interpreter ends, and also in children of multiprocessing, which call no
-            # function of `atexit`. The thread must not be in C++ when the interpreter ends.
-            util.Finalize(None, self._end, exitpriority=0)
+        """Start the thread, once."""
+        self._thread.start()
+        # Before the interpreter ends, and also in children of multiprocessing, which call no
+        # function of `atexit`. The thread must not be in C++ when the interpreter ends.
+        util.Finalize(None, self._end, exitpriority=0)
 
     def serves(self, group: dist.ProcessGroup) -> bool:
         return self._group() is group
@@ -267,9 +261,12 @@ class Watchdog:
         """Wait for other stuck ranks to find their verdicts, before this one raises and may end."""
         deadline = time.monotonic() + _HOLD_S
         while time.monotonic() < deadline and not self._ended.wait(_TICK_S / 5):
-            found = self.board.read(others)
-            if all(rank in found and found[rank].has_gone for rank in others):
+            if self._have_gone(others):
                 return
+
+    def _have_gone(self, ranks: set[int]) -> bool:
+        found = self.board.read(ranks)
+        return all(rank in found and found[rank].has_gone for rank in ranks)
 
     def _give_up(self, status: RankStatus) -> None:
         """End the process: its thread is in a call that neither returns nor fails."""
@@ -352,7 +349,7 @@ class Watchdog:
         if isinstance(error, DivergenceError | PeerLostError) and not self._final:
             self._final, self._is_loss = str(error), isinstance(error, PeerLostError)
         self._say_last("" if error is None or is_ordinary else describe_error(error))
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _TICK_S)
         if self._rank == 0 and self.board.has_other_hosts:
             self._outlast_others()
@@ -375,8 +372,7 @@ class Watchdog:
         others -= self.board.lost(others)
         deadline = time.monotonic() + _OUTLAST_S
         while time.monotonic() < deadline:
-            found = self.board.read(others)
-            if all(rank in found and found[rank].has_gone for rank in others):
+            if self._have_gone(others):
                 return
             time.sleep(_TICK_S / 5)
 
