@@ -58,7 +58,6 @@ class AgreedOrder:
     def __init__(
         self, record: FlightRecord, group: dist.ProcessGroup, store: StoreInTime, prefix: str
     ) -> None:
-        self._record_key = record.key
         self._group = weakref.ref(group)  # its flight record has this, and goes with it
         self._ranks = record.ranks
         self._store = store

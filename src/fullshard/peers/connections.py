@@ -61,14 +61,11 @@ class Connections:
         self._server: socket.socket | None = None
         self._token = secrets.token_hex(16)
         self._ranks: dict[socket.socket, int] = {}
-        self._strangers: dict[
-            socket.socket, float
-        ] = {}  # that have not said who they are, and since when
-        self._closed: set[int] = (
-            set()
-        )  # ranks whose connection was closed since they were looked for
+        # Those who have not said who they are, and since when.
+        self._strangers: dict[socket.socket, float] = {}
+        self._closed: set[int] = set()  # whose connection was closed since they were looked for
         self._unreached: set[int] = set()
-        self._tried_at = 0.0
+        self._tried_at = 0.0  # when those were looked for last
         _all.add(self)
 
     def open(self) -> None:
@@ -189,11 +186,8 @@ class Connections:
         for rank in self._closed | self._unreached:
             try:
                 self._connect(rank)
-            except (
-                OSError,
-                KeyError,
-                ValueError,
-            ) as reason:  # KeyError: the store knows its address
+            # KeyError: the store does not tell its address.
+            except (OSError, KeyError, ValueError) as reason:
                 if rank in self._closed or isinstance(reason, ConnectionRefusedError):
                     ended.add(rank)
         self._closed.clear()

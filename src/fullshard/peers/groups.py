@@ -243,9 +243,8 @@ def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 def _can_connect(size: int) -> bool:
     """Return whether this process may open connections to so many ranks, as far as it can tell."""
     try:
-        store_in_time(_ANSWER_S).set(
-            f"fullshard/connects/{dist.get_rank()}", ""
-        )  # ranks meet in it
+        # Ranks of a new group meet in the store.
+        store_in_time(_ANSWER_S).set(f"fullshard/connects/{dist.get_rank()}", "")
     except RuntimeError:
         return False
     left = files_left()
