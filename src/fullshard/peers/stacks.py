@@ -1,6 +1,6 @@
-"""Where a thread of this process is: in which call of torch.distributed, at which line of the program. And other processes.
+"""Where a rank is blocked: in which call of torch.distributed, at which line of the program.
 
-Read from its frames, from outside, while it is blocked. Of another process, what the system and py-spy tell.
+Of this process, that is read from a thread's frames, by another thread; of others, the system and py-spy tell a little.
 """
 
 import contextlib
