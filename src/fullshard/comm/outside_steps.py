@@ -58,10 +58,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None, label: str) -> l
     group = default_group() if group is None else group
     if not is_gloo(group):
         values: list[Any] = [None] * group.size()
-        record = known_record(group)
-        if record is not None:
-            record.enter(label)
-        dist.all_gather_object(values, value, group=group)
+        run_collective(dist.all_gather_object, values, value, group=group, label=label)
         return values
     data = pickle.dumps(value)
     sizes = torch.empty(group.size(), dtype=torch.int64, device="cpu")
@@ -87,10 +84,9 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup | None, l
     group = default_group() if group is None else group
     if not is_gloo(group):
         values = [value]
-        record = known_record(group)
-        if record is not None:
-            record.enter(label)
-        dist.broadcast_object_list(values, group_src=source, group=group)
+        run_collective(
+            dist.broadcast_object_list, values, group=group, label=label, group_src=source
+        )
         return values[0]
     is_source = group.rank() == source
     data = torch.frombuffer(
