@@ -188,13 +188,13 @@ def test_boxes_of_a_2d_mesh_become_rows() -> None:
 
 
 @on_ranks(2)
-def test_memory_that_requires_grad_is_read() -> None:
+def test_memory_that_requires_grad_is_read_and_of_any_strides() -> None:
     shape = (3, 3)
-    held = torch.arange(6.0).view(2, 3)[: 2 - rank()].requires_grad_()
+    held = torch.arange(6.0).view(3, 2).t()[: 2 - rank()].requires_grad_()
     rows: Division = [(box,) for box in chunks(shape, 0, 2)]
     target = torch.empty(shape)
     move([Moving(rows, [(whole_box(shape),)] * 2, [held], [target])], dist.group.WORLD, device=CPU)
-    assert target.flatten().tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert target.flatten().tolist() == [0, 2, 4, 1, 3, 5, 0, 2, 4]
 
 
 @on_ranks(2)

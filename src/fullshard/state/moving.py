@@ -69,9 +69,9 @@ def move(
 
 
 def _bytes(view: torch.Tensor) -> torch.Tensor:
-    """Return a view as bytes. Its last dim is contiguous, as a box of contiguous memory is."""
+    """Return a view of any strides as bytes, in one more dim."""
     # `detach`: a parameter that requires grad has no view of another dtype.
-    return view.detach().view(view.shape or (1,)).view(torch.uint8)
+    return view.detach().unsqueeze(-1).view(torch.uint8)
 
 
 def _communicate(

@@ -103,7 +103,7 @@ def parts_of_value(
             and _ranks(value.device_mesh.get_group(axes[0])) == _ranks(group)
         ):
             boxes = chunks(shape, value.placements[axes[0]].dim, size)
-            local = value._local_tensor.detach().to(device).contiguous()
+            local = value._local_tensor.detach().to(device)
             return ValueParts([(box,) for box in boxes], [local])
     return ValueParts([(whole_box(shape),)] * size, [whole_of(value, shape, device)])
 
@@ -111,7 +111,7 @@ def parts_of_value(
 def whole_of(value: Any, shape: Shape, device: torch.device) -> torch.Tensor:
     """Return a ShardedTensor or DTensor whole, on every rank that it is divided over. Collective."""
     if not isinstance(value, ShardedTensor):
-        whole: torch.Tensor = value.full_tensor().detach().to(device).contiguous()
+        whole: torch.Tensor = value.full_tensor().detach().to(device)
         return whole
     group = value._process_group
     found = _of_sharded_tensor(value, shape, device)
@@ -171,7 +171,7 @@ def _of_sharded_tensor(value: ShardedTensor, shape: Shape, device: torch.device)
         division[rank].append(Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)))
     if fault := tiling_fault(shape, [box for boxes in division for box in boxes]):
         raise LayoutError(f"A ShardedTensor of shape {tuple(shape)}: {fault}.")
-    here = [shard.tensor.detach().to(device).contiguous() for shard in value.local_shards()]
+    here = [shard.tensor.detach().to(device) for shard in value.local_shards()]
     return ValueParts(division, here)
 
 
