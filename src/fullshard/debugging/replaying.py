@@ -47,6 +47,7 @@ class Replay:
 
     @property
     def is_equal(self) -> bool:
+        """True if everything that was compared is equal in every bit."""
         return self.first is None
 
     def as_dict(self) -> dict[str, Any]:

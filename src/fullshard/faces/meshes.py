@@ -48,10 +48,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
+        """List the dims that parameters are sharded over; one name may be given as such."""
         return _as_names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
+        """List the dims that parameters are replicated over; one name may be given as such."""
         return _as_names(self.replicate)
 
 
@@ -74,7 +76,7 @@ class DataParallelMeshInfo:
 
     @property
     def is_spmd_mesh(self) -> bool:
-        # Then parameters are DTensors on a mesh of more than the data-parallel dims.
+        """True if parameters are DTensors on a mesh of more than the data-parallel dims."""
         return self.dp_mesh_dims is not None
 
     def _axis(self, dim: int | None) -> tuple[int, int, dist.ProcessGroup | None]:
