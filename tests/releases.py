@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 
-from fullshard.faces import releases
+from fullshard.fsdp2 import module
 from tests.api import TORCH, Api
 
 RELEASE = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
@@ -24,7 +24,7 @@ needs_newest = pytest.mark.skipif(RELEASE < NEWEST, reason="PyTorch's engine has
 @contextmanager
 def as_of(release: tuple[int, int]) -> Iterator[None]:
     """Let fullshard follow another release of torch in what calls mean."""
-    with mock.patch.object(releases, "RELEASE", release):
+    with mock.patch.object(module, "RELEASE", release):
         yield
 
 

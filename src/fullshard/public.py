@@ -65,7 +65,7 @@ from fullshard.fsdp1.wrap_policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fullshard.fsdp2.fully_shard import fully_shard
+from fullshard.fsdp2.fully_shard import fully_shard, replicate
 from fullshard.fsdp2.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -74,7 +74,6 @@ from fullshard.fsdp2.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fullshard.fsdp2.replicate import replicate
 from fullshard.huggingface.exporting import ExportedWeights, export_hf
 from fullshard.huggingface.loading import LoadedWeights, load_hf
 from fullshard.launching.launch import launch

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard.errors import StateError
-from fullshard.faces.releases import RELEASE
+from fullshard.fsdp2.module import RELEASE
 from tests.api import Api
 from tests.fsdp1.models import quiet
 from tests.harness import mesh_of, on_ranks, rank, world_size

@@ -21,7 +21,7 @@ from fullshard.drop_in.on_cpu import accelerate_wants_fsdp, begun, is_sharding_o
 from fullshard.engine.module_state import is_anything_sharded
 from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.fsdp1.module import FullyShardedDataParallel
-from fullshard.fsdp2.classes import sharded_classes
+from fullshard.fsdp2.module import sharded_classes
 from fullshard.watch.describe import Description, UnitDescription, describe, format_nbytes
 
 _NOTHING = "nothing was sharded."

@@ -30,10 +30,13 @@ from fullshard.fsdp1 import options as fsdp1_options
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.recognition import recognise_again
 from fullshard.fsdp2 import module as fsdp2_module
-from fullshard.fsdp2.classes import constructing_as_is, sharded_classes
-from fullshard.fsdp2.fully_shard import fully_shard
-from fullshard.fsdp2.module import FSDPModule, ReplicateModule
-from fullshard.fsdp2.replicate import replicate
+from fullshard.fsdp2.fully_shard import fully_shard, replicate
+from fullshard.fsdp2.module import (
+    FSDPModule,
+    ReplicateModule,
+    constructing_as_is,
+    sharded_classes,
+)
 from fullshard.optim import grad_scaler
 from fullshard.policies import (
     BackwardPrefetch,

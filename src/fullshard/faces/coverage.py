@@ -1,4 +1,4 @@
-"""Finds and checks the modules and parameters that one call to shard covers."""
+"""Find and check the modules and parameters that one call to shard covers."""
 
 from collections.abc import Callable, Iterable, Sequence, Set
 
@@ -105,7 +105,8 @@ def check_modules(modules: Sequence[nn.Module], api: str) -> None:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise ShardingError(f"{api} takes modules, not {name}: {module!r}.")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(module):
+        has_forward = type(module).forward not in (nn.Module.forward, forward_unimplemented)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward:
             raise ShardingError(
                 f"{api} does not support containers that do not implement forward: {name} "
                 "could not be hooked. Apply it to each module inside, or to the one that calls them."
@@ -177,10 +178,3 @@ def check_parameters(names: dict[nn.Parameter, str], device: torch.device) -> No
                 f"{name} is on {parameter.device}, but the mesh is of type {device.type!r}. Move "
                 f"the module with .to({device.type!r}), or pass a mesh of its device type."
             )
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward not in (
-        nn.Module.forward,
-        forward_unimplemented,
-    )

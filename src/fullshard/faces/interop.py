@@ -22,8 +22,8 @@ from fullshard.policies import MixedPrecisionPolicy, TrainingState
 from fullshard.torch_private import REGISTRY_KEY, RegistryItem, registry_of
 
 
-class _View:
-    """An object of the engine under other names."""
+class _PytorchsNames:
+    """An object of the engine under the names that PyTorch has for its parts."""
 
     def __init__(self, shown: object) -> None:
         self._shown = shown
@@ -35,7 +35,7 @@ class _View:
         return id(self._shown)
 
 
-class FSDPParam(_View):
+class FSDPParam(_PytorchsNames):
     """A managed parameter as PyTorch's ``FSDPParam``."""
 
     _shown: ManagedParameter
@@ -59,7 +59,7 @@ class FSDPParam(_View):
         return self._shown.accumulated_grad
 
 
-class FSDPParamGroup(_View):
+class FSDPParamGroup(_PytorchsNames):
     """A unit, and the state it belongs to, as PyTorch's ``FSDPParamGroup``."""
 
     _shown: Unit
@@ -107,7 +107,7 @@ class FSDPParamGroup(_View):
         self._state.iteration_or_initialise().after_backward(self._shown)
 
 
-class FSDPStateContext(_View):
+class FSDPStateContext(_PytorchsNames):
     """The part of a state that all modules of a model share, as PyTorch's ``FSDPStateContext``."""
 
     _shown: Hooks
@@ -133,7 +133,7 @@ class FSDPStateContext(_View):
         self._shown.say(post_optim_event=event)
 
 
-class FSDPState(_View):
+class FSDPState(_PytorchsNames):
     """A sharded module's state as PyTorch's ``FSDPState``."""
 
     _shown: Hooks
@@ -193,7 +193,7 @@ class FSDPState(_View):
         self._shown.reset()
 
 
-class FlatHandle(_View):
+class FlatHandle(_PytorchsNames):
     """A flat unit, and the wrapper it belongs to, as PyTorch's ``FlatParamHandle``."""
 
     _shown: Unit
@@ -230,19 +230,14 @@ def wrapped_state(module: nn.Module) -> nn.Module | None:
     return module if wraps else None
 
 
-def view_of(state: Hooks) -> FSDPState:
-    """Return a state under PyTorch's names."""
-    return FSDPState(state)
-
-
 def state_view(module: nn.Module) -> FSDPState | None:
     """Return the state of a sharded module, None for any other. Public as ``fully_shard.state``."""
     state = hooks_of(module)
-    return None if state is None else view_of(state)
+    return None if state is None else FSDPState(state)
 
 
 def is_composable(module: nn.Module) -> bool:
-    """Return whether a module may be sharded: not if ``replicate`` (PyTorch's or ours) was."""
+    # Not after ``replicate``, PyTorch's or ours.
     return "replicate" not in (registry_of(module) or {})
 
 

@@ -76,7 +76,7 @@ class DataParallelMeshInfo:
 
     @property
     def is_spmd_mesh(self) -> bool:
-        """Whether parameters are DTensors on a mesh of more than the data-parallel dims."""
+        """True if parameters are DTensors on a mesh of more than the data-parallel dims."""
         return self.dp_mesh_dims is not None
 
     def _axis(self, dim: int | None) -> tuple[int, int, dist.ProcessGroup | None]:
@@ -300,7 +300,7 @@ def param_form(
         return ParamForm(DTensorSpec(info.mesh, placements, tensor_meta=meta), dim)
     if info.is_spmd_mesh:
         return spmd_form(parameter._spec, dim, info, name)
-    return _tensor_parallel_form(parameter, dim, info, name)
+    return _tensor_parallel_form(parameter._spec, dim, info, name)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -375,19 +375,15 @@ def shard_dim(
     return dim
 
 
-def _strided(dim: int, split_factor: int) -> Placement:
-    """Return the placement on a mesh dim in front of others that cut the same tensor dim.
-
-    split_factor: in how many parts those others cut it.
-    """
+def _shard_before(dim: int, split_factor: int) -> Placement:
+    # Mesh dims behind this one cut the same tensor dim in ``split_factor`` parts.
     return StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
 
 
 def _tensor_parallel_form(
-    parameter: DTensor, dim: int, info: DataParallelMeshInfo, name: str
+    own: DTensorSpec, dim: int, info: DataParallelMeshInfo, name: str
 ) -> ParamForm:
     """Return the form of a DTensor on another mesh: the data-parallel mesh comes in front of it."""
-    own = parameter._spec
     if len(own.placements) > 2:
         raise UnsupportedError(
             f"{name} is a DTensor on {len(own.placements)} mesh dims; tensor and expert parallel "
@@ -454,7 +450,7 @@ def tensor_parallel_spec(
     while with `Shard` it would have the third.
     """
     front = tuple(
-        _strided(placement.dim, own.num_shards_map[placement.dim])
+        _shard_before(placement.dim, own.num_shards_map[placement.dim])
         if isinstance(placement, Shard)
         else placement
         for placement in data_parallel
@@ -495,7 +491,7 @@ def spmd_form(own: DTensorSpec, dim: int, info: DataParallelMeshInfo, name: str)
             placement = own.placements[other]
             if isinstance(placement, (Shard, StridedShard)) and placement.dim == dim:
                 factor *= own.mesh.size(other)
-        placements[axis] = _strided(dim, factor)
+        placements[axis] = _shard_before(dim, factor)
     mesh = own.mesh
     if len(shard_axes) > 1:
         mesh, placements = _flattened(mesh, placements, shard_axes, replicate_axes, info)

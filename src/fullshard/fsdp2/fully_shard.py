@@ -1,53 +1,33 @@
-"""`fully_shard`: shards a module's parameters one by one, as DTensors on the module itself.
+"""`fully_shard` shards a module's parameters one by one, as DTensors on the module itself.
 
-Names, signatures, defaults and state-dict keys are those of ``torch.distributed.fsdp``.
+`replicate` leaves them whole on every rank and averages gradients (DDP), on the same engine. Names,
+signatures, defaults and state-dict keys are those of ``torch.distributed.fsdp``, and of
+``torch.distributed._composable.replicate_with_fsdp``, through which pipeline stages and libraries
+ask for data parallelism without sharding.
 """
 
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.faces.annotated import leave_unchecked
 from fullshard.faces.interop import state_view
-from fullshard.faces.meshes import DataParallelMeshDims, default_mesh, mesh_info
-from fullshard.fsdp2.module import FSDPModule
+from fullshard.faces.meshes import (
+    DataParallelMeshDims,
+    default_mesh,
+    mesh_info,
+    replicate_mesh_info,
+)
+from fullshard.fsdp2.module import FSDPModule, ReplicateModule
 from fullshard.fsdp2.units import ShardPlacementFn, make_units, unit_config
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
 
-_Module = TypeVar("_Module", bound=nn.Module)
-
-
-@overload
-def fully_shard(
-    module: _Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-) -> _Module: ...
-
-
-@overload
-def fully_shard(
-    module: list[_Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-) -> list[_Module]: ...
+_ModuleOrList = TypeVar("_ModuleOrList", bound=nn.Module | list[Any])
 
 
 def fully_shard(
-    module: Any,
+    module: _ModuleOrList,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -56,7 +36,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> Any:
+) -> _ModuleOrList:
     """Shard a module's parameters, gradients and hence optimizer state over data-parallel ranks.
 
     All parameters in ``module`` that no earlier call took become one unit. They are gathered before
@@ -96,3 +76,35 @@ def fully_shard(
 
 
 fully_shard.state = state_view  # type: ignore[attr-defined]
+
+
+def replicate(
+    module: _ModuleOrList,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> _ModuleOrList:
+    """Average a module's gradients over all ranks of a mesh, without sharding anything.
+
+    The arguments mean what they mean for `fully_shard`. mesh: 1-D; default: all ranks. Parameters
+    become DTensors that are replicated over it, so state dicts and optimizers work as for a sharded
+    model.
+
+    Raises MeshError for a mesh with another number of dims, or if ``dp_mesh_dims`` names dims to
+    shard over.
+    """
+    leave_unchecked(replicate)
+    mesh = mesh or default_mesh(("replicate",))
+    return make_units(
+        module,
+        ReplicateModule,
+        replicate_mesh_info(mesh, dp_mesh_dims),
+        unit_config(mp_policy, offload_policy),
+        ignored_params=ignored_params,
+    )
+
+
+replicate.state = state_view  # type: ignore[attr-defined]

@@ -1,7 +1,12 @@
 """`FSDPModule`: the methods of a module that `fully_shard` was applied to."""
 
+import collections
+import contextlib
+import contextvars
+import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
@@ -11,6 +16,7 @@ from typing_extensions import deprecated
 from fullshard.comm.collectives import AllGather, ReduceScatter
 from fullshard.engine.checks.room import refuse_lack_of_memory
 from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
+from fullshard.engine.copying import copy_sharded
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of
@@ -18,9 +24,7 @@ from fullshard.engine.params.managed import ManagedParameter, said_grad_dtype
 from fullshard.engine.params.ties import keeping_ties
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
-from fullshard.faces.interop import FSDPState, view_of
-from fullshard.faces.releases import reset_drops_gradients
-from fullshard.fsdp2.classes import is_constructing_as_is
+from fullshard.faces.interop import FSDPState
 from fullshard.fsdp2.communication import (
     refuse_symmetric_memory,
     use_collectives,
@@ -29,6 +33,19 @@ from fullshard.fsdp2.communication import (
     use_symmetric_memory,
 )
 from fullshard.policies import Unused
+
+# Of the torch that runs: (2, 15). Where releases differ in what a call means, we follow the one that is
+# installed; docs/migrating.md has the table.
+RELEASE = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+
+# By kind, then by original class. `install` hands out the inner dictionaries under PyTorch's names.
+sharded_classes: dict[type, dict[type, type]] = collections.defaultdict(dict)
+
+_as_is = contextvars.ContextVar("_as_is", default=False)
+
+
+def is_from(release: tuple[int, int]) -> bool:
+    return release <= RELEASE
 
 
 class FSDPModule:
@@ -40,7 +57,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of the original class, so that slicing a sharded container works."""
-        if is_constructing_as_is():
+        if _as_is.get():
             return super().__new__(cls)
         original = cls.__mro__[cls._orig_cls_mro_index]
         self = original.__new__(original, *args, **kwargs)
@@ -180,7 +197,7 @@ class FSDPModule:
             raise StateError("reset_iter_state must be called on the root FSDP module.")
         is_mixed = iteration is not None and iteration.finalization.is_under_way
         state.reset()
-        if is_mixed or reset_drops_gradients():
+        if is_mixed or is_from((2, 15)):
             for unit in self._units(recurse=True):
                 unit.zero_gradients(set_to_none=True)
 
@@ -336,7 +353,7 @@ class FSDPModule:
     # Inside
 
     def _get_fsdp_state(self) -> FSDPState:
-        return view_of(_state(self))
+        return FSDPState(_state(self))
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
         """Give memory to what is on the meta device. The first forward refuses what nobody writes to.
@@ -356,8 +373,15 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert the sharded parameters, for ``.to()`` and ``.half()``, also if unsharded now."""
         self.reshard()
-        params = [param for unit in _state(self).units for param in unit.managed]
-        kept = _set_aside_gradients(params)
+        # A conversion would convert gradients as well, but those of a parameter with a ``grad_dtype``
+        # have a dtype that is not the parameter's.
+        kept: dict[ManagedParameter, torch.Tensor] = {}
+        for param in (param for unit in _state(self).units for param in unit.managed):
+            param.follow_grad_dtype()
+            grad = param.sharded.grad
+            if grad is not None and said_grad_dtype(param.sharded).is_set:
+                kept[param] = grad
+                param.sharded.grad = None
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         _state(self).follow_changes()
         for param, grad in kept.items():
@@ -446,6 +470,36 @@ def start_unshard(units: Sequence[Unit]) -> UnshardHandle:
     return UnshardHandle(units)
 
 
+def sharded_class(original: type, kind: Any) -> type:
+    """Return the subclass of a kind of sharded module and a module's class, the same every time.
+
+    ``FSDPLinear`` of `FSDPModule` and ``Linear``. kind: `FSDPModule` or `ReplicateModule`.
+    """
+    classes = sharded_classes[kind]
+    if original not in classes:
+        namespace = {"__deepcopy__": _deepcopy, "__module__": original.__module__}
+        classes[original] = type(f"{kind._prefix}{original.__name__}", (kind, original), namespace)
+    return classes[original]
+
+
+@contextlib.contextmanager
+def constructing_as_is() -> Iterator[None]:
+    """Let the constructors of sharded classes make instances of these classes, inside the block.
+
+    Elsewhere they make instances of the original class: see `FSDPModule.__new__`.
+    """
+    token = _as_is.set(True)
+    try:
+        yield
+    finally:
+        _as_is.reset(token)
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Copy a sharded module that has not run yet. Every rank has to call it."""
+    return copy_sharded(module, lambda plain: copy.deepcopy(plain, memo), memo)
+
+
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     """Let a method of a sharded module gather parameters, as its forward does.
 
@@ -473,23 +527,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     what is no FSDPModule.
     """
     _states(modules)
-
-
-def _set_aside_gradients(
-    params: Iterable[ManagedParameter],
-) -> dict[ManagedParameter, torch.Tensor]:
-    """Take the gradients of parameters with a ``grad_dtype`` off them, and return them.
-
-    A conversion of the parameter would convert them as well, but their dtype is not the parameter's.
-    """
-    kept = {}
-    for param in params:
-        param.follow_grad_dtype()
-        has_own = said_grad_dtype(param.sharded).is_set
-        if has_own and (grad := param.sharded.grad) is not None:
-            kept[param] = grad
-            param.sharded.grad = None
-    return kept
 
 
 def _state(module: Any) -> Hooks:

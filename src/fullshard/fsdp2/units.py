@@ -1,4 +1,4 @@
-"""Makes units of modules, for `fully_shard` and `replicate`."""
+"""Make units of modules, for `fully_shard` and `replicate`."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
@@ -37,9 +37,7 @@ from fullshard.faces.meshes import (
     unit_device,
     unit_mesh,
 )
-from fullshard.faces.releases import gradients_follow_parameter
-from fullshard.fsdp2.classes import sharded_class
-from fullshard.fsdp2.module import FSDPModule
+from fullshard.fsdp2.module import FSDPModule, is_from, sharded_class
 from fullshard.plan.mesh import check_reshard_after_forward
 from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy, UnitConfig
 
@@ -71,7 +69,10 @@ def unit_config(
         offload_policy=offload_policy,
         reshard_after_forward=reshard_after_forward,
         comm=default_comm(),
-        gradients_follow_parameter=gradients_follow_parameter(),
+        # Whether ``reduce_dtype=None`` means the parameter's own dtype: float32 for float32 parameters
+        # computed in bfloat16. Before, and for `FullyShardedDataParallel`, it means the dtype that is
+        # computed in. A parameter's own ``grad_dtype`` comes before either.
+        gradients_follow_parameter=is_from((2, 15)),
     )
 
 
@@ -159,26 +160,22 @@ def _group_by_mesh(
             info, placement = result.mesh_info, result.placement
         else:
             placement = result
-        _check_one_mesh(info, [other for other, _ in groups.values()], name)
+        if id(info) not in groups:
+            own = unit_mesh(info)[2:4]
+            if any(unit_mesh(other)[2:4] == own for other, _ in groups.values()):
+                raise ShardingError(
+                    f"{name}: Params sharing the same process group must use the same FSDPMeshInfo "
+                    "object, so that they are gathered together. Build it once, outside of "
+                    "shard_placement_fn."
+                )
+            groups[id(info)] = info, {}
         form = annotated_form(parameter, placement, info, name)
         if form is None:
             form = param_form(parameter, placement, info, name)
         if (chosen := policy.for_parameter(parameter, name)) is not None:
             form = dataclasses.replace(form, compute_dtype=chosen)
-        groups.setdefault(id(info), (info, {}))[1][parameter] = form
+        groups[id(info)][1][parameter] = form
     return list(groups.values()) or [(default, {})]
-
-
-def _check_one_mesh(
-    info: DataParallelMeshInfo, others: list[DataParallelMeshInfo], name: str
-) -> None:
-    for other in others:
-        if other is not info and unit_mesh(other)[2:4] == unit_mesh(info)[2:4]:
-            raise ShardingError(
-                f"{name}: Params sharing the same process group must use the same FSDPMeshInfo "
-                "object, so that they are gathered together. Build it once, outside of "
-                "shard_placement_fn."
-            )
 
 
 def _prepare(

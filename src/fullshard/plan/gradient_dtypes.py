@@ -1,8 +1,8 @@
-"""In which dtypes one parameter's gradients are left by autograd, reduced, and given to optimizers.
+"""Choose the dtypes in which a parameter's gradients are left by autograd, reduced, and given to optimizers.
 
 A parameter may say itself in which dtype it wants its gradients (``parameter.grad_dtype = ...``,
 torch 2.11 and later); None there means whatever autograd computes. If it says nothing, releases of
-torch differ in what ``reduce_dtype=None`` means (`faces.releases`); `follows_param` stands for that.
+torch differ in what ``reduce_dtype=None`` means (`fsdp2.units`); `follows_param` stands for that.
 
 | | `grad_dtype` not set | set to a dtype | set to None |
 | --- | --- | --- | --- |
@@ -29,9 +29,10 @@ from fullshard.plan.layout import ParamSpec
 
 
 class GradDtype(NamedTuple):
-    """A tensor's word on the dtype of its gradients: ``Tensor.grad_dtype``, and whether it was set.
+    """The dtype that autograd gives a tensor's gradients: ``Tensor.grad_dtype``, if it was set.
 
-    dtype: None for any. Without ``is_set`` gradients have the tensor's own dtype.
+    dtype: None for any, which is known once a gradient is computed. Without ``is_set`` gradients have
+        the tensor's own dtype.
     """
 
     is_set: bool = False
@@ -39,7 +40,6 @@ class GradDtype(NamedTuple):
 
     @property
     def is_any(self) -> bool:
-        """Whether the dtype is known only when autograd has computed a gradient."""
         return self.is_set and self.dtype is None
 
 
