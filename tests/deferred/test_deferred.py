@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.init import trunc_normal_
 
 import fullshard
-from fullshard.deferred import replaying
+from fullshard.deferred import record
 from fullshard.deferred.record import last_uses
 from fullshard.deferred.recording import AsIfWithMemory, Recorder
 from fullshard.errors import StateError, UnsupportedError
@@ -217,14 +217,14 @@ def test_memory_is_that_of_a_few_tensors(monkeypatch: pytest.MonkeyPatch) -> Non
         model.apply(lambda m: trunc_normal_(m.weight) if isinstance(m, nn.Linear) else None)
         return model
 
-    most, compute = 0, replaying._compute
+    most, compute = 0, record._compute
 
     def watched(operation: Any, storages: dict[int, torch.UntypedStorage]) -> None:
         nonlocal most
         compute(operation, storages)
         most = max(most, sum(storage.nbytes() for storage in storages.values()))
 
-    monkeypatch.setattr(replaying, "_compute", watched)
+    monkeypatch.setattr(record, "_compute", watched)
     fullshard.materialize(fullshard.deferred_init(build))
     assert 0 < most <= 2 * 64 * 64 * 4
 

@@ -14,9 +14,8 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from fullshard.deferred.record import Record, View
+from fullshard.deferred.record import ConstructionRecord, MemoryView, replay, tensor_of
 from fullshard.deferred.recording import AsIfWithMemory, Recorder
-from fullshard.deferred.replaying import replay, tensor_of
 from fullshard.engine.checks.room import refuse_lack_of_memory
 from fullshard.engine.checks.unwritten import mark_unwritten, places_on_meta
 from fullshard.engine.params.ties import keeping_ties
@@ -32,12 +31,12 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class _Construction(NamedTuple):
     """A recorded construction. random_state: of the CPU's generator when it ended."""
 
-    record: Record
+    record: ConstructionRecord
     random_state: torch.Tensor
 
 
 # By module: its construction, and its tensors by name.
-_built: "weakref.WeakKeyDictionary[nn.Module, tuple[_Construction, dict[str, View]]]"
+_built: "weakref.WeakKeyDictionary[nn.Module, tuple[_Construction, dict[str, MemoryView]]]"
 _built = weakref.WeakKeyDictionary()
 
 
@@ -115,24 +114,24 @@ def _allocate(model: nn.Module, device: torch.device | str | None) -> None:
 
 
 # By memory of a construction, what its values are copied to: a view, and a function of the whole tensor.
-_Targets = dict[int, list[tuple[View, Callable[[torch.Tensor], object]]]]
+_CopyTargets = dict[int, list[tuple[MemoryView, Callable[[torch.Tensor], object]]]]
 
 
-def _targets(model: nn.Module, holdings: list[Holding]) -> _Targets:
+def _targets(model: nn.Module, holdings: list[Holding]) -> _CopyTargets:
     held = {name: holding for holding in holdings for name in holding.names}
-    targets: _Targets = {}
+    targets: _CopyTargets = {}
     for prefix, module in structure_of(model).modules:
         _, tensors = _built.get(module, (None, {}))
         for name, view in tensors.items():
             holding, buffer = held.get(f"{prefix}{name}"), module._buffers.get(name)
             if holding is not None:
-                targets.setdefault(view.memory, []).append((view, _into(holding)))
+                targets.setdefault(view.memory, []).append((view, _copy_into(holding)))
             elif buffer is not None:  # not persistent
                 targets.setdefault(view.memory, []).append((view, buffer.copy_))
     return targets
 
 
-def _into(holding: Holding) -> Callable[[torch.Tensor], object]:
+def _copy_into(holding: Holding) -> Callable[[torch.Tensor], object]:
     def copy(whole: torch.Tensor) -> None:
         for held in holding.boxes:
             held.view.copy_(whole[held.box.within(whole_box(holding.shape))])
@@ -140,7 +139,7 @@ def _into(holding: Holding) -> Callable[[torch.Tensor], object]:
     return copy
 
 
-def _fill(construction: _Construction, targets: _Targets) -> None:
+def _fill(construction: _Construction, targets: _CopyTargets) -> None:
     record = construction.record
     written = record.written()
 

@@ -1,4 +1,4 @@
-"""Recording a construction: every operator runs on the meta device, where it computes nothing.
+"""Record a construction: every operator runs on the meta device, where it computes nothing.
 
 [Note: As if with memory] A construction may ask where its tensors are, and leave out what would be lost on the
 meta device. It is told what an ordinary construction would be told. Some of ``torch.nn.init`` ask as well, and
@@ -13,27 +13,34 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fullshard.deferred.record import Operation, Record, View, needed_for
-from fullshard.deferred.replaying import replay, tensor_of, tensors_in
+from fullshard.deferred.record import (
+    ConstructionRecord,
+    MemoryView,
+    Operation,
+    needed_for,
+    replay,
+    tensor_of,
+    tensors_in,
+)
 from fullshard.errors import UnsupportedError
 from fullshard.torch_private import TorchDispatchMode, pytree
 
 # In-place operators that give every element a new value, whatever was there.
 _FILLS = frozenset(
     f"aten::{name}_"
-    for name in (
-        *(
-            "bernoulli",
-            "cauchy",
-            "copy",
-            "exponential",
-            "fill",
-            "geometric",
-            "log_normal",
-            "normal",
-        ),
-        *("random", "uniform", "zero"),
-    )
+    for name in [
+        "bernoulli",
+        "cauchy",
+        "copy",
+        "exponential",
+        "fill",
+        "geometric",
+        "log_normal",
+        "normal",
+        "random",
+        "uniform",
+        "zero",
+    ]
 )
 
 
@@ -42,13 +49,13 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.record = Record(torch.get_rng_state())
+        self.record = ConstructionRecord(torch.get_rng_state())
         # By address of a storage of the meta device, its number. They are kept, so that no address is given
         # out twice.
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []
 
-    def known_view(self, tensor: torch.Tensor) -> View | None:
+    def known_view(self, tensor: torch.Tensor) -> MemoryView | None:
         """Return what a tensor stands for; None if it was not made here."""
         # By its storage: of the tensor itself, `AsIfWithMemory` would be asked.
         is_known = tensor.untyped_storage()._cdata in self._numbers
@@ -62,19 +69,27 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._on_meta, (args, kwargs or {}))
-        if not _returns_tensors(function):
+        kinds = {str(returned.type) for returned in function._schema.returns}
+        if kinds and not any("Tensor" in kind for kind in kinds):
             return self._computed(function, args, kwargs)
         known = len(self._numbers)
         inputs = [self._view(tensor) for tensor in tensors_in((args, kwargs))]
         result = function(*args, **_with_device(function, kwargs, "meta"))
         outputs = tuple(map(self._view, tensors_in(result)))
         creates = frozenset(view.memory for view in outputs if view.memory >= known)
-        if function._schema.is_mutable or creates or not inputs:
-            self._note(function, args, kwargs, (inputs, outputs, creates))
-        return result  # else views of what there is
+        if function._schema.is_mutable or creates or not inputs:  # else views of what there is
+            self._note(function, args, kwargs, inputs, outputs, creates)
+        return result
 
-    def _note(self, function: Any, args: Any, kwargs: Any, what: Any) -> None:
-        inputs, outputs, creates = what
+    def _note(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[MemoryView],
+        outputs: tuple[MemoryView, ...],
+        creates: frozenset[int],
+    ) -> None:
         read = frozenset(view.memory for view in inputs)
         overwrites: frozenset[int] = frozenset()
         if function._schema.name in _FILLS and inputs[0].covers(
@@ -118,7 +133,7 @@ class Recorder(TorchDispatchMode):
             )
         )
 
-    def _view(self, tensor: torch.Tensor) -> View:
+    def _view(self, tensor: torch.Tensor) -> MemoryView:
         storage = tensor.untyped_storage()
         number = self._numbers.get(storage._cdata)
         if number is None:
@@ -126,7 +141,7 @@ class Recorder(TorchDispatchMode):
             self._kept.append(storage)
             self.record.nbytes[number] = storage.nbytes()
         strides, offset = tuple(tensor.stride()), int(tensor.storage_offset())
-        return View(number, tuple(tensor.shape), strides, offset, tensor.dtype)
+        return MemoryView(number, tuple(tensor.shape), strides, offset, tensor.dtype)
 
     def _on_meta(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what stands for a tensor: itself on the meta device, else one that has its values now."""
@@ -178,7 +193,7 @@ class AsIfWithMemory(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _leaves_out(self, frame: types.FrameType, tensor: torch.Tensor) -> bool:
-        """Record the initialiser of torch that asks; whether it is one, and is to return at once."""
+        """Record the initialiser of torch that asks, and tell it to return; False for others."""
         code = frame.f_code
         if code.co_filename != nn.init.__file__:
             return False
@@ -190,11 +205,6 @@ class AsIfWithMemory(TorchFunctionMode):
 
 _IS_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _DEVICE: Any = torch.Tensor.device.__get__
-
-
-def _returns_tensors(function: Any) -> bool:
-    kinds = {str(returned.type) for returned in function._schema.returns}
-    return not kinds or any("Tensor" in kind for kind in kinds)
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
