@@ -1,4 +1,4 @@
-"""`describe(model)`: the configuration in effect, as values and as text."""
+"""`describe(model)` returns the configuration in effect, as values and as text."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,7 +111,7 @@ class Description:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Shown:
+class _DescribedUnit:
     """A unit with the names and parameters to describe it by.
 
     They are the unit's own once the model has run. Before, they are those that the first forward
@@ -138,15 +138,17 @@ def describe(model: nn.Module) -> Description:
             "outermost wrapper."
         )
     iteration = state.known_iteration  # the whole model's, even if ``model`` is a part of it
-    units = _expected(model, state) if iteration is None else map(_as_it_is, iteration.units)
+    if iteration is None:
+        units = _expected(model, state)
+    else:
+        units = [
+            _DescribedUnit(u, u.name, u.managed, {p: p.names for p in u.managed}, u.is_root)
+            for u in iteration.units
+        ]
     return Description(tuple(map(_describe, units)), state.has_manual_finalization)
 
 
-def _as_it_is(unit: Unit) -> _Shown:
-    return _Shown(unit, unit.name, unit.managed, {p: p.names for p in unit.managed}, unit.is_root)
-
-
-def _expected(model: nn.Module, root: ModuleState) -> list[_Shown]:
+def _expected(model: nn.Module, root: ModuleState) -> list[_DescribedUnit]:
     """Return units as the first forward will make them: named by path, with ties moved."""
     named = named_states(model)
     names = names_of_parameters(model, dict.fromkeys(named.values()))
@@ -155,13 +157,13 @@ def _expected(model: nn.Module, root: ModuleState) -> list[_Shown]:
         params[unit].remove(param)
         params[other].append(param)
     return [
-        _Shown(unit, name, params[unit], names, unit in root.all_units)
+        _DescribedUnit(unit, name, params[unit], names, unit in root.all_units)
         for unit, name in names_of_units(named).items()
         if params[unit]
     ]
 
 
-def _describe(shown: _Shown) -> UnitDescription:
+def _describe(shown: _DescribedUnit) -> UnitDescription:
     unit, names = shown.unit, shown.names
     plan = unit.mesh.plan
     layout = unit.plan_layout(shown.params)
@@ -222,7 +224,7 @@ def _unused(config: UnitConfig) -> str:
     return f"{said}, ranks may skip it" if config.may_be_skipped else said
 
 
-def _gradients(shown: _Shown) -> str:
+def _gradients(shown: _DescribedUnit) -> str:
     """Say in which dtypes gradients are reduced and summed, and kept if not in the parameters'."""
     unit = shown.unit
     trained = [param for param in shown.params if param.requires_grad]
@@ -232,13 +234,13 @@ def _gradients(shown: _Shown) -> str:
     stored = [param.holder.sharded.dtype for param in trained]
     reduced = reduce_dtypes(stored, [each.reduced for each in dtypes])
     kept = [each.shard or dtype for each, dtype in zip(dtypes, reduced, strict=True)]
-    text = f"gradients reduced in {_list(reduced)}, summed in "
-    text += _list(map(unit.comm.accumulate_dtype, reduced))
+    text = f"gradients reduced in {_dtype_names(reduced)}, summed in "
+    text += _dtype_names(map(unit.comm.accumulate_dtype, reduced))
     unlike = [own for own, dtype in zip(kept, stored, strict=True) if own != dtype]
-    return f"{text}, {_list(unlike)} where grad_dtype says so" if unlike else text
+    return f"{text}, {_dtype_names(unlike)} where grad_dtype says so" if unlike else text
 
 
-def _list(dtypes: Iterable[torch.dtype]) -> str:
+def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted({_dtype(each) for each in dtypes}))
 
 

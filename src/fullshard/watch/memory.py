@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.interface import Comm
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.params.stand_ins import own_gradient
@@ -34,6 +33,7 @@ from fullshard.engine.unit import Unit
 from fullshard.engine.unit_setup import comms_of
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name
+from fullshard.torch_private import pytree
 from fullshard.watch.describe import format_nbytes
 
 
@@ -140,40 +140,45 @@ def memory_report(
     is sharded.
     """
     states = _states_of(model)
-    names = _names_of_units(states)
+    names = {  # by id: the root's names, or, before a forward, paths
+        id(unit): path if state.known_iteration is None else unit.name
+        for path, state in states.items()
+        for unit in state.all_units
+    }
     units = [unit for state in states.values() for unit in state.units]
     comms, devices = comms_of(units), list(dict.fromkeys(unit.device for unit in units))
-    ledger = _Ledger()
+    tally = _Tally()
     for unit in units:
-        for category, tensor in (*_buffers_of(unit), *_walk(unit)):
-            ledger.note(category, names[id(unit)], tensor)
+        for category, tensor in _tensors_of(unit):
+            tally.note(category, names[id(unit)], tensor)
     for iteration in dict.fromkeys(state.known_iteration for state in states.values()):
         for unit, category, tensor in _in_flight(iteration):
-            ledger.note(category, names.get(id(unit)), tensor)
+            tally.note(category, names.get(id(unit)), tensor)
     free = (Runtime.of(device).scratch.free for device in devices)
     for tensor in itertools.chain(*free, *(comm.staging for comm in comms)):
-        ledger.note(MemoryCategory.COMMUNICATION, None, tensor)
+        tally.note(MemoryCategory.COMMUNICATION, None, tensor)
     trained = {id(own.sharded): names[id(unit)] for unit in units for own in unit.holders}
     for each in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
         for parameter, state in each.state.items():
-            for tensor in _tensors_in(state):
-                ledger.note(MemoryCategory.OPTIMIZER, trained.get(id(parameter)), tensor)
+            for tensor in pytree.tree_leaves(state):
+                if isinstance(tensor, torch.Tensor):
+                    tally.note(MemoryCategory.OPTIMIZER, trained.get(id(parameter)), tensor)
     for tensor in _unmanaged(model, units):
-        ledger.note(MemoryCategory.UNMANAGED, None, tensor)
+        tally.note(MemoryCategory.UNMANAGED, None, tensor)
+    sharing = [unit for unit in units if unit.mapped_nbytes]
+    shards = sum(tensor.nbytes for unit in sharing for tensor in unit.shard_memory)
     return MemoryReport(
         rank=dist.get_rank(),
         units=tuple(dict.fromkeys(names[id(unit)] for unit in units)),
-        holdings=ledger.settle(_staged_nbytes(units), devices),
-        shared_nbytes=_shared_nbytes(units, comms),
-        mapped_nbytes=_mapped_nbytes(units, comms),
+        holdings=tally.count(_staged_nbytes(units), devices),
+        shared_nbytes=shards + sum(comm.held_nbytes for comm in comms if comm.mapped_nbytes),
+        mapped_nbytes=sum(unit.mapped_nbytes for unit in units)
+        + sum(comm.mapped_nbytes for comm in comms),
     )
 
 
-_Use = tuple[MemoryCategory, torch.Tensor]
-
-
-def _buffers_of(unit: Unit) -> Iterator[_Use]:
-    """Yield the memory that a unit lists without a visit to each of its parameters."""
+def _tensors_of(unit: Unit) -> Iterator[tuple[MemoryCategory, torch.Tensor]]:
+    """Yield what a unit holds, apart from reductions under way."""
     for tensor in unit.shard_memory:
         yield MemoryCategory.SHARDS, tensor
     for tensor in unit.unsharded_memory:
@@ -184,19 +189,13 @@ def _buffers_of(unit: Unit) -> Iterator[_Use]:
         yield MemoryCategory.KEPT, tensor
     for tensor in unit.gathering:
         yield MemoryCategory.COMMUNICATION, tensor
-
-
-def _walk(unit: Unit) -> Iterator[_Use]:
-    """Yield the tensors that only a visit to every parameter finds."""
     for param in unit.managed:
         yield MemoryCategory.SHARDS, param.local
         if param.unsharded is not None and (grad := own_gradient(param.unsharded)) is not None:
             yield MemoryCategory.FULL_GRADIENTS, grad
-    for shards in unit.gradients.pooled:
-        yield (
-            MemoryCategory.KEPT if shards.is_unused else MemoryCategory.GRADIENT_SHARDS,
-            shards.flat,
-        )
+    for pooled in unit.gradients.pooled:
+        is_kept = pooled.is_unused
+        yield MemoryCategory.KEPT if is_kept else MemoryCategory.GRADIENT_SHARDS, pooled.flat
     for holder in unit.holders:
         if holder.sharded.grad is not None:
             yield MemoryCategory.GRADIENT_SHARDS, holder.sharded.grad
@@ -240,15 +239,6 @@ def _states_of(model: nn.Module) -> dict[str, ModuleState]:
     return {", ".join(names): state for state, names in paths.items()}
 
 
-def _names_of_units(states: Mapping[str, ModuleState]) -> dict[int, str]:
-    """Return each unit's name by id: the root's for it, or, before a forward, its path."""
-    return {
-        id(unit): path if state.known_iteration is None else unit.name
-        for path, state in states.items()
-        for unit in state.all_units
-    }
-
-
 def _staged_nbytes(units: Sequence[Unit]) -> dict[str, int]:
     """Return this rank's part of staging memory in bytes, by device."""
     devices = {comm: str(unit.device) for unit in units for comm in comms_of([unit])}
@@ -258,34 +248,13 @@ def _staged_nbytes(units: Sequence[Unit]) -> dict[str, int]:
     return staged
 
 
-def _shared_nbytes(units: Sequence[Unit], comms: Sequence[Comm]) -> int:
-    shards = (tensor.nbytes for unit in units if unit.mapped_nbytes for tensor in unit.shard_memory)
-    return sum(shards) + sum(comm.held_nbytes for comm in comms if comm.mapped_nbytes)
-
-
-def _mapped_nbytes(units: Sequence[Unit], comms: Sequence[Comm]) -> int:
-    return sum(unit.mapped_nbytes for unit in units) + sum(comm.mapped_nbytes for comm in comms)
-
-
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-
-
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors whose memory a DTensor, subclass or sparse tensor is made of."""
     if isinstance(tensor, DTensor):
-        yield from _plain(tensor._local_tensor)
+        yield from _plain_tensors(tensor._local_tensor)
     elif hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            yield from _plain_tensors(getattr(tensor, name))
     elif tensor.is_sparse:
         yield tensor._indices()
         yield tensor._values()
@@ -311,7 +280,7 @@ class _Ranges:
         return stop - start - known
 
 
-class _Ledger:
+class _Tally:
     """Collects tensors with their use, and counts their bytes. See [Note: Counting once]."""
 
     def __init__(self) -> None:
@@ -320,7 +289,7 @@ class _Ledger:
     def note(self, category: MemoryCategory, unit: str | None, tensor: torch.Tensor) -> None:
         self._uses.append((category, unit, tensor))
 
-    def settle(
+    def count(
         self, staged_nbytes: Mapping[str, int], devices: Sequence[torch.device]
     ) -> tuple[Holding, ...]:
         """Count every byte once.
@@ -336,7 +305,7 @@ class _Ledger:
         seen: dict[str, _Ranges] = collections.defaultdict(_Ranges)
         order = {category: position for position, category in enumerate(MemoryCategory)}
         for category, unit, tensor in sorted(self._uses, key=lambda use: order[use[0]]):
-            for part in _plain(tensor):
+            for part in _plain_tensors(tensor):
                 storage = part.untyped_storage()
                 if storage.nbytes() == 0:
                     continue

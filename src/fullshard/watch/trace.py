@@ -1,4 +1,4 @@
-"""`fullshard.trace`: records where the time and memory of training steps go.
+"""`fullshard.trace` records where the time and memory of training steps go.
 
 `Tracer` turns what the engine tells an `Observer` into one timeline (see `plan.trace`). The
 timeline shows, at every moment, the innermost activity that has begun and not ended.
@@ -253,7 +253,11 @@ class Tracer:
             num_ranks=dist.get_world_size(),
             device=str(self._units[0].device),
             clock=Clock(self._moments.origin_ns, self._moments.error_ns, _host_id()),
-            units=tuple(_describe(unit) for unit in self._units),
+            units=tuple(
+                TracedUnit(unit.name, size.unsharded_nbytes, size.shard_nbytes, unit.comm.name)
+                for unit in self._units
+                for size in [unit.plan_layout()]
+            ),
             steps=tuple(steps),
             timeline=tuple(timeline),
             transfers=tuple(sorted(transfers, key=lambda each: (each.start, each.end))),
@@ -369,11 +373,6 @@ def _iteration_of(model: nn.Module) -> Iteration:
     if not any(unit.managed for unit in iteration.units):
         raise StateError(f"{type(model).__name__} has no sharded parameters to trace.")
     return iteration
-
-
-def _describe(unit: Unit) -> TracedUnit:
-    layout = unit.plan_layout()
-    return TracedUnit(unit.name, layout.unsharded_nbytes, layout.shard_nbytes, unit.comm.name)
 
 
 def _host_id() -> str:

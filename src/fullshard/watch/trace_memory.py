@@ -1,10 +1,9 @@
-"""Memory by category while steps are traced.
+"""Count memory by category while steps are traced.
 
 `memory_report` counts everything at one moment, which is too slow to do hundreds of times in a
-step.
-Here totals are kept up to date instead: a unit is counted again whenever it changes, the optimizer
-after each of its steps, and tensors that autograd saves when they are saved and dropped. Reading
-the totals then costs next to nothing.
+step. Here totals are kept up to date instead: a unit is counted again whenever it changes, the
+optimizer after each of its steps, and tensors that autograd saves when they are saved and dropped.
+Reading the totals then costs next to nothing.
 """
 
 import itertools
@@ -47,7 +46,7 @@ class SavedTensors:
         self._uses: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        local = _local(tensor)
+        local = _local_part(tensor)
         storage = local.untyped_storage()
         key = storage._cdata
         if key in self._ignored:
@@ -92,7 +91,7 @@ class MemoryMeter:
         self._optimizer = optimizer
         forms = [form for unit in units for param in unit.managed for form in param.forms]
         self.saved = SavedTensors(
-            [_local(each) for each in (*model.parameters(), *forms) if each is not None]
+            [_local_part(each) for each in (*model.parameters(), *forms) if each is not None]
         )
         self._known: dict[tuple[int, Unit], int] = {}  # by category and unit
         self._totals = [0] * (len(CATEGORIES) - 1)
@@ -102,7 +101,7 @@ class MemoryMeter:
 
     def count_unsharded(self, unit: Unit) -> None:
         """Count a unit's unsharded parameters again."""
-        nbytes = sum(_local(t).untyped_storage().nbytes() for t in unit.unsharded_memory)
+        nbytes = sum(_local_part(t).untyped_storage().nbytes() for t in unit.unsharded_memory)
         self._put(_UNSHARDED, unit, nbytes)
 
     def count_full_gradients(self, unit: Unit) -> None:
@@ -112,7 +111,7 @@ class MemoryMeter:
         kept = (*unit.gradients.unreduced.spare_memory, *unit.gradients.partial_sums)
         tensors = (*grads, *unit.gradients.unreduced.memory, *kept)
         sizes: dict[int, int] = {}
-        for tensor in map(_local, tensors):  # one may be a view of another
+        for tensor in map(_local_part, tensors):  # one may be a view of another
             address = tensor.untyped_storage().data_ptr()
             sizes[address] = max(sizes.get(address, 0), tensor.nbytes)
         self._put(_FULL_GRADIENTS, unit, sum(sizes.values()))
@@ -143,7 +142,7 @@ class MemoryMeter:
         if self._optimizer is None:
             return
         self._totals[_OPTIMIZER] = sum(
-            _local(value).nbytes
+            _local_part(value).nbytes
             for state in self._optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
@@ -161,5 +160,5 @@ class MemoryMeter:
         self._known[category, unit] = nbytes
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
