@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm over all ranks."""
+"""Clip gradients by their norm over all ranks."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ from fullshard.torch_private import DTensorSpec, StridedShard
 Groups = tuple[dist.ProcessGroup, ...]
 
 
-class _Part(NamedTuple):
+class _GradientPart(NamedTuple):
     """A gradient, or a run of a flat one, with the groups over which it is divided.
 
     grad: the local tensor that is scaled; None where this rank has none. dtype: the parameter's,
@@ -57,8 +57,8 @@ def clip_grad_norm_(
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     parameters = [*dict.fromkeys(map(_trained, parameters))]
-    by_groups: dict[Groups, list[_Part]] = {}
-    for part in _parts(parameters):
+    by_groups: dict[Groups, list[_GradientPart]] = {}
+    for part in _gradient_parts(parameters):
         by_groups.setdefault(part.groups, []).append(part)
     if not by_groups:
         return torch.tensor(0.0, device="cpu")
@@ -86,14 +86,18 @@ def clip_grad_norm_(
 
 
 def _norm_over_ranks(
-    by_groups: Mapping[Groups, list[_Part]], norm_type: float, device: torch.device
+    by_groups: Mapping[Groups, list[_GradientPart]], norm_type: float, device: torch.device
 ) -> torch.Tensor:
     powers = []
     for groups, parts in by_groups.items():
         power = _local_power(parts, norm_type, device)
         for group in groups:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-            power = _for_group(power, group)
+            # To a device that the group serves: offloaded gradients are in host memory. Process
+            # groups made in Python may not say which they serve.
+            devices = getattr(group, "_device_types", [])
+            if devices and power.device.type not in {device.type for device in devices}:
+                power = power.to(devices[0])
             run_collective(
                 dist.all_reduce, power, op=op, group=group, label="the norm of all gradients"
             )
@@ -110,7 +114,7 @@ def _trained(parameter: torch.Tensor) -> torch.Tensor:
     return manager.holder.sharded
 
 
-def _parts(parameters: Iterable[torch.Tensor]) -> Iterator[_Part]:
+def _gradient_parts(parameters: Iterable[torch.Tensor]) -> Iterator[_GradientPart]:
     """Yield parts with their groups, in an order and with groups that are the same on all ranks.
 
     A parameter that is divided over ranks is yielded even if it has no gradient here: other ranks
@@ -126,16 +130,16 @@ def _parts(parameters: Iterable[torch.Tensor]) -> Iterator[_Part]:
                 whole = [Replicate() if p.is_partial() else p for p in spec.placements]
                 counted = grad.redistribute(placements=whole)
             groups = groups_of(spec.mesh, spec.placements)
-            yield _Part(groups, grad._local_tensor, parameter.dtype, counted._local_tensor)
+            yield _GradientPart(groups, grad._local_tensor, parameter.dtype, counted._local_tensor)
         elif isinstance(parameter, DTensor):
             groups = groups_of(parameter._spec.mesh, parameter._spec.placements)
             if groups and parameter.requires_grad:
-                yield _Part(groups, None, parameter.dtype, None)
+                yield _GradientPart(groups, None, parameter.dtype, None)
         else:
             yield from _plain_parts(parameter, grad)
 
 
-def _plain_parts(parameter: torch.Tensor, grad: torch.Tensor | None) -> Iterator[_Part]:
+def _plain_parts(parameter: torch.Tensor, grad: torch.Tensor | None) -> Iterator[_GradientPart]:
     """Yield the parts of a plain tensor's gradient.
 
     The tensor is a piece of a flat buffer, a whole flat parameter, or not sharded. A flat parameter
@@ -145,14 +149,14 @@ def _plain_parts(parameter: torch.Tensor, grad: torch.Tensor | None) -> Iterator
     owner = owner_of(parameter)  # type: ignore[arg-type]
     if owner is None:
         if grad is not None:
-            yield _Part((), grad, parameter.dtype, grad)
+            yield _GradientPart((), grad, parameter.dtype, grad)
         return
     group = owner.shard_group
     outer = (group,) if group is not None and group.size() > 1 else ()
     if not isinstance(owner.holder, FlatHolder):
         inner = _groups_below(owner.form.unsharded)
         if grad is not None or outer or inner:
-            yield _Part((*outer, *inner), grad, parameter.dtype, grad)
+            yield _GradientPart((*outer, *inner), grad, parameter.dtype, grad)
         return
     runs = [(piece, _groups_below(spec)) for piece, spec in owner.holder.contents]
     if len({inner for _, inner in runs}) == 1:
@@ -163,15 +167,7 @@ def _plain_parts(parameter: torch.Tensor, grad: torch.Tensor | None) -> Iterator
             start, numel = (piece.shard_start, piece.numel) if piece is not None else (0, 0)
             own = grad[start : start + numel]
         if own is not None or outer or inner:
-            yield _Part((*outer, *inner), own, parameter.dtype, own)
-
-
-def _for_group(power: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a number on a device that the group serves: offloaded gradients are in host memory."""
-    devices = getattr(group, "_device_types", [])  # process groups made in Python may have none
-    if not devices or power.device.type in {device.type for device in devices}:
-        return power
-    return power.to(devices[0])
+            yield _GradientPart((*outer, *inner), own, parameter.dtype, own)
 
 
 def _groups_below(spec: DTensorSpec | None) -> Groups:
@@ -194,7 +190,9 @@ def _is_partial(placements: tuple[Placement, ...]) -> bool:
     return any(placement.is_partial() for placement in placements)
 
 
-def _local_power(parts: list[_Part], norm_type: float, device: torch.device) -> torch.Tensor:
+def _local_power(
+    parts: list[_GradientPart], norm_type: float, device: torch.device
+) -> torch.Tensor:
     """Return the sum of p-th powers, or the maximum for infinity: 0-dim, float32 or float64."""
     # By the parameters' dtypes, not the gradients': all ranks have to all-reduce the same dtype,
     # and a rank may have no gradient.

@@ -10,7 +10,7 @@ Parameters that are no DTensors, and their state, are the same in both forms.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.managed import owner_of
 from fullshard.errors import StateError
-from fullshard.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+from fullshard.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta, pytree
 
 State = dict[Any, Any]
 
@@ -100,8 +100,8 @@ def _local_value(value: Any, parameter: DTensor, name: str) -> Any:
             or value.shape != parameter.shape
         ):
             raise StateError(
-                f"{_label(parameter)}: the optimizer's state {name!r} is {_describe(value)}, but "
-                f"the parameter is {_describe(parameter)}. Load a state dict made for this sharding."
+                f"{_label(parameter)}: the optimizer's state {name!r} is {_division(value)}, but "
+                f"the parameter is {_division(parameter)}. Load a state dict made for this sharding."
             )
         return value._local_tensor
     _refuse_parts(value, parameter, name)
@@ -114,7 +114,11 @@ def _shown_value(value: Any, parameter: DTensor, name: str, before: Any) -> Any:
             return before
         like = parameter._local_tensor
         if value.shape == like.shape and (value.dim() > 0 or name not in _SCALARS):
-            return DTensor(value, _spec_of(parameter, value.dtype), requires_grad=False)
+            spec = parameter._spec
+            if parameter.dtype != value.dtype:
+                meta = TensorMeta(spec.shape, spec.stride, value.dtype)
+                spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+            return DTensor(value, spec, requires_grad=False)
     _refuse_parts(value, parameter, name)
     return value
 
@@ -124,34 +128,17 @@ def _refuse_parts(value: Any, parameter: DTensor, name: str) -> None:
 
     It would differ between ranks, and no state dict could describe it.
     """
-    for tensor in _tensors_in(value):
-        if isinstance(tensor, DTensor) or tensor.numel() > 1:
+    for tensor in pytree.tree_leaves(value):
+        if isinstance(tensor, DTensor) or (isinstance(tensor, torch.Tensor) and tensor.numel() > 1):
             raise StateError(
                 f"{_label(parameter)}: the optimizer's state {name!r} holds a "
                 f"{type(tensor).__name__} of shape {tuple(tensor.shape)}, which is not divided over "
-                f"ranks as the parameter, {_describe(parameter)}. Use the optimizer without "
+                f"ranks as the parameter, {_division(parameter)}. Use the optimizer without "
                 "step_on_shards, or load a state dict made for this sharding."
             )
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(inner)
-
-
-def _spec_of(parameter: DTensor, dtype: torch.dtype) -> DTensorSpec:
-    """Return the spec of a tensor of this dtype that is divided as the parameter."""
-    spec = parameter._spec
-    if parameter.dtype == dtype:
-        return spec
-    meta = TensorMeta(spec.shape, spec.stride, dtype)
-    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-
-
-def _describe(tensor: DTensor) -> str:
+def _division(tensor: DTensor) -> str:
     return f"of shape {tuple(tensor.shape)}, {tensor.placements} over {tensor.device_mesh}"
 
 

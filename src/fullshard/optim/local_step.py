@@ -1,4 +1,4 @@
-"""Switches an optimizer to local tensors while it steps, and back.
+"""Switch an optimizer to local tensors while it steps, and back.
 
 Between steps an optimizer is an ordinary one over DTensors. Its shown state (see `local_form`) is
 made only when somebody reads ``optimizer.state``, and is kept as long as somebody may write to it:
@@ -182,11 +182,10 @@ def _are_same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
 
 
 def _is_kept(attributes: dict[str, Any]) -> bool:
-    """Return whether anybody but the optimizer refers to the shown state or a parameter's part."""
+    """Look whether anybody but the optimizer refers to the shown state or a parameter's part."""
     state = attributes["state"]
-    return _references([state]) > _references([[]]) + 2 or _references(
-        state.values()
-    ) > _references([[]])
+    nobody = _references([[]])
+    return _references([state]) > nobody + 2 or _references(state.values()) > nobody
 
 
 def _references(objects: Iterable[object]) -> int:

@@ -1,4 +1,4 @@
-"""`step_on_shards`: lets an optimizer over DTensors step on their local tensors.
+"""`step_on_shards` lets an optimizer over DTensors step on their local tensors.
 
 Every operation on a DTensor passes through its dispatcher, which costs tens of microseconds of host
 time. An elementwise update does not need that: this rank's part of the new parameter depends only
@@ -51,7 +51,7 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
     replaced.
     """
     if not isinstance(optimizer, _OnShards):
-        _check(optimizer, elementwise=elementwise)
+        _refuse_unfit(optimizer, elementwise=elementwise)
         _put_on_shards(optimizer, type(optimizer))
     return optimizer
 
@@ -121,7 +121,7 @@ def _on_shards(inner: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _check(optimizer: optim.Optimizer, *, elementwise: bool) -> None:
+def _refuse_unfit(optimizer: optim.Optimizer, *, elementwise: bool) -> None:
     name = type(optimizer).__name__
     if (why := why_not_elementwise(type(optimizer))) is not None:
         raise ShardingError(
