@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.debugging.record import Record
+from fullshard.debugging.record import ReplayRecord
 from fullshard.errors import FullshardError
 from fullshard.huggingface.files import weights_of
 from fullshard.json_files import parse_json, read_json
@@ -72,7 +72,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "summary": ("summary.json", lambda path: RunFolder(path.parent).read_summary()),
     "options": ("options.json", _options),
     "index": ("model.safetensors.index.json", _index),
-    "record": ("replay.json", lambda path: Record(path.parent).facts()),
+    "record": ("replay.json", lambda path: ReplayRecord(path.parent).facts()),
     "verify": ("run.json", lambda path: read_run(path.parent)),
 }
 

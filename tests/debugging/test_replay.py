@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.debugging import recording
-from fullshard.debugging.record import Record
+from fullshard.debugging.record import ReplayRecord
 from fullshard.engine.watchers import watchers
 from fullshard.errors import CheckpointError, MisuseError, StateError
 from tests.api import Api
@@ -392,7 +392,7 @@ def test_a_step_ends_where_parameters_change(api: Api, tmp_path: Path) -> None:
 
 
 def test_a_new_recording_removes_its_own_files_alone(tmp_path: Path) -> None:
-    record, folder = Record(tmp_path / "a"), tmp_path / "a"
+    record, folder = ReplayRecord(tmp_path / "a"), tmp_path / "a"
     record.clear()
     record.write_facts(ranks=1, model="m", device="cpu", precision=())
     ours = [folder / "rank-0" / name for name in ("inputs-0.pt", "event-12.pt", "event-13.part")]
@@ -407,7 +407,7 @@ def test_a_new_recording_removes_its_own_files_alone(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "replay.json").write_text('{"moves": []}')
     with pytest.raises(CheckpointError, match="no recorded step"):
-        Record(tmp_path / "b").clear()
+        ReplayRecord(tmp_path / "b").clear()
     assert (tmp_path / "b" / "replay.json").exists()
 
 

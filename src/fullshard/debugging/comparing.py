@@ -1,6 +1,8 @@
-"""Comparing a replayed step with the recorded one, bit for bit: pure."""
+"""Compare a replayed step with the recorded one, bit for bit. Knows no model and no ranks."""
 
+import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
@@ -45,13 +47,8 @@ class Compared:
 
 def name_events(events: Sequence[Event]) -> list[str]:
     """Return the names of events: "forward 0", "backward 0", each kind counted for itself."""
-    counts: dict[str, int] = {}
-    names = []
-    for event in events:
-        number = counts.get(event.kind, 0)
-        counts[event.kind] = number + 1
-        names.append(f"{event.kind} {number}")
-    return names
+    counters: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+    return [f"{event.kind} {next(counters[event.kind])}" for event in events]
 
 
 def compare_events(
@@ -60,9 +57,7 @@ def compare_events(
     """Compare an event. number, name: of it. leaves_out: what is not compared, such as "reduced gradient"."""
     wanted = [seen for seen in recorded.seen if seen.what not in leaves_out]
     found = {seen.key: seen for seen in now.seen if seen.what not in leaves_out}
-    counts: dict[str, int] = {}
-    for seen in wanted:
-        counts[seen.what] = counts.get(seen.what, 0) + 1
+    counts = dict(collections.Counter(seen.what for seen in wanted))
     places = {seen.key: place for place, seen in enumerate(wanted)}
 
     def difference(seen: Seen, problem: str) -> ReplayDifference:

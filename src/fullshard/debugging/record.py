@@ -1,4 +1,4 @@
-"""A recorded step as a folder that all ranks see.
+"""Write and read a recorded step, as a folder that all ranks see.
 
     folder/replay.json            what it is, and of how many ranks
     folder/model/                 the model before the step: a checkpoint, for any number of ranks
@@ -30,7 +30,7 @@ _FACTS = "replay.json"
 _OF_RANK = re.compile(r"rank-\d+/(inputs|event)-\d+\.(pt|part)")
 
 
-class Facts(NamedTuple):
+class ReplayFacts(NamedTuple):
     """What a record is of. precision: in which dtypes units computed, other than their parameters'."""
 
     format: int
@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
     surroundings: dict[str, Any]
 
 
-class Record:
+class ReplayRecord:
     """A folder with a recorded step, to write or to read."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -69,7 +69,7 @@ class Record:
         """Make room for a new record. Raises CheckpointError where something else is."""
         self.folder.mkdir(parents=True, exist_ok=True)
         facts = self.folder / _FACTS
-        if any(self.folder.iterdir()) and not _is_ours(facts):
+        if any(self.folder.iterdir()) and not _is_record(facts):
             raise CheckpointError(
                 f"{self.folder}: has other files, and no recorded step. Name an empty folder."
             )
@@ -79,14 +79,14 @@ class Record:
                 path.unlink()
 
     def write_facts(self, **facts: Any) -> None:
-        """Write what the record is of: all fields of `Facts` that follow from the model."""
+        """Write what the record is of: all fields of `ReplayFacts` that follow from the model."""
         values = {"format": _FORMAT, "fullshard": VERSION, "torch": str(torch.__version__), **facts}
         _written(
             self.folder / _FACTS,
             lambda path: path.write_text(json.dumps(values, indent=1)),
         )
 
-    def facts(self) -> Facts:
+    def facts(self) -> ReplayFacts:
         """Return what was recorded. Raises CheckpointError if nothing was, or by another version."""
         try:
             values = read_json(self.folder / _FACTS, dict[str, Any], CheckpointError)
@@ -99,9 +99,9 @@ class Record:
                 f"{self.folder}: was recorded by fullshard {values.get('fullshard')}, in a form that this version "
                 "does not read. Replay it with that version."
             )
-        facts: Facts = as_typed(
-            [values.get(name) for name in Facts._fields],
-            Facts,
+        facts: ReplayFacts = as_typed(
+            [values.get(name) for name in ReplayFacts._fields],
+            ReplayFacts,
             lambda why: CheckpointError(
                 f"{self.folder / 'replay.json'}: {why}. Record the step again."
             ),
@@ -139,8 +139,7 @@ class Record:
         return self.folder / f"rank-{rank}" / f"{name}.pt"
 
 
-def _is_ours(facts: Path) -> bool:
-    """Whether a file says what is recorded, by any version."""
+def _is_record(facts: Path) -> bool:  # of any version
     try:
         return {"format", "fullshard"} <= read_json(facts, dict[str, Any], CheckpointError).keys()
     except CheckpointError:

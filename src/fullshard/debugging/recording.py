@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from fullshard.checkpoint.saving import save_checkpoint
-from fullshard.debugging.record import Inputs, Record
+from fullshard.debugging.record import Inputs, ReplayRecord
 from fullshard.debugging.surroundings import device_of, surroundings
 from fullshard.debugging.tape import BACKWARD, FORWARD, Event, Tape, local_of
 from fullshard.engine.hooks import Hooks
@@ -43,7 +43,7 @@ class Recording(PassWatcher):
         for other in [each for each in watchers if isinstance(each, Recording)]:
             other.end("another recording")
         _install()
-        self._record = Record(folder)
+        self._record = ReplayRecord(folder)
         self._tape: _RecordingTape | None = None
         self._contents: list[str] = []  # of the parameters before the step
         watchers.append(self)
@@ -147,7 +147,7 @@ def _end() -> None:
 class _RecordingTape(Tape):
     """Writes each event as soon as it is over, and inputs before their forward."""
 
-    def __init__(self, model: nn.Module, record: Record, rank: int) -> None:
+    def __init__(self, model: nn.Module, record: ReplayRecord, rank: int) -> None:
         super().__init__(model)
         self._record, self._rank = record, rank
         self.when_ended: Callable[[], object] | None = (

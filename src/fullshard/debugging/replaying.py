@@ -1,9 +1,10 @@
-"""`fullshard.replay`: a recorded step, run again by the same ranks or by one process.
+"""`fullshard.replay` runs a recorded step again, by the same ranks or by one process.
 
 Forwards are called with what they were called with, after their surroundings are put back; backwards begin
 with the gradients that reached the outputs. So the loss is not needed, nor data or optimizer.
 """
 
+import collections
 import dataclasses
 import os
 import sys
@@ -18,7 +19,7 @@ from fullshard.checkpoint.loading import load_checkpoint
 from fullshard.checkpoint.peers import Peers
 from fullshard.checkpoint.random_states import random_states, set_random_states
 from fullshard.debugging.comparing import Compared, ReplayDifference, compare_events, name_events
-from fullshard.debugging.record import Facts, Record
+from fullshard.debugging.record import ReplayFacts, ReplayRecord
 from fullshard.debugging.surroundings import autocast_as, device_of, restore, settings_as
 from fullshard.debugging.tape import BACKWARD, FORWARD, GRADIENT, REDUCED, Event, Tape, path_of
 from fullshard.errors import CheckpointError, MisuseError, StateError
@@ -46,7 +47,7 @@ class Replay:
 
     @property
     def is_equal(self) -> bool:
-        """Whether everything that was compared is equal in every bit."""
+        """True if everything that was compared is equal in every bit."""
         return self.first is None
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,9 +83,9 @@ def replay(folder: str | os.PathLike[str], model: nn.Module, *, rank: int | None
     Raises CheckpointError if there is no such record, or it is of another model; StateError for
     another number of ranks; MisuseError for a ``rank`` that there was not.
     """
-    record = Record(folder)
+    record = ReplayRecord(folder)
     facts = record.facts()
-    parts = _parts(facts, rank)
+    parts = _ranks_to_replay(facts, rank)
     is_alone = facts.ranks > 1 and _world_size() == 1
     if facts.precision and not units_of(model):
         raise StateError(
@@ -99,11 +100,11 @@ def replay(folder: str | os.PathLike[str], model: nn.Module, *, rank: int | None
         ) from None
     before = random_states()
     try:
-        replayed = [_Part(record, model, each, is_alone=is_alone).run() for each in parts]
+        replayed = [_RankReplay(record, model, each, is_alone=is_alone).run() for each in parts]
     finally:
         set_random_states(before)
         model.zero_grad(set_to_none=True)
-    return _told(
+    return _replay_of(
         record, facts, replayed if _world_size() == 1 else Peers("replays").gathered(replayed[0])
     )
 
@@ -112,7 +113,7 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _parts(facts: Facts, rank: int | None) -> list[int]:
+def _ranks_to_replay(facts: ReplayFacts, rank: int | None) -> list[int]:
     """Return the ranks whose parts this process replays."""
     size = _world_size()
     if size == 1:
@@ -130,7 +131,7 @@ def _parts(facts: Facts, rank: int | None) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Replayed:
+class _RankResult:
     """What came of one rank's part."""
 
     rank: int
@@ -138,21 +139,22 @@ class _Replayed:
     notes: tuple[str, ...]
 
 
-class _Part:
+class _RankReplay:
     """One rank's part of a step, run again."""
 
-    def __init__(self, record: Record, model: nn.Module, rank: int, *, is_alone: bool) -> None:
+    def __init__(
+        self, record: ReplayRecord, model: nn.Module, rank: int, *, is_alone: bool
+    ) -> None:
         self._record, self._model, self._rank = record, model, rank
         self._is_alone = is_alone
         self._device = device_of(model)
         self._units = units_of(model)
         self._compared: list[Compared] = []
         self._notes: list[str] = []
-        self._grads: dict[
-            tuple[int, int], torch.Tensor
-        ] = {}  # of outputs, in the backward that runs
+        # Of outputs, in the backward that runs.
+        self._grads: dict[tuple[int, int], torch.Tensor] = {}
 
-    def run(self) -> _Replayed:
+    def run(self) -> _RankResult:
         events = self._record.events(self._rank)
         self._model.zero_grad(set_to_none=True)
         settings = [unit.config for unit in self._units]
@@ -161,13 +163,18 @@ class _Part:
         try:
             self._run(tape, events)
         except Exception as error:
-            self._tell_progress(error)
+            if sys.version_info >= (3, 11):
+                found = [each for one in self._compared for each in one.differences]
+                error.add_note(
+                    f"In the replay of rank {self._rank}'s part, after {len(self._compared)} passes: "
+                    + (f"the first that differed is {found[0]}" if found else "all equal.")
+                )
             raise
         finally:
             tape.end()
             for unit, config in zip(self._units, settings, strict=True):
                 unit.config = config
-        return _Replayed(self._rank, tuple(self._compared), tuple(self._notes))
+        return _RankResult(self._rank, tuple(self._compared), tuple(self._notes))
 
     def _run(self, tape: Tape, events: Sequence[Event]) -> None:
         names = name_events(events)
@@ -177,7 +184,9 @@ class _Part:
         leaves_out: set[str] = set() if self._units and not self._is_alone else {REDUCED}
         for number, event in enumerate(events):
             leaves_out |= self._not_compared(event) - leaves_out
-            _reduce_as_in(event, tape)
+            for unit, path in tape.units.items():
+                if (sync := event.sync.get(path)) is not None:
+                    unit.configure(reduce_grads=sync[0], all_reduce_grads=sync[1])
             done = len(tape.events)
             if event.kind == FORWARD:
                 self._forward(tape)
@@ -225,15 +234,6 @@ class _Part:
         note = f"Rank {self._rank}: {why}, so {what} are not compared."
         if note not in self._notes:
             self._notes.append(note)
-
-    def _tell_progress(self, error: Exception) -> None:
-        """Say beside an exception of the model's how far its values were those that were recorded."""
-        differences = [each for one in self._compared for each in one.differences]
-        if sys.version_info >= (3, 11):
-            error.add_note(
-                f"In the replay of rank {self._rank}'s part, after {len(self._compared)} passes: "
-                + (f"the first that differed is {differences[0]}" if differences else "all equal.")
-            )
 
     def _forward(self, tape: Tape) -> None:
         """Run the next forward."""
@@ -298,25 +298,17 @@ class _Part:
                 parameter.grad = None
 
 
-def _reduce_as_in(event: Event, tape: Tape) -> None:
-    """Reduce gradients in the backwards in which they were, by the paths of units."""
-    for unit, path in tape.units.items():
-        if (sync := event.sync.get(path)) is not None:
-            unit.configure(reduce_grads=sync[0], all_reduce_grads=sync[1])
-
-
-def _told(folder: Record, facts: Facts, parts: Sequence[_Replayed]) -> Replay:
+def _replay_of(record: ReplayRecord, facts: ReplayFacts, parts: Sequence[_RankResult]) -> Replay:
     compared = [each for part in parts for each in part.compared]
     differences = [each for one in compared for each in one.differences]
-    counts: dict[str, int] = {}
+    counts: collections.Counter[str] = collections.Counter()
     for one in compared:
-        for what, count in one.counts.items():
-            counts[what] = counts.get(what, 0) + count
+        counts.update(one.counts)
     return Replay(
-        folder=str(folder.folder),
+        folder=str(record.folder),
         ranks=tuple(part.rank for part in parts),
         num_ranks=facts.ranks,
-        counts=counts,
+        counts=dict(counts),
         num_different=len(differences),
         first=min(differences, key=lambda each: each.order, default=None),
         notes=tuple(note for part in parts for note in part.notes),

@@ -1,4 +1,4 @@
-"""What a forward depends on beside its inputs and the sharded parameters, and putting it back.
+"""Read what a forward depends on beside its inputs and the sharded parameters, and put it back.
 
     random generators    Python's, NumPy's, torch's, and those that modules keep as attributes
     what a rank has      buffers, and parameters that are not sharded
@@ -29,7 +29,10 @@ def surroundings(model: nn.Module) -> dict[str, Any]:
         "generators": {key: each.get_state() for key, each in _generators(model).items()},
         "tensors": own_tensors(model),
         "training": {path: module.training for path, module in modules_by_path(model).items()},
-        "autocast": {kind: _autocast(kind) for kind in dict.fromkeys(("cpu", device.type))},
+        "autocast": {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", device.type))
+        },
         "settings": {name: read() for name, (read, _) in _SETTINGS.items()},
     }
 
@@ -121,25 +124,10 @@ def _as_generator(value: Any) -> _Generator | None:
     return None
 
 
-def _autocast(kind: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
 def _set(values: dict[str, Any]) -> None:
     for name, value in values.items():
         if name in _SETTINGS:
             _SETTINGS[name][1](value)
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
 
 
 _cudnn = torch.backends.cudnn
@@ -147,7 +135,13 @@ _cudnn = torch.backends.cudnn
 # By name, how a setting is read and set. All of them can change bits.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
-    "deterministic": (_deterministic, _set_deterministic),
+    "deterministic": (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
+    ),
     "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "cudnn_benchmark": (lambda: _cudnn.benchmark, lambda on: setattr(_cudnn, "benchmark", on)),
     "cudnn_deterministic": (

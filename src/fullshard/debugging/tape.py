@@ -1,4 +1,4 @@
-"""What one model computes in its forwards and backwards, as it happens: `Tape`.
+"""A `Tape` takes down what one model computes in its forwards and backwards, as it happens.
 
 A forward or a backward is an `Event`. It has what every module returned, in the order in which modules end, so
 innermost first; and in backward the full gradients, before and after they are reduced. Of each value a

@@ -1,4 +1,4 @@
-"""Translation of each argument and method of `FullyShardedDataParallel` to `fully_shard`."""
+"""Translate each argument and method of `FullyShardedDataParallel` to `fully_shard`."""
 
 import dataclasses
 from collections.abc import Iterator

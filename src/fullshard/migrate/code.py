@@ -1,4 +1,4 @@
-"""The `fully_shard` calls that replace a model's wrappers, and the source code of the program."""
+"""Plan the `fully_shard` calls that replace a model's wrappers, and write the program that makes them."""
 
 import dataclasses
 import itertools
@@ -88,10 +88,13 @@ def source_code(planned: Calls, instances: Sequence[Instance]) -> str:
     made = [c for c, i in zip(planned.calls, instances, strict=True) if i.skipped is None]
     body = [_assignment(name, expression) for name, expression in planned.variables]
     body += [""] if body else []
-    for _, group in itertools.groupby(sorted(made, key=_order), key=_order):
+    for _, group in itertools.groupby(sorted(made, key=_loop_key), key=_loop_key):
         body += _loop(list(group))
     body += _cast_buffers(planned)
-    return "\n".join([*_imports("\n".join(body)), "", *_remarks(instances), *body, ""])
+    remarks = ["# `model` is as it was before it was wrapped."]
+    if any(instance.is_alone for instance in instances):
+        remarks.append("# As for FULL_SHARD: on one rank, what was asked for is not known.")
+    return "\n".join([*_imports("\n".join(body)), "", *remarks, *body, ""])
 
 
 # Options
@@ -201,7 +204,7 @@ def _assignment(name: str, expression: str) -> str:
     return "\n".join([f"{function}(", *(f"    {field}," for field in fields.split(", ")), ")"])
 
 
-def _order(call: Call) -> tuple[int, str, str, tuple[tuple[str, str], ...], str]:
+def _loop_key(call: Call) -> tuple[int, str, str, tuple[tuple[str, str], ...], str]:
     """Return a sort key: bottom-up, and calls that can be one loop next to each other.
 
     Those of blocks.0 and blocks.1 can, that of blocks.0.norm cannot.
@@ -282,11 +285,4 @@ def _imports(body: str) -> list[str]:
     if meshes:
         lines.append(f"from torch.distributed.device_mesh import {', '.join(meshes)}")
     lines.append(f"from fullshard import {', '.join(name for name in ours if name in used)}")
-    return lines
-
-
-def _remarks(instances: Iterable[Instance]) -> list[str]:
-    lines = ["# `model` is as it was before it was wrapped."]
-    if any(instance.is_alone for instance in instances):
-        lines.append("# As for FULL_SHARD: on one rank, what was asked for is not known.")
     return lines

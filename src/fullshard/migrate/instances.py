@@ -1,4 +1,4 @@
-"""The wrapped modules of a model, with their paths in the model before it was wrapped."""
+"""Find the wrapped modules of a model, with their paths in the model before it was wrapped."""
 
 import dataclasses
 import enum
@@ -47,7 +47,7 @@ class Instance:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the group has one rank, which turns strategies (except hybrid) into NO_SHARD."""
+        # A group of one rank turns strategies, except hybrid ones, into NO_SHARD.
         return self.wrapper.world_size == 1 and self.strategy is ShardingStrategy.NO_SHARD
 
     @property
@@ -56,7 +56,7 @@ class Instance:
 
     @property
     def computes_in_float32(self) -> bool:
-        """Whether mixed precision leaves the module in float32, by default batch norms."""
+        # Mixed precision leaves such modules in float32, by default batch norms.
         overrides: object = getattr(self.wrapper.module, "_wrap_overrides", None)
         return overrides == {"mixed_precision": None}
 
@@ -87,7 +87,9 @@ def find_instances(model: nn.Module) -> list[Instance]:
         is_root = parent is None and wrapper._is_root is not False
         if parent is not None and parent.path == path:
             is_root = parent.is_root
-        skipped = Skipped.CONTAINER if _is_container(wrapper.module) else None
+        is_list = isinstance(wrapper.module, (nn.ModuleList, nn.ModuleDict))
+        has_forward = type(wrapper.module).forward is not nn.Module.forward
+        skipped = Skipped.CONTAINER if is_list and not has_forward else None
         if innermost[path] != name:
             skipped = Skipped.WRAPPED_AGAIN
         found[name] = Instance(path, wrapper, parent, heights[name], is_root, skipped)
@@ -104,11 +106,6 @@ def owner_among(wrappers: dict[str, FullyShardedDataParallel], name: str) -> str
 def original_path(name: str) -> str:
     """Return a module's path without prefixes of FSDP, activation checkpointing and compilation."""
     return ".".join(part for part in clean_name(name).split(".") if part != COMPILED_MODULE)
-
-
-def _is_container(module: nn.Module) -> bool:
-    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    return is_list and type(module).forward is nn.Module.forward
 
 
 def _nothing_wrapped(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""A wrapped module's device mesh as source text: the expression that makes it."""
+"""Write the expression that makes a wrapped module's device mesh, as source text."""
 
 import itertools
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from fullshard.fsdp1.options import ShardingStrategy
 from fullshard.migrate.instances import Instance
 
 
-class _Axis(NamedTuple):
+class _MeshAxis(NamedTuple):
     """This rank's group along one mesh axis."""
 
     name: str
@@ -43,7 +43,9 @@ def mesh_expression(instance: Instance) -> str | None:
     device, axes = instance.wrapper.compute_device.type, _axes(instance)
     everyone = list(range(dist.get_world_size()))
     grid = _grid(axes)
-    is_default = instance.wrapper._device_mesh is None and device == _default_device()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    own_device = "cpu" if accelerator is None else accelerator.type
+    is_default = instance.wrapper._device_mesh is None and device == own_device
     if len(axes) == 1 and grid == everyone and is_default:
         return None
     if grid == everyone:
@@ -59,7 +61,7 @@ def mesh_expression(instance: Instance) -> str | None:
     return f'DeviceMesh("{device}", {ranks}, mesh_dim_names={_names(a.name for a in axes)})'
 
 
-def _axes(instance: Instance) -> list[_Axis]:
+def _axes(instance: Instance) -> list[_MeshAxis]:
     """Return the axes of the mesh: (replicate, shard), or the only one."""
     placed, mesh = instance.wrapper._ranks, instance.wrapper._device_mesh
     names: tuple[str, ...] = ("replicate", "shard") if instance.is_hybrid else ("shard",)
@@ -71,12 +73,12 @@ def _axes(instance: Instance) -> list[_Axis]:
     if placed.replicate_group is not None:
         groups.insert(0, placed.replicate_group)
     return [
-        _Axis(name, dist.get_process_group_ranks(group))
+        _MeshAxis(name, dist.get_process_group_ranks(group))
         for name, group in zip(names, groups, strict=True)
     ]
 
 
-def _grid(axes: list[_Axis]) -> list[int] | None:
+def _grid(axes: list[_MeshAxis]) -> list[int] | None:
     """Return the ranks of the whole mesh, row by row, or None if they follow no pattern."""
     if any(axis.stride is None for axis in axes):
         return None
@@ -84,7 +86,7 @@ def _grid(axes: list[_Axis]) -> list[int] | None:
     return [dist.get_rank() + sum(offsets) for offsets in steps]
 
 
-def _slice_of(axis: _Axis, num_ranks: int) -> list[tuple[str, int]] | None:
+def _slice_of(axis: _MeshAxis, num_ranks: int) -> list[tuple[str, int]] | None:
     """Return (name, size) of the dims of a 2-D mesh of all ranks that has this axis as one dim.
 
     None if there is no such mesh.
@@ -109,8 +111,3 @@ def _names(names: Iterable[str]) -> str:
     """Return a tuple of names as source text: ("replicate", "shard")."""
     quoted = [f'"{name}"' for name in names]
     return f"({', '.join(quoted)}{',' if len(quoted) == 1 else ''})"
-
-
-def _default_device() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type

@@ -1,4 +1,4 @@
-"""`migrate_report`: says how to shard a `FullyShardedDataParallel` model with `fully_shard`."""
+"""`migrate_report` says how to shard a `FullyShardedDataParallel` model with `fully_shard`."""
 
 import dataclasses
 import textwrap

@@ -1,4 +1,4 @@
-"""State of a model and its optimizer that either API can load.
+"""Save state of a model and its optimizer that either API can load, and load it.
 
 Training begun as `FullyShardedDataParallel` can continue under `fully_shard`, and the reverse, on
 any number of ranks. Ranks exchange the parts that move; no rank ever holds a whole copy.
@@ -58,13 +58,13 @@ def load_sharded_state(
     model = whole_of(model)
     if optimizer is not None:
         # All ranks check together before any of them loads.
-        _check_complete(model, optimizer, state["optimizer"])
+        _refuse_incomplete(model, optimizer, state["optimizer"])
     values = dict(state["model"])
     for unit, names in structure_of(model).units:
         if unit.is_flat:
             continue  # its own state-dict hooks take values of any kind
         given = {i: n[0] for i, n in enumerate(names) if n and n[0] in values}
-        _check_shapes(unit, {name: values[name] for name in given.values()}, given)
+        _refuse_misshapen(unit, {name: values[name] for name in given.values()}, given)
         shards = locals_of(unit, list(given), [values[name] for name in given.values()])
         for index, shard in zip(given, shards, strict=True):
             wrapped = unit.managed[index].wrap_shard(shard)
@@ -76,7 +76,7 @@ def load_sharded_state(
         )
 
 
-def _check_complete(
+def _refuse_incomplete(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
 ) -> None:
     """Raise StateError, on all ranks alike, for optimizer state that is missing or left over.
@@ -123,7 +123,7 @@ def _check_complete(
         )
 
 
-def _check_shapes(unit: Unit, values: dict[str, Any], names: dict[int, str]) -> None:
+def _refuse_misshapen(unit: Unit, values: dict[str, Any], names: dict[int, str]) -> None:
     wrong = [
         f"{name}: {tuple(values[name].size())}, expected {tuple(expected)}"
         for index, name in names.items()
