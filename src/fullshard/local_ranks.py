@@ -1,4 +1,4 @@
-"""What holds for the ranks of one machine, whoever starts them: their processors, GPUs and end."""
+"""Share a machine among its ranks, whoever starts them: processors, GPUs, and ending together."""
 
 import ctypes
 import os

@@ -217,7 +217,7 @@ class UnitConfig:
 
     @property
     def reduces_unused(self) -> bool:
-        """Whether all ranks reduce the unit in each backward, whatever they have used of it."""
+        # All ranks reduce the unit in each backward, whatever they have used of it.
         return self.unused is Unused.ZERO
 
     @property

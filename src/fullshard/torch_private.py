@@ -80,7 +80,7 @@ with _to("tell whether a `FakeTensorMode` is active"):
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a `FakeTensorMode`; its class is imported only if there is a mode."""
+    """Tell tensors of a `FakeTensorMode`, whose class is imported only if there is a mode."""
     with _to("tell fake tensors"):
         from torch._subclasses import FakeTensor  # noqa: PLC0415
     return isinstance(tensor, FakeTensor)

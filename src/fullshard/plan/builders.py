@@ -181,7 +181,7 @@ def _rows_bucket(
 
 
 def _route(spec: ParamSpec, shard_size: int, rule: DirectRule) -> Route:
-    """Return whether a parameter of a layout by rows is direct or packed."""
+    """Choose the route of a parameter in a layout by rows: direct or packed."""
     num_rows = spec.shape[spec.shard_dim]
     chunk_numel = rows_per_rank(num_rows, shard_size) * math.prod(spec.shape[1:])
     aligned = all(

@@ -154,7 +154,6 @@ class ParamLayout:
 
     @functools.cached_property
     def is_even(self) -> bool:
-        """Whether all ranks own equally large shards that are not empty."""
         return self.num_equal_shards == self.shard_size
 
     @functools.cached_property
@@ -229,7 +228,7 @@ class BucketLayout:
 
     @functools.cached_property
     def is_gapless(self) -> bool:
-        """Whether a shard buffer consists of even shards of dim 0 alone, without padding."""
+        # A shard buffer consists of even shards of dim 0 alone, without padding.
         return (
             bool(self.params)
             and all(param.is_even and param.spec.shard_dim == 0 for param in self.params)

@@ -1,4 +1,4 @@
-"""The order in which a model's units run, recorded as they run, and used to prefetch.
+"""Record the order in which a model's units run, and predict from it what to prefetch.
 
 Nobody knows the order beforehand: it follows from what the program calls. So `Recorder` notes it,
 predicts from the last pass what comes next, and stops predicting where this pass differs.

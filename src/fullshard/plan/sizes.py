@@ -1,4 +1,4 @@
-"""Rounding that several rooms have to do alike, since ranks compute each other's offsets by it."""
+"""Round sizes as several rooms have to do alike, since ranks compute each other's offsets by it."""
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -45,7 +45,7 @@ class Kind(enum.Enum):
 
     @property
     def is_communication(self) -> bool:
-        """Whether the rank moves bytes or waits for them; in a timeline that is exposed."""
+        # The rank moves bytes or waits for them; in a timeline, what is shown of that is exposed.
         return self in _COMMUNICATION
 
 

@@ -49,5 +49,4 @@ def _parent(name: str) -> str:
 
 
 def contains(unit: str, module: str) -> bool:
-    """Return whether ``module`` is ``unit`` itself or lies below it."""
     return unit in ("", module) or module.startswith(unit + ".")
