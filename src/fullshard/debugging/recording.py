@@ -1,4 +1,4 @@
-"""Recording one step of training, for `fullshard.replay`.
+"""Record one step of training, for `fullshard.replay`.
 
 A step is all forwards with gradients of one sharded model, and their backwards, until an optimizer that
 has its parameters steps. Before the first of them the model is saved. Every rank writes what its forwards

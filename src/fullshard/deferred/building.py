@@ -1,4 +1,4 @@
-"""`deferred_init` and `materialize`: a model without memory, and its values once it is sharded.
+"""`deferred_init` builds a model without memory, and `materialize` gives it its values once it is sharded.
 
 A model that is larger than one device or host cannot be built as usual and then sharded. Built on the meta
 device it has no values, and initialisers that are run later draw other random numbers in another order. Here

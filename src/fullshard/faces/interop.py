@@ -1,4 +1,4 @@
-"""Private names under which PyTorch itself and libraries read a sharded module.
+"""Show a sharded module under the private names by which PyTorch and libraries read it.
 
 Pipeline schedules reduce gradients through ``fully_shard.state(module)``. Composable APIs look for
 a mark in a module's registry, and ``torch.compile`` for marks on the module. The classes here are

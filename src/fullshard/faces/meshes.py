@@ -1,4 +1,4 @@
-"""Translates device meshes into the numbers, process groups and DTensor specs that a unit needs.
+"""Translate device meshes into the numbers, process groups and DTensor specs that a unit needs.
 
 Three kinds of mesh reach `fully_shard`:
 

@@ -1,4 +1,4 @@
-"""`set_unused`: what follows if a rank leaves parameters, or whole modules, without a gradient."""
+"""`set_unused` says what follows if a rank leaves parameters, or whole modules, without a gradient."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Wraps the modules that a policy chooses: children before their parents, and never the root.
+"""Wrap the modules that a policy chooses: children before their parents, and never the root.
 
 Names and signatures are those of ``torch.distributed.fsdp.wrap``, and of the functions that
 PyTorch's tests and activation checkpointing take from ``_wrap_utils``.

@@ -42,7 +42,7 @@ def flat_unit(
     paths = qualified_names([module], parameters.slots.values())
     names = dict(zip(parameters.slots, paths, strict=True))
     _check_flattenable(module, names, parameters, mesh, config)
-    specs = [_spec(parameter, name, config) for parameter, name in names.items()]
+    specs = [_param_spec(parameter, name, config) for parameter, name in names.items()]
     is_aligned = config.style is not ParamStyle.FLAT  # programs rely on a FlatParameter's size
     layout = flat_layout(specs, shard_size=mesh.plan.shard_size, is_aligned=is_aligned)
     rank = mesh.plan.shard_rank
@@ -94,7 +94,7 @@ def names_below(module: nn.Module, unit: Unit) -> list[str]:
     return [clean_name(path.partition(": ")[2]) for path in paths]
 
 
-def _spec(parameter: nn.Parameter, name: str, config: UnitConfig) -> ParamSpec:
+def _param_spec(parameter: nn.Parameter, name: str, config: UnitConfig) -> ParamSpec:
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     dtype = parameter.dtype
     low = config.mp_policy.param_dtype if dtype.is_floating_point else None
@@ -124,9 +124,9 @@ def _check_flattenable(
                 f"{name.rsplit(': ')[-1]} to a 1D tensor with numel equal to 1. It is {name}."
             )
     for owner, slot in parameters.ties:
-        others = " and ".join(_place(root, other) for other in owner.slots)
+        others = " and ".join(_where(root, other) for other in owner.slots)
         raise ShardingError(
-            f"{_place(root, slot)} is {others}, the parameter of a nested FSDP instance, which would "
+            f"{_where(root, slot)} is {others}, the parameter of a nested FSDP instance, which would "
             "be gathered for that instance alone. Wrap the modules that share it together, in one "
             "instance."
         )
@@ -134,7 +134,7 @@ def _check_flattenable(
         _check_uniform(names)
 
 
-def _place(root: nn.Module, slot: Slot) -> str:
+def _where(root: nn.Module, slot: Slot) -> str:
     """Return where a parameter is registered, for messages: its path if that is below the root."""
     for path, module in root.named_modules():
         if module is slot.module():

@@ -1,4 +1,4 @@
-"""Lets torch's distributed state dicts recognise the wrapper.
+"""Let torch's distributed state dicts recognise the wrapper.
 
 ``torch.distributed.checkpoint.state_dict`` finds wrapped modules by PyTorch's class. A model that
 it does not recognise would be saved as if nothing were sharded: one rank's pieces, under wrong keys.

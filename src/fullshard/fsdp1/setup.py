@@ -1,4 +1,4 @@
-"""Preparation of a module before its parameters are flattened.
+"""Prepare a module before its parameters are flattened.
 
 In the order of use: ignored parameters and modules, ranks to shard over, the device, first values.
 """

@@ -1,4 +1,4 @@
-"""What `FSDPModule`'s methods change about a unit's communication.
+"""Change how a unit communicates, for `FSDPModule`'s methods.
 
 None of these functions connects the units to each other again: call ``Iteration.connect`` after
 them, as `FSDPModule` does.

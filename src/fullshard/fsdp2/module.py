@@ -1,4 +1,4 @@
-"""`FSDPModule`: the methods of a module that `fully_shard` was applied to."""
+"""`FSDPModule`: the class that sharding gives to modules, and its methods."""
 
 import collections
 import contextlib

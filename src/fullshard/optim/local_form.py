@@ -1,4 +1,4 @@
-"""Two forms of an optimizer's parameters, gradients and state: DTensors, and their local tensors.
+"""Translate an optimizer's parameters, gradients and state between DTensors and their local tensors.
 
                 shown (to users)                       local (in a step)
     parameter   DTensor                                its local tensor, the shard

@@ -1,4 +1,4 @@
-"""`memory_report(model)`: what this rank's memory is used for at the moment.
+"""`memory_report(model)` tells what this rank's memory is used for at the moment.
 
 Every owner of memory lists the tensors that it holds (`Unit`, `UnitBuffers`, `UnitGradients`,
 `Comm`, `Scratch`); this file only puts them into categories and counts them. It allocates, gathers
