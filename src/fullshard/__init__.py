@@ -6,7 +6,6 @@ the first call, `fully_shard` and its policies, comes alone: the engine is impor
 """
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from fullshard.versions import VERSION, check_torch_version
@@ -31,8 +30,6 @@ if not TYPE_CHECKING:  # which would take any name for one that is here
         """Look up a name that is not here yet (PEP 562): a public name, `__all__`, or a room."""
         # What inspect, copy and the like ask every module for is no use of the library.
         is_wanted = name == "__all__" or not name.startswith("__")
-        if is_wanted and importlib.util.find_spec(f"{__name__}.{name}") is not None:
-            return importlib.import_module(f"{__name__}.{name}")  # a room, or a file beside it
         if is_wanted and "__all__" not in globals():
             if not globals().keys() & _WITHOUT_ENGINE.keys():  # the first use: it may warn, once
                 check_torch_version(importlib.import_module("torch").__version__)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard import host
+import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.peers.groups import exchange_through_store
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard import host
+import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.errors import AllocationError
 from fullshard.peers import flight_record, status_board
 from fullshard.peers.agreed_order import AgreedOrder

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import host
+import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.engine.checks.meta import mark_unwritten, marking_to_empty, places_on_meta
 from fullshard.engine.module_state import state_of

@@ -63,6 +63,7 @@ def fully_shard(
     Raises ShardingError or MeshError before anything is changed. If memory is lacking, restores the
     module and raises AllocationError. Source: ZeRO-3, arXiv 1910.02054; PyTorch FSDP2.
     """
+    import fullshard.watch  # noqa: F401  (hears of each model that runs)
     from fullshard.faces.annotated import leave_unchecked
     from fullshard.faces.meshes import default_mesh, mesh_info
     from fullshard.fsdp2.module import FSDPModule
@@ -97,6 +98,7 @@ def replicate(
     Raises MeshError for a mesh with another number of dims, or if ``dp_mesh_dims`` names dims to
     shard over.
     """
+    import fullshard.watch  # noqa: F401
     from fullshard.faces.annotated import leave_unchecked
     from fullshard.faces.meshes import default_mesh, replicate_mesh_info
     from fullshard.fsdp2.module import ReplicateModule

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 
 import torch.distributed as dist
 
-from fullshard import host
+import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.errors import CommError, DivergenceError, FullshardError
 from fullshard.peers import diagnosis
 from fullshard.peers.flight_record import known_record, last_entry_of, latest_moment
