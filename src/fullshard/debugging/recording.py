@@ -22,7 +22,7 @@ from fullshard.checkpoint.saving import save_checkpoint
 from fullshard.debugging.record import Inputs, ReplayRecord
 from fullshard.debugging.surroundings import device_of, surroundings
 from fullshard.debugging.tape import BACKWARD, FORWARD, Event, Tape, local_of
-from fullshard.engine.hooks import Hooks
+from fullshard.engine.module_state import ModuleState
 from fullshard.engine.precision import map_tensors
 from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.process_hooks import AFTER_STEP, BEFORE_STEP, at_exit
@@ -44,7 +44,7 @@ class Recording(PassWatcher):
         self._contents: list[str] = []  # of the parameters before the step
         watchers.append(self)
 
-    def forward_begins(self, state: Hooks, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def forward_begins(self, state: ModuleState, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._tape is None:
             root = state.root_module or module
             if torch.is_grad_enabled() and any(p.requires_grad for p in root.parameters()):
@@ -75,14 +75,14 @@ class Recording(PassWatcher):
         return self._tape
 
     def _write_inputs(
-        self, tape: "_RecordingTape", state: Hooks, module: nn.Module, args: Any, kwargs: Any
+        self, tape: "_RecordingTape", state: ModuleState, module: nn.Module, args: Any, kwargs: Any
     ) -> None:
         try:
             tape.write_inputs(state, module, args, kwargs)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             warnings.warn(
                 f"{self._record.folder}: the recording is given up on rank {dist.get_rank()}, as an argument of "
-                f"{type(module).__name__}.{state.called} cannot be pickled: {error}. Pass tensors and plain values in "
+                f"{type(module).__name__}.{state.hooks().called} cannot be pickled: {error}. Pass tensors and plain values in "
                 "the step that is to be replayed.",
                 stacklevel=2,
             )
@@ -159,13 +159,13 @@ class _RecordingTape(Tape):
     def has_backward(self) -> bool:
         return self.is_in_backward or any(event.kind == BACKWARD for event in self.events)
 
-    def write_inputs(self, state: Hooks, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def write_inputs(self, state: ModuleState, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Write what a forward of the model begins with, if it is one. Raises what pickling raises."""
         path = self._paths.get(id(module))
         if path is None or not torch.is_grad_enabled():
             return
         args, kwargs = map_tensors(_plain, (args, kwargs))
-        inputs = Inputs(path, state.called, args, kwargs, surroundings(self.model))
+        inputs = Inputs(path, state.hooks().called, args, kwargs, surroundings(self.model))
         self._record.write_inputs(self._rank, len(self.outputs), inputs)
 
     def event_ended(self, event: Event) -> None:

@@ -34,65 +34,69 @@ def copy_sharded(
             f"{type(module).__name__} was sharded together with modules outside it, so it cannot "
             "be deep-copied alone. Copy a module that contains them all."
         )
-    states = {state: None for each in modules if (state := hooks_of(each)) is not None}
-    _check(module, modules, states)
+    all_hooks = {hooks: None for each in modules if (hooks := hooks_of(each)) is not None}
+    _check(module, modules, all_hooks)
     # State and classes are off while plain modules are copied: deepcopy would copy units and
     # process groups as well, and `__deepcopy__` of the classes leads back here.
-    classes: dict[nn.Module, Any] = {each: type(each) for state in states for each in state.modules}
-    for state in states:
-        state.detach()
+    classes: dict[nn.Module, Any] = {
+        each: type(each) for hooks in all_hooks for each in hooks.state.modules
+    }
+    for hooks in all_hooks:
+        hooks.detach()
     for each, sharded in classes.items():
         each.__class__ = sharded.__mro__[sharded._orig_cls_mro_index]
     try:
         for each in dict.fromkeys([module, *classes]):  # those copied already are in the memo
             copy_plain(each)
     finally:
-        for state in states:
-            state.attach()
+        for hooks in all_hooks:
+            hooks.attach()
         for each, sharded in classes.items():
             each.__class__ = sharded
     # Units only now, when `memo` knows every module: a tied parameter is registered on several.
     new: dict[Hooks, Hooks] = {}
-    for state in states:
-        copies = [memo[id(each)] for each in state.modules]
-        new[state] = Hooks(copies, [_copy_unit(unit, memo) for unit in state.all_units])
-        for original, copy in zip(state.modules, copies, strict=True):
+    for hooks in all_hooks:
+        copies = [memo[id(each)] for each in hooks.state.modules]
+        new[hooks] = Hooks(copies, [_copy_unit(unit, memo) for unit in hooks.state.all_units])
+        for original, copy in zip(hooks.state.modules, copies, strict=True):
             copy.__class__ = classes[original]
-        state.copy_methods(new[state], memo)
-        for ignored, names in state.ignored_names.items():
-            new[state].ignored_names[memo[id(ignored)]] = set(names)
-        new[state].ignored.update(memo[id(own)] for own in state.ignored if id(own) in memo)
-    for state, other in new.items():  # once all copies exist, since they refer to one another
-        other.forward_prefetch = [new.get(s, s) for s in state.forward_prefetch]
-        other.backward_prefetch = [new.get(s, s) for s in state.backward_prefetch]
+        hooks.copy_methods(new[hooks], memo)
+        for ignored, names in hooks.state.ignored_names.items():
+            new[hooks].state.ignored_names[memo[id(ignored)]] = set(names)
+        new[hooks].state.ignored.update(
+            memo[id(own)] for own in hooks.state.ignored if id(own) in memo
+        )
+    for hooks, other in new.items():  # once all copies exist, since they refer to one another
+        other.forward_prefetch = [new.get(s, s) for s in hooks.forward_prefetch]
+        other.backward_prefetch = [new.get(s, s) for s in hooks.backward_prefetch]
     copied: nn.Module = memo[id(module)]
     return copied
 
 
 def _sharded_together(module: nn.Module) -> dict[nn.Module, None]:
-    """Return the module and all below it, and so of each module that shares a state with these."""
+    """Return the module and all below it, and so of each module that shares a hooks with these."""
     found: dict[nn.Module, None] = {}
     todo = [module]
     while todo:
         for each in todo.pop().modules():
             if each not in found:
                 found[each] = None
-                state = hooks_of(each)
-                todo.extend(state.modules if state is not None else [])
+                hooks = hooks_of(each)
+                todo.extend(hooks.state.modules if hooks is not None else [])
     return found
 
 
-def _check(module: nn.Module, modules: dict[nn.Module, None], states: dict[Hooks, None]) -> None:
+def _check(module: nn.Module, modules: dict[nn.Module, None], all_hooks: dict[Hooks, None]) -> None:
     """Raise MisuseError unless the modules can be copied alone; let their units come to rest."""
     name = type(module).__name__
-    for state in states:
-        iteration = state.known_iteration
+    for hooks in all_hooks:
+        iteration = hooks.state.known_iteration
         if iteration is not None and iteration.has_run:
             raise MisuseError(
                 f"FSDP does not support deepcopy of {name} after its first forward. Copy the model "
                 "before it runs, or load its state_dict into a second sharded model."
             )
-    units = [unit for state in states for unit in state.units]
+    units = [unit for hooks in all_hooks for unit in hooks.state.units]
     managed = {param for unit in units for param in unit.params}
     for parameter in [own for each in modules for own in each.parameters(recurse=False)]:
         owner = owner_of(parameter)

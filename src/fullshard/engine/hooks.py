@@ -48,7 +48,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.engine.access import Registered, fake_form, is_running, refuse_while_used
 from fullshard.engine.iteration import Iteration, Stage
 from fullshard.engine.joined import join_units
-from fullshard.engine.module_state import ModuleState, state_of
+from fullshard.engine.module_state import ModuleState
 from fullshard.engine.nodes import (
     follow_input,
     mark_after_backward,
@@ -75,10 +75,13 @@ from fullshard.torch_private import (
     is_fake_mode_active,
 )
 
+_HOOKS = "_fullshard_hooks"  # an attribute of sharded modules
 
-class Hooks(ModuleState):
+
+class Hooks:
     """The hooks of a sharded module, or of several that were sharded together.
 
+    state: what the module carries, and its place in the model.
     forward_prefetch, backward_prefetch: the modules whose units the user chose to gather early, in
         place of the next unit in order; empty for the latter.
     """
@@ -90,7 +93,8 @@ class Hooks(ModuleState):
 
         is_wrapper: the module calls `run_as_forward` itself, so no hooks are registered on it.
         """
-        super().__init__(modules, units, is_wrapper=is_wrapper)
+        self.state = ModuleState(modules, units, is_wrapper=is_wrapper)
+        self.state.hooks = weakref.ref(self)
         self.forward_prefetch: list[Hooks] = []
         self.backward_prefetch: list[Hooks] = []
         self._calls_itself = False  # the forward under way has called its own module again
@@ -104,8 +108,10 @@ class Hooks(ModuleState):
 
     def attach(self) -> None:
         """Put the state and its hooks on the modules."""
-        super().attach()
-        for module in () if self.is_wrapper else self.modules:
+        self.state.attach()
+        for module in self.state.modules:
+            module.__dict__[_HOOKS] = self
+        for module in () if self.state.is_wrapper else self.state.modules:
             self._handles += [
                 # In front of the user's hooks, which may compute with the module's parameters.
                 module.register_forward_pre_hook(
@@ -120,7 +126,9 @@ class Hooks(ModuleState):
 
     def detach(self) -> None:
         """Take the state and its hooks off the modules."""
-        super().detach()
+        self.state.detach()
+        for module in self.state.modules:
+            del module.__dict__[_HOOKS]
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -135,59 +143,60 @@ class Hooks(ModuleState):
 
         Raises StateError as `Iteration.begin_forward` and `ModuleState.initialise` do.
         """
-        for unit in self.all_units:
+        state = self.state
+        for unit in state.all_units:
             if unit.is_whole:
                 return args, kwargs  # to compute with what is shown
         if is_fake_mode_active() and not self._is_fake:
             self._begin_fake(module)
-            return cast_inputs(self.policy, args, kwargs)
-        iteration = self.iteration() or self.initialise()
+            return cast_inputs(state.policy, args, kwargs)
+        iteration = state.iteration() or state.initialise()
         if iteration.stage >= Stage.BACKWARD or current_graph_task_id() != -1:
             # First: a backward that raised leaves states in PRE_BACKWARD, as if this recomputed.
-            self.forget_stale_backward(iteration)
+            state.forget_stale_backward(iteration)
             if current_graph_task_id() != -1 and iteration.awaits_backward:
                 self.begin_backward()  # that no output has announced, and which recomputes this
-            if self.training_state is TrainingState.PRE_BACKWARD and iteration.is_in_backward:
+            if state.training_state is TrainingState.PRE_BACKWARD and iteration.is_in_backward:
                 # Recomputation. 4 has unsharded them, but a backward in between may have resharded.
-                iteration.begin_units(self.units, joined=self.joined, prefetches=False)
-                return cast_inputs(self.policy, args, kwargs)
-        units = self.units
-        has_begun = self.training_state is TrainingState.FORWARD and id(module) not in self.to_run
+                iteration.begin_units(state.units, joined=state.joined, prefetches=False)
+                return cast_inputs(state.policy, args, kwargs)
+        units = state.units
+        has_begun = state.training_state is TrainingState.FORWARD and id(module) not in state.to_run
         # An exception ended the forward that has begun, or it still runs and this call is in it.
         # Only the stack tells, which is walked in this rare case alone.
         if has_begun and self._num_calls(module) > 1:
             return self._begin_inner_call(args, kwargs)
         self._calls_itself = False
-        if iteration.has_raised_in_forward(is_root=self._own_iteration is not None):
-            self.forget(keeps_gradients=True)
+        if iteration.has_raised_in_forward(is_root=state.is_root):
+            state.forget(keeps_gradients=True)
         # After `forget`, which changes the state.
-        is_first = self.training_state is not TrainingState.FORWARD
+        is_first = state.training_state is not TrainingState.FORWARD
         begins = is_first and iteration.stage is Stage.IDLE
         if begins:
             iteration.finalization.check_ended("forward")
             for watcher in tuple(watchers):
-                watcher.forward_begins(self, module, args, kwargs)
-        if len(self._modules) > 1 and not self.to_run:
-            self.to_run = {id(module) for module in self.modules}
-        self.training_state = TrainingState.FORWARD
+                watcher.forward_begins(state, module, args, kwargs)
+        if len(state._modules) > 1 and not state.to_run:
+            state.to_run = {id(module) for module in state.modules}
+        state.training_state = TrainingState.FORWARD
         if begins:
-            args, kwargs = _to_device(self.all_units[0].device, args, kwargs)
-            caller = _caller() if len(self._modules) == 1 else None
+            args, kwargs = _to_device(state.all_units[0].device, args, kwargs)
+            caller = _caller() if len(state._modules) == 1 else None
             if iteration.has_skipped:
-                join_units(self.everyone)
+                join_units(state.everyone)
             iteration.begin_forward(self, is_training=module.training, caller=caller)
-            self.look_for_strays()
-        policy = self.all_units[0].config.mp_policy
+            state.look_for_strays()
+        policy = state.all_units[0].config.mp_policy
         if policy.param_dtype is not None:
             args, kwargs = cast_inputs(policy, args, kwargs)
         prefetches = not self.forward_prefetch
         iteration.begin_units(
-            units, joined=self.joined, prefetches=prefetches, is_training=module.training
+            units, joined=state.joined, prefetches=prefetches, is_training=module.training
         )
         if is_first:
             # After the module's own units: gathers run in the order in which they are started.
-            for state in self.forward_prefetch:
-                for unit in state.units:
+            for other in self.forward_prefetch:
+                for unit in other.state.units:
                     iteration.start_forward_unshard(unit)
             # Of a group, only the inputs of the first module: backward comes to them last.
             if units and torch.is_grad_enabled():
@@ -246,14 +255,14 @@ class Hooks(ModuleState):
     @property
     def _is_fake(self) -> bool:
         """True if the shards are fake themselves, and so is all that the engine does with them."""
-        some: Any = next((p for module in self.modules for p in module.parameters()), None)
+        some: Any = next((p for module in self.state.modules for p in module.parameters()), None)
         return is_fake(getattr(some, "_local_tensor", some))
 
     def _begin_fake(self, module: nn.Module) -> None:
         """Show fake whole parameters until 3. Nothing is gathered, and the units do not notice."""
         num_faked = len(self._faked)
-        self._faked.append(Registered(self.units, fake_form))
-        if not self.is_wrapper:  # `run_as_forward` sees exceptions itself
+        self._faked.append(Registered(self.state.units, fake_form))
+        if not self.state.is_wrapper:  # `run_as_forward` sees exceptions itself
 
             def end(*_: Any) -> None:
                 handle.remove()
@@ -292,34 +301,34 @@ class Hooks(ModuleState):
     @eager
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free a module's parameters; return its outputs, marked for backward and cast."""
-        for unit in self.all_units:
+        state = self.state
+        for unit in state.all_units:
             if unit.is_whole:
                 return refusing_backward(output)
-        policy = self.all_units[0].config.mp_policy
+        policy = state.all_units[0].config.mp_policy
         if self._faked:
             self._faked.pop().undo()
             return cast_outputs(policy, output)
-        if self.training_state is TrainingState.PRE_BACKWARD:
+        if state.training_state is TrainingState.PRE_BACKWARD:
             return cast_outputs(policy, output)  # recomputation: unsharded until 6
-        iteration = self.iteration() or self.initialise()
+        iteration = state.iteration() or state.initialise()
         if self._calls_itself and self._num_calls(module) > 1:
             return cast_outputs(policy, self._mark_outputs(output))
         is_root = iteration.root is not None and iteration.root() is self
-        if self.to_run:
-            self.to_run.discard(id(module))
-            if self.to_run and not is_root:
+        if state.to_run:
+            state.to_run.discard(id(module))
+            if state.to_run and not is_root:
                 return cast_outputs(policy, output)  # others of the group are still to come
-            self.to_run.clear()  # part of a group may be called alone, for the loss
+            state.to_run.clear()  # part of a group may be called alone, for the loss
         output = self._complete_forward(iteration, output)
         if is_root:
             # Before `end_forward`, whose fence lets peers write to what these still read.
-            for state in self.everyone:
+            for other in state.everyone:
                 # Part of its group did not run, or an exception that the program caught ended it.
-                began = state is not self and state.training_state is TrainingState.FORWARD
-                if state.to_run or began:
-                    state.to_run.clear()
-                    assert isinstance(state, Hooks)
-                    output = state._complete_forward(iteration, output)
+                began = other is not self.state and other.training_state is TrainingState.FORWARD
+                if other.to_run or began:
+                    other.to_run.clear()
+                    output = other.hooks()._complete_forward(iteration, output)
             iteration.end_forward()
         if policy.output_dtype is not None:
             output = cast_outputs(policy, output)
@@ -330,7 +339,8 @@ class Hooks(ModuleState):
 
     def _complete_forward(self, iteration: Iteration, output: Any) -> Any:
         """Free the units of a forward that is over; return its output, marked for backward."""
-        if self.mark is not None:
+        state = self.state
+        if state.mark is not None:
             follow_input(self)
         outputs: list[torch.Tensor] = []
         may_follow = False  # a backward, for which outputs that are not differentiable say nothing
@@ -340,17 +350,17 @@ class Hooks(ModuleState):
             else:
                 outputs = differentiable_tensors(output)
             may_follow = not are_transforms_active()
-        units = self.units
+        units = state.units
         if may_follow:
             for unit in units:
                 if unit.params.shown.has_frozen:
                     unit.params.warn_of_late_training()
         iteration.end_units(
             units,
-            joined=self.joined,
+            joined=state.joined,
             is_differentiable=True if outputs else None if may_follow else False,
         )
-        self.training_state = TrainingState.IDLE
+        state.training_state = TrainingState.IDLE
         if may_follow:
             for tensor in outputs:
                 watch_output(self, tensor)
@@ -379,10 +389,10 @@ class Hooks(ModuleState):
         The inputs get no 2, since backward needs the parameters until the 6 of the outer call.
         """
         self._calls_itself = True
-        for unit in self.units:
+        for unit in self.state.units:
             unit.unshard()
             unit.wait_unshard()
-        return cast_inputs(self.policy, args, kwargs)
+        return cast_inputs(self.state.policy, args, kwargs)
 
     def _num_calls(self, module: nn.Module) -> int:
         """Count the calls of a module that are running on this thread, by walking the stack.
@@ -395,7 +405,7 @@ class Hooks(ModuleState):
             code = frame.f_code
             if code is _CALLS_METHOD:
                 count += frame.f_locals["self"] is self and frame.f_locals["module"] is module
-            elif code is _CALLS_FORWARD and not self.is_wrapper:
+            elif code is _CALLS_FORWARD and not self.state.is_wrapper:
                 count += frame.f_locals["self"] is module
             frame = frame.f_back
         return count
@@ -408,9 +418,9 @@ class Hooks(ModuleState):
         Whatever comes first calls it: 4, 6, or a gradient on an unsharded parameter. So 7 takes every
         gradient, however the outputs looked that led to it.
         """
-        iteration = self.iteration() or self.initialise()
+        iteration = self.state.iteration() or self.state.initialise()
         if iteration.backward.end() is None:
-            self.forget_stale_backward(iteration)
+            self.state.forget_stale_backward(iteration)
             refuse_while_whole(iteration.units)
             for unit in iteration.units:
                 if unit.phase >= Phase.UNSHARDED:  # else it does when it is shown
@@ -425,20 +435,21 @@ class Hooks(ModuleState):
         Called for each output; all but the first call of a pass do nothing. Raises MisuseError if
         parameters were replaced since forward.
         """
-        iteration = self.iteration() or self.initialise()
+        state = self.state
+        iteration = state.iteration() or state.initialise()
         if iteration.backward.end() is None:
             # First: a backward that raised leaves states in PRE_BACKWARD, as if this had been done.
             self.begin_backward()
-        if self.training_state is TrainingState.PRE_BACKWARD:
+        if state.training_state is TrainingState.PRE_BACKWARD:
             return grad
-        self.training_state = TrainingState.PRE_BACKWARD
-        units = self.units
+        state.training_state = TrainingState.PRE_BACKWARD
+        units = state.units
         for unit in units:  # all are started before the first is waited for
             if unit.phase >= Phase.UNSHARDED:
                 unit.params.check_unchanged()
             elif unit.phase is not Phase.GATHERING:
                 iteration.start_backward_unshard(unit)
-        for unit in self.joined:
+        for unit in state.joined:
             iteration.start_backward_unshard(unit)
         for unit in units:
             unit.wait_unshard()
@@ -450,8 +461,8 @@ class Hooks(ModuleState):
         if not self.backward_prefetch:
             for unit in reversed(units):
                 iteration.prefetch_backward(unit)
-        for state in self.backward_prefetch:
-            for unit in reversed(state.units):
+        for other in self.backward_prefetch:
+            for unit in reversed(other.state.units):
                 iteration.start_backward_unshard(unit)
         return grad
 
@@ -460,16 +471,17 @@ class Hooks(ModuleState):
     @eager
     def after_backward(self) -> None:
         """Take the units' gradients, free their parameters, and start reducing."""
-        iteration = self.iteration() or self.initialise()
+        state = self.state
+        iteration = state.iteration() or state.initialise()
         if iteration.backward.end() is None:
             self.begin_backward()
-        if self.training_state is TrainingState.FORWARD:
+        if state.training_state is TrainingState.FORWARD:
             return  # this backward is called in the module's forward, which goes on to use them
-        self.training_state = TrainingState.POST_BACKWARD
-        for unit in reversed(self.units):
+        state.training_state = TrainingState.POST_BACKWARD
+        for unit in reversed(state.units):
             iteration.after_backward(unit)
-        if self.joined:
-            iteration.free_joined(self.joined)
+        if state.joined:
+            iteration.free_joined(state.joined)
 
     # Between 4 and 7: a gradient of `live.gathered`, which is not part of any module's backward
 
@@ -480,7 +492,7 @@ class Hooks(ModuleState):
 
         What comes after the unit's 6 is reduced in 7. Raises StateError before the model's first forward.
         """
-        iteration = self.known_iteration
+        iteration = self.state.known_iteration
         if iteration is None:
             raise StateError(
                 f"{unit.params[index].name}: a gradient came through gathered() before the model's first "
@@ -494,7 +506,7 @@ class Hooks(ModuleState):
     @eager
     def end_backward(self) -> None:
         """End a backward pass of the whole model, whichever module's state is asked to."""
-        states = self.everyone
+        states = self.state.everyone
         # Not PRE_BACKWARD: that had 4 and no 6, since no input required a gradient.
         finished = [
             unit
@@ -502,7 +514,7 @@ class Hooks(ModuleState):
             if state.training_state is TrainingState.POST_BACKWARD
             for unit in state.units
         ]
-        iteration = self.iteration_or_initialise()
+        iteration = self.state.iteration_or_initialise()
         # A backward that a forward calls: what that has begun goes on.
         begun = [s for s in states if s.training_state is TrainingState.FORWARD]
         running = begun if begun and iteration.is_forward_running else []
@@ -515,13 +527,13 @@ class Hooks(ModuleState):
 
     def begin_saving(self, *_: Any) -> None:
         """Register the sharded parameters, each under its own name, until `end_saving`."""
-        if self.is_wrapper and self._registered:  # of a state dict that an exception ended
+        if self.state.is_wrapper and self._registered:  # of a state dict that an exception ended
             self.end_saving()
-        runs = is_running(self, if_unknown=True)
-        for unit in () if runs else self.units:
+        runs = is_running(self.state, if_unknown=True)
+        for unit in () if runs else self.state.units:
             unit.settle()
         # Else settling has registered them, but for those inside a flat parameter.
-        units = (unit for unit in self.units if runs or unit.params.flat is not None)
+        units = (unit for unit in self.state.units if runs or unit.params.flat is not None)
         self._registered.append(Registered(units))
 
     def end_saving(self, *_: Any) -> None:
@@ -530,14 +542,14 @@ class Hooks(ModuleState):
             self._registered.pop().undo()
 
     def _before_load(self, *_: Any) -> None:
-        for unit in self.units:
+        for unit in self.state.units:
             refuse_while_used(unit, "load_state_dict")
-        for unit in self.units:
+        for unit in self.state.units:
             unit.settle()
             unit.finish_reading()  # loading is about to write to shards
 
     def _after_load(self, *_: Any) -> None:
-        self.follow_changes()  # ``assign=True`` replaces parameters
+        self.state.follow_changes()  # ``assign=True`` replaces parameters
 
 
 # By their code, frames are recognised in which a module's forward runs, or a method that counts as
@@ -568,9 +580,8 @@ _ENGINE_FILES = frozenset({__file__, eager.__code__.co_filename})
 
 def hooks_of(module: nn.Module) -> Hooks | None:
     """Return the hooks of a sharded module; None for any other."""
-    state = state_of(module)
-    assert state is None or isinstance(state, Hooks)
-    return state
+    hooks = module.__dict__.get(_HOOKS)
+    return hooks if isinstance(hooks, Hooks) else None
 
 
 def _to_device(

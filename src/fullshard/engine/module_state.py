@@ -59,6 +59,7 @@ class ModuleState:
         self.to_run: set[int] = set()
         self.mark: Mark | None = None
         self.iteration: Callable[[], Iteration | None] = _no_iteration
+        self.hooks: Callable[[], Any] = _no_iteration  # a weak reference: they own this
         self.is_wrapper = is_wrapper
         # All that refers to a module is weak: modules own their state, and `del model` has to free
         # memory at once, without the garbage collector.
@@ -263,7 +264,7 @@ class ModuleState:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)
             for unit in state.all_units:
-                unit.model = state._root
+                unit.model = self.hooks
             state._outer = None
         for name, state in named.items():
             around = unit_around(name, named)

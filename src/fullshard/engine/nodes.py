@@ -35,11 +35,18 @@ class Mark(NamedTuple):
     hook: RemovableHandle
 
 
-class State(Protocol):
-    """The state of a sharded module, as nodes call it: `hooks.Hooks`."""
+class Carried(Protocol):
+    """The state of a sharded module: `module_state.ModuleState`."""
 
     mark: Mark | None
     training_state: TrainingState
+
+
+class ModuleHooks(Protocol):
+    """The hooks of a sharded module, as nodes call them: `hooks.Hooks`."""
+
+    @property
+    def state(self) -> Carried: ...
 
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor: ...
 
@@ -54,14 +61,14 @@ class AfterBackward(SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, state: State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
+    def forward(ctx: Any, hooks: ModuleHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.hooks = hooks
         return tensors
 
     @staticmethod
     @passing_through
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, *_after_backward(ctx.state, grads, ()))
+        return (None, *_after_backward(ctx.hooks, grads, ()))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -81,16 +88,16 @@ class AfterBackwardInTransforms(torch.autograd.Function):
     jvp = AfterBackward.jvp
 
     @staticmethod
-    def forward(state: State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(hooks: ModuleHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.state = inputs[0]
+        ctx.hooks = inputs[0]
 
 
 class BeforeBackward(torch.autograd.Function):
-    """Identity on an output, whose backward calls `State.before_backward`.
+    """Identity on an output, whose backward calls `Hooks.before_backward`.
 
     For outputs inside transforms, where a tensor hook would serve the innermost one alone, and for
     gradients that are differentiated themselves (``create_graph=True``).
@@ -99,31 +106,33 @@ class BeforeBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(state: State, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(hooks: ModuleHooks, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.state = inputs[0]
+        ctx.hooks = inputs[0]
 
     @staticmethod
     @passing_through
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, ctx.state.before_backward(grad)
+        return None, ctx.hooks.before_backward(grad)
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tangent is None else mark_before_backward(ctx.state, tangent)
+        return None if tangent is None else mark_before_backward(ctx.hooks, tangent)
 
 
-def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def mark_after_backward(
+    hooks: ModuleHooks, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """Return the tensors with one node on all of them, whose backward calls `after_backward`.
 
     One node, not one per tensor: autograd runs it when all their gradients are complete.
     """
     marked: tuple[torch.Tensor, ...]
     if are_transforms_active():
-        marked = AfterBackwardInTransforms.apply(state, *tensors)  # type: ignore[no-untyped-call]
+        marked = AfterBackwardInTransforms.apply(hooks, *tensors)  # type: ignore[no-untyped-call]
         return marked
     # For one tensor, a hook on the node of a view does the same at half of the cost. If the module
     # changes its input in place, `follow_input` moves the hook; with `AfterBackward` the change
@@ -133,21 +142,21 @@ def mark_after_backward(state: State, tensors: Sequence[torch.Tensor]) -> tuple[
         view = tensors[0].view_as(tensors[0])
         node = view.grad_fn
         if node is not None:  # a tensor made in inference mode has no graph
-            hook = node.register_hook(functools.partial(_after_backward, state))
-            state.mark = Mark(view, view._version, node, hook)
+            hook = node.register_hook(functools.partial(_after_backward, hooks))
+            hooks.state.mark = Mark(view, view._version, node, hook)
             return (view,)
-    marked = AfterBackward.apply(state, *tensors)  # type: ignore[attr-defined]
+    marked = AfterBackward.apply(hooks, *tensors)  # type: ignore[attr-defined]
     return marked
 
 
-def follow_input(state: State) -> None:
+def follow_input(hooks: ModuleHooks) -> None:
     """Move the hook of `mark_after_backward` if the module has changed its only input in place.
 
     Autograd then leaves the marked view's node out. The node before it, which made the input, gets
     its gradient when the module's backward is over. Call it when the module's forward is.
     """
-    assert state.mark is not None
-    (view, version, marked, hook), state.mark = state.mark, None
+    assert hooks.state.mark is not None
+    (view, version, marked, hook), hooks.state.mark = hooks.state.mark, None
     if view._version == version:
         return
     # Each change puts a node in front of what the view's base was made by.
@@ -161,8 +170,8 @@ def follow_input(state: State) -> None:
     @passing_through
     def before_input(grads: tuple[torch.Tensor | None, ...]) -> Any:
         # Others may have used the input before it was changed: a backward of theirs is none of ours.
-        if state.training_state is TrainingState.PRE_BACKWARD:
-            return _after_backward(state, grads, ())
+        if hooks.state.training_state is TrainingState.PRE_BACKWARD:
+            return _after_backward(hooks, grads, ())
         return None
 
     node.register_prehook(before_input)
@@ -170,25 +179,25 @@ def follow_input(state: State) -> None:
 
 @passing_through
 def _after_backward(
-    state: State, grads: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]
+    hooks: ModuleHooks, grads: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     """Call `after_backward`; return the gradients of the module's inputs.
 
     The last argument is what a node's hook gets besides: the gradients of the outputs.
     """
-    state.after_backward()
+    hooks.after_backward()
     if not torch.is_grad_enabled():
         return grads
     # create_graph=True: these gradients may be differentiated, and their backward begins inside
     # this module, whose parameters have just been freed. So they are marked as its outputs are.
-    return tuple(g if g is None else mark_before_backward(state, g) for g in grads)
+    return tuple(g if g is None else mark_before_backward(hooks, g) for g in grads)
 
 
-def mark_before_backward(state: State, tensor: torch.Tensor) -> torch.Tensor:
+def mark_before_backward(hooks: ModuleHooks, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with a `BeforeBackward` on it, or as it is if it can have no gradient."""
     if not tensor.dtype.is_floating_point:
         return tensor
-    marked: torch.Tensor = BeforeBackward.apply(state, tensor)  # type: ignore[no-untyped-call]
+    marked: torch.Tensor = BeforeBackward.apply(hooks, tensor)  # type: ignore[no-untyped-call]
     return marked
 
 
@@ -203,17 +212,17 @@ class _View:
     Rejected: an autograd function around the view, since autograd then refuses the change.
     """
 
-    __slots__ = ("_seen", "_state")
+    __slots__ = ("_hooks", "_seen")
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, hooks: ModuleHooks) -> None:
+        self._hooks = hooks
         self._seen = -1  # the id of the last backward pass in which a hook has fired
 
     @passing_through
     def of_view(self, grad: torch.Tensor) -> torch.Tensor:
         """Tensor hook of the view itself: fires unless the view was changed in place."""
         self._seen = current_graph_task_id()
-        return self._state.before_backward(grad)
+        return self._hooks.before_backward(grad)
 
     @passing_through
     def of_base(self, grads: tuple[torch.Tensor | None, ...]) -> None:
@@ -222,15 +231,15 @@ class _View:
         grad = next((grad for grad in grads if grad is not None), None)
         if grad is not None and task != self._seen:
             self._seen = task
-            self._state.before_backward(grad)
+            self._hooks.before_backward(grad)
 
 
-def watch_output(state: State, tensor: torch.Tensor) -> None:
-    """Call `State.before_backward` when an output's gradient is ready, changed in place or not."""
+def watch_output(hooks: ModuleHooks, tensor: torch.Tensor) -> None:
+    """Call `Hooks.before_backward` when an output's gradient is ready, changed in place or not."""
     if not tensor._is_view():
-        tensor.register_hook(state.before_backward)
+        tensor.register_hook(hooks.before_backward)
         return
-    view = _View(state)
+    view = _View(hooks)
     # Read first: after a change in place it is made anew, and `register_hook`, which makes room for its
     # hooks before it reads it, crashes there (torch 2.13).
     assert tensor.grad_fn is not None

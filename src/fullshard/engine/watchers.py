@@ -14,7 +14,7 @@ from torch import nn
 class PassWatcher:
     """Is told of passes; a subclass overrides what it wants to know.
 
-    state: the `Hooks` of the root. iteration: its `Iteration`. unit: a `Unit`.
+    state: the `ModuleState` of the root. iteration: its `Iteration`. unit: a `Unit`.
     """
 
     def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:

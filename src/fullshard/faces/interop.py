@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.adoption import adopt
-from fullshard.engine.hooks import Hooks, hooks_of
-from fullshard.engine.module_state import state_of
+from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
@@ -65,7 +64,7 @@ class FSDPParamGroup(_PytorchsNames):
 
     _shown: Unit
 
-    def __init__(self, unit: Unit, state: Hooks) -> None:
+    def __init__(self, unit: Unit, state: ModuleState) -> None:
         super().__init__(unit)
         self._state = state
 
@@ -111,7 +110,7 @@ class FSDPParamGroup(_PytorchsNames):
 class FSDPStateContext(_PytorchsNames):
     """The part of a state that all modules of a model share, as PyTorch's ``FSDPStateContext``."""
 
-    _shown: Hooks
+    _shown: ModuleState
 
     @property
     def all_states(self) -> list["FSDPState"]:
@@ -137,7 +136,7 @@ class FSDPStateContext(_PytorchsNames):
 class FSDPState(_PytorchsNames):
     """A sharded module's state as PyTorch's ``FSDPState``."""
 
-    _shown: Hooks
+    _shown: ModuleState
 
     @property
     def _is_root(self) -> bool | None:
@@ -182,13 +181,13 @@ class FSDPState(_PytorchsNames):
         self._shown.iteration_or_initialise()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._shown.before_forward(module, args, kwargs)
+        return self._shown.hooks().before_forward(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._shown.after_forward(module, args, output)
+        return self._shown.hooks().after_forward(module, args, output)
 
     def _root_post_backward_final_callback(self) -> None:
-        self._shown.end_backward()
+        self._shown.hooks().end_backward()
 
     def _reset_iter_state(self) -> None:
         self._shown.reset()
@@ -233,7 +232,7 @@ def wrapped_state(module: nn.Module) -> nn.Module | None:
 
 def state_view(module: nn.Module) -> FSDPState | None:
     """Return the state of a sharded module, None for any other."""
-    state = hooks_of(module)
+    state = state_of(module)
     return None if state is None else FSDPState(state)
 
 

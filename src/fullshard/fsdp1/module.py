@@ -182,7 +182,8 @@ class FullyShardedDataParallel(StateDictMethods):
             param_init_fn=param_init_fn,
             sync_module_states=sync_module_states,
         )
-        self._state = Hooks([self], [unit], is_wrapper=True)
+        self._hooks = Hooks([self], [unit], is_wrapper=True)
+        self._state = self._hooks.state
         self._state.ignored.update(self._ignored.modules)
         self._state.ignored_names.update(ignored_names(covered, self._ignored.params))
         for inner in self.fsdp_modules(module):
@@ -349,7 +350,7 @@ class FullyShardedDataParallel(StateDictMethods):
             return refusing_backward(self._fsdp_wrapped_module(*args, **kwargs))
         if self._state.known_iteration is None:
             self._refuse_overlap()
-        return self._state.run_as_forward(self, _run_wrapped, args, kwargs)
+        return self._hooks.run_as_forward(self, _run_wrapped, args, kwargs)
 
     @eager
     def _refuse_overlap(self) -> None:

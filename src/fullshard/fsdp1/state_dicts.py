@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.engine.hooks import Hooks
+from fullshard.engine.module_state import ModuleState
 from fullshard.engine.runtime import passing_through
 from fullshard.engine.unit import Phase, Unit
 from fullshard.errors import MisuseError, StateError
@@ -61,7 +61,7 @@ class StateDictMethods(nn.Module):
     """
 
     _state_dict_settings: StateDictSettings
-    _state: Hooks
+    _state: ModuleState
     _ranks: ShardingRanks
     _device_mesh: DeviceMesh | None  # as given
 

@@ -23,7 +23,7 @@ from fullshard.engine.checks.meta import (
 from fullshard.engine.copying import copy_sharded
 from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.iteration import Iteration
-from fullshard.engine.module_state import state_of
+from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.params.managed import ManagedParameter, said_grad_dtype
 from fullshard.engine.params.ties import keeping_ties
 from fullshard.engine.unit import Unit
@@ -124,11 +124,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """Start gathering these modules, not the next in order, when this one's forward starts."""
-        _state(self).forward_prefetch = _states(modules)
+        _hooks(self).forward_prefetch = _hooks_of_all(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """Start gathering these modules, not the next in order, when this one's backward starts."""
-        _state(self).backward_prefetch = _states(modules)
+        _hooks(self).backward_prefetch = _hooks_of_all(modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is this iteration's last, if a forward has several.
@@ -517,8 +517,8 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     For models that are called through ``generate`` or ``encode``. No effect on a module that is not
     sharded. Raises ShardingError if the module has no such method.
     """
-    state = hooks_of(module) if isinstance(module, nn.Module) else None
-    if state is None:
+    hooks = hooks_of(module) if isinstance(module, nn.Module) else None
+    if hooks is None:
         return
     method: Any = getattr(module, method_name, None)
     if not callable(method):
@@ -527,7 +527,7 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     unbound = getattr(method, "__func__", None)
     is_bound = getattr(method, "__self__", None) is module and unbound is not None
     function: Any = unbound if is_bound else (lambda _, *args, **kwargs: method(*args, **kwargs))
-    state.wrap_method(module, method_name, functools.wraps(method)(function))
+    hooks.wrap_method(module, method_name, functools.wraps(method)(function))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -537,23 +537,27 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     they are shared like this. Here roots on one device always share them. Raises ShardingError for
     what is no FSDPModule.
     """
-    _states(modules)
+    _hooks_of_all(modules)
 
 
-def _state(module: Any) -> Hooks:
-    state = hooks_of(module) if isinstance(module, nn.Module) else None
-    if state is None:
+def _state(module: Any) -> ModuleState:
+    return _hooks(module).state
+
+
+def _hooks(module: Any) -> Hooks:
+    hooks = hooks_of(module) if isinstance(module, nn.Module) else None
+    if hooks is None:
         raise StateError(
             f"No FSDP state found on {type(module).__name__}: call fully_shard on it first."
         )
-    return state
+    return hooks
 
 
-def _states(modules: Iterable[Any]) -> list[Hooks]:
+def _hooks_of_all(modules: Iterable[Any]) -> list[Hooks]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ShardingError(
                 f"Expects FSDPModule but got {type(module).__name__}. Pass modules that "
                 "fully_shard was applied to."
             )
-    return [_state(module) for module in modules]
+    return [_hooks(module) for module in modules]

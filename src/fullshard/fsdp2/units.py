@@ -129,7 +129,7 @@ def make_units(
         ]
     # Nothing below allocates memory of parameters, so nothing below has to be restored.
     parameters.connect_ties()
-    state = Hooks(roots, made)
+    state = Hooks(roots, made).state
     state.ignored.update(m for r in roots for m in r.modules() if not is_composable(m))
     state.ignored_names.update(ignored_names(covered, ignored_params or set()))
     for root in roots:

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.access import is_running
 from fullshard.engine.guard.forbidden import manager_of_placeholder
-from fullshard.engine.hooks import Hooks
-from fullshard.engine.module_state import state_of_unit
+from fullshard.engine.module_state import ModuleState, state_of_unit
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.params.managed import ManagedParameter, manager_of
 from fullshard.engine.runtime import eager
@@ -106,7 +105,7 @@ def _gathered(param: torch.Tensor, manager: ManagedParameter, unit: Unit) -> tor
             f"gathered: {manager.name} defines its own all-gather. Use it inside its module's forward."
         )
     state = state_of_unit(unit)
-    assert isinstance(state, Hooks)
+    assert state is not None
     if param is manager.unsharded and unit.is_unsharded and is_running(state, if_unknown=True):
         return param
     index = number_of(unit, manager)
@@ -125,7 +124,7 @@ class _Gathered(torch.autograd.Function):
     def forward(
         ctx: Any,
         _: torch.Tensor,
-        state: Hooks,
+        state: ModuleState,
         unit: Unit,
         index: int,
     ) -> torch.Tensor:
@@ -135,5 +134,5 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.state.accept_gradient(ctx.unit, ctx.index, grad)
+        ctx.state.hooks().accept_gradient(ctx.unit, ctx.index, grad)
         return None, None, None, None

@@ -74,9 +74,9 @@ def after_saving(
 
     Collective, except for LOCAL. Changes ``state_dict`` in place.
     """
-    state, unit = _hooks(module), _unit(module)
+    hooks, unit = _hooks(module), _unit(module)
     if not unit.is_whole:
-        state.end_saving()
+        hooks.end_saving()
     _rename(state_dict, f"{prefix}{_PREFIX}", prefix)
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT and not unit.mesh.shard_group:
         warnings.warn(
@@ -86,7 +86,7 @@ def after_saving(
         settings = default_settings(StateDictType.FULL_STATE_DICT)
     config, kind = settings.state_dict_config, settings.state_dict_type
     drops = isinstance(config, FullStateDictConfig) and config.rank0_only and not is_first(unit)
-    saved = _buffers(module, state, prefix, casts=kind is not StateDictType.LOCAL_STATE_DICT)
+    saved = _buffers(module, hooks.state, prefix, casts=kind is not StateDictType.LOCAL_STATE_DICT)
     saved = {key: buffer for key, buffer in saved.items() if key in state_dict}  # persistent ones
     if kind is StateDictType.LOCAL_STATE_DICT:
         for _, key in _keys(module, unit, prefix):
@@ -176,7 +176,7 @@ def before_loading(
     for index, key in keys:
         if index in pieces:
             state_dict[key] = pieces[index]
-    buffers = _buffers(module, _hooks(module), f"{prefix}{_PREFIX}", casts=False)
+    buffers = _buffers(module, _hooks(module).state, f"{prefix}{_PREFIX}", casts=False)
     for key, buffer in buffers.items():
         if key in state_dict and not _fits(
             state_dict[key], tuple(buffer.shape), clean_name(key), errors
@@ -280,5 +280,5 @@ def _hooks(module: nn.Module) -> Hooks:
 
 
 def _unit(module: nn.Module) -> Unit:
-    (unit,) = _hooks(module).all_units
+    (unit,) = _hooks(module).state.all_units
     return unit
