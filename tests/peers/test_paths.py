@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fullshard.peers.paths import (
     Event,
     Moment,
-    Phase,
+    StepPhase,
     by_text,
     first_difference,
     name_ranks,
@@ -16,7 +16,7 @@ from fullshard.peers.paths import (
 )
 
 
-def _trail(*steps: tuple[int, str], phase: Phase = Phase.FORWARD) -> list[Event]:
+def _trail(*steps: tuple[int, str], phase: StepPhase = StepPhase.FORWARD) -> list[Event]:
     """Return a trail of units, one letter each, by step."""
     return [Event(Moment(step, phase), 0, unit) for step, units in steps for unit in units]
 
@@ -45,8 +45,8 @@ def test_of_a_step_whose_beginning_is_lost_nothing_is_said() -> None:
 
 
 def test_the_phase_tells_units_of_one_name_apart() -> None:
-    one = _trail((1, "a")) + _trail((1, "a"), phase=Phase.BACKWARD)
-    two = _trail((1, "a")) + _trail((1, "a"), phase=Phase.EVALUATION)
+    one = _trail((1, "a")) + _trail((1, "a"), phase=StepPhase.BACKWARD)
+    two = _trail((1, "a")) + _trail((1, "a"), phase=StepPhase.EVALUATION)
     said = first_difference({0: one, 1: two})
     assert said == (
         "Their paths parted in step 1: rank 0 ran a (backward); rank 1 ran a (evaluation)."
@@ -58,8 +58,8 @@ def _backward(units: str, *, empty: str = "") -> list[Event]:
         event
         for unit in units
         for event in (
-            Event(Moment(1, Phase.BACKWARD), 0, unit),
-            Event(Moment(1, Phase.BACKWARD), 0, unit, has_gradients=False),
+            Event(Moment(1, StepPhase.BACKWARD), 0, unit),
+            Event(Moment(1, StepPhase.BACKWARD), 0, unit, has_gradients=False),
         )
         if event.has_gradients or unit in empty
     ]

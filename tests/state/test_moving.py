@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from fullshard.peers.groups import own_group
 from torch import Tensor
 
 from fullshard.errors import LayoutError
+from fullshard.peers.groups import own_group
 from fullshard.plan.boxes import Box, Division, boxes_of_run, chunks, whole_box
 from fullshard.state.moving import Moving, move
 from tests.collectives import record_traffic

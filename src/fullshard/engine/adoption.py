@@ -17,7 +17,7 @@ from fullshard.comm.select import leave_peer_memory
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.runtime import outside_transforms
-from fullshard.engine.unit import Phase, Unit
+from fullshard.engine.unit import Unit, UnitPhase
 from fullshard.errors import CommError, StateError
 from fullshard.plan.layout import UnitLayout
 
@@ -69,7 +69,7 @@ def adopt(unit: Unit) -> None:
         try:
             params.allocate(layout, unit.comm, unit.runtime, unit.config)
         except UnavailableError as reason:
-            leave(unit, unit.comm, reason)  # calls `adopt` again, for another communication
+            fall_back(unit, unit.comm, reason)  # calls `adopt` again, for another communication
             return
         _bind_gradients(unit, layout)
     elif unit.gradients.buckets.are_outdated(unit.config):
@@ -125,7 +125,7 @@ def use_comm(unit: Unit, comm: Comm) -> None:
     set_params(unit, unit.params.all)
 
 
-def leave(unit: Unit, comm: Comm, reason: UnavailableError) -> None:
+def fall_back(unit: Unit, comm: Comm, reason: UnavailableError) -> None:
     """Use process groups in place of ``comm``, whose ranks can share no more memory.
 
     Every rank has to call it. reason: the limit that was met, for messages. Raises CommError if
@@ -167,7 +167,7 @@ def follow_moves(unit: Unit) -> None:
         return  # the whole parameters are registered, which are no replacements
     params = unit.params
     unit.gradients.begin_forward()
-    if unit.phase is Phase.GATHERING and not unit.is_held:
+    if unit.phase is UnitPhase.GATHERING and not unit.is_held:
         unit.settle()  # gathered early for a pass that left the unit out; a step may have come
     if params.all and unit.watch.have_moved:
         adopt(unit)

@@ -63,7 +63,7 @@ from fullshard.engine.precision import (
     replace_differentiable,
 )
 from fullshard.engine.runtime import eager, passing_through
-from fullshard.engine.unit import Phase, Unit
+from fullshard.engine.unit import Unit, UnitPhase
 from fullshard.engine.watchers import watchers
 from fullshard.engine.whole import refuse_while_whole, refusing_backward
 from fullshard.errors import StateError
@@ -423,7 +423,7 @@ class Hooks:
             self.state.forget_stale_backward(iteration)
             refuse_while_whole(iteration.units)
             for unit in iteration.units:
-                if unit.phase >= Phase.UNSHARDED:  # else it does when it is shown
+                if unit.phase >= UnitPhase.UNSHARDED:  # else it does when it is shown
                     unit.params.follow_trained()  # a forward that is computed again records what it would have
             # Each access makes a new bound method, to which nobody else refers: see `begin_backward`.
             iteration.begin_backward(self.end_backward)
@@ -445,9 +445,9 @@ class Hooks:
         state.training_state = TrainingState.PRE_BACKWARD
         units = state.units
         for unit in units:  # all are started before the first is waited for
-            if unit.phase >= Phase.UNSHARDED:
+            if unit.phase >= UnitPhase.UNSHARDED:
                 unit.params.check_unchanged()
-            elif unit.phase is not Phase.GATHERING:
+            elif unit.phase is not UnitPhase.GATHERING:
                 iteration.start_backward_unshard(unit)
         for unit in state.joined:
             iteration.start_backward_unshard(unit)

@@ -30,7 +30,7 @@ from torch.autograd import profiler
 
 from fullshard.comm.interface import Comm
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.engine.adoption import adopt, follow_moves, leave
+from fullshard.engine.adoption import adopt, fall_back, follow_moves
 from fullshard.engine.checks.gradients import UnusedWatch
 from fullshard.engine.checks.path import Path
 from fullshard.engine.checks.stayed import StayedUnits, is_whole
@@ -40,9 +40,9 @@ from fullshard.engine.gradients.queue import ReductionQueue
 from fullshard.engine.observer import Observer, follow_profiler
 from fullshard.engine.params.managed import Backward
 from fullshard.engine.runtime import outside_transforms
-from fullshard.engine.unit import Phase, Unit, comms_of
+from fullshard.engine.unit import Unit, UnitPhase, comms_of
 from fullshard.engine.watchers import watchers
-from fullshard.peers.paths import Phase as StepPhase
+from fullshard.peers.paths import StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
@@ -134,7 +134,7 @@ class Iteration:
                 comm.prepare(needs.get(comm, []))
             except UnavailableError as reason:  # on every rank
                 for unit in self.units:
-                    leave(unit, comm, reason)
+                    fall_back(unit, comm, reason)
                 self.connect()  # again, for the process groups that took its place
                 return
 
@@ -229,7 +229,7 @@ class Iteration:
         self.post_optim_event = None
         # Shards come home first: contents are compared with them, and peers read them in the pass.
         for unit in self.units:
-            if unit.phase is Phase.POST_FORWARD:
+            if unit.phase is UnitPhase.POST_FORWARD:
                 unit.reshard()  # kept for a backward that did not come, or comes with new weights
             follow_moves(unit)
         # Decides what is gathered. Where something is in any case, all ranks run this forward.
@@ -238,7 +238,7 @@ class Iteration:
         for unit in self.units:
             if unit.params.is_in_place:
                 unit.watch.begin()  # after `follow_moves`, which writes to shards itself
-            if unit.phase >= Phase.UNSHARDED:
+            if unit.phase >= UnitPhase.UNSHARDED:
                 unit.params.follow_trained()
         # Where all stayed whole, this rank may be evaluating alone: nobody would come to a fence.
         self._gathers = not all(is_whole(unit) for unit in self.units)
@@ -269,7 +269,7 @@ class Iteration:
         for unit in units:  # all are started before the first is waited for
             if not is_recomputation:
                 self._follow_writes(unit)
-            if unit.phase < Phase.GATHERING:
+            if unit.phase < UnitPhase.GATHERING:
                 unit.unshard()
         for unit in joined:
             self.start_forward_unshard(unit)
@@ -292,13 +292,13 @@ class Iteration:
 
         Gathering again is collective: all ranks have to see the write (see `checks.writes`).
         """
-        if unit.phase >= Phase.UNSHARDED:
+        if unit.phase >= UnitPhase.UNSHARDED:
             return
         has_changed = unit.params.is_flat and unit.watch.has_new_pieces
         if has_changed:
             adopt(unit)
         if (
-            unit.phase is Phase.GATHERING  # early
+            unit.phase is UnitPhase.GATHERING  # early
             and not unit.is_held
             and (has_changed or unit.watch.changed_since_gather or self._watch.has_changed(unit))
         ):
@@ -310,7 +310,7 @@ class Iteration:
         Flat units are prefetched on request (``forward_prefetch=True``): in watched passes as well.
         """
         may_be_early = not unit.is_joined and (not unit.is_ordered or unit.params.is_flat)
-        if not may_be_early or unit.phase >= Phase.GATHERING:
+        if not may_be_early or unit.phase >= UnitPhase.GATHERING:
             return
         if unit.comm.overlaps or unit.gains_from_prefetch:
             self.start_forward_unshard(unit)
@@ -359,7 +359,7 @@ class Iteration:
                     unit.config.reshard_after_forward is False and not unit.config.may_be_skipped
                 )
                 stays |= unit.is_held or unit.awaits_backward
-                if not stays and unit.phase is not Phase.GATHERING:
+                if not stays and unit.phase is not UnitPhase.GATHERING:
                     unit.reshard()
                 unit.note_kept()
         if self._gathers:
@@ -532,7 +532,7 @@ class Iteration:
             self._recorder.end_iteration()
             self._path.end_iteration()
             for unit in self.units:
-                if unit.phase is Phase.GATHERING:  # prefetched, but never used
+                if unit.phase is UnitPhase.GATHERING:  # prefetched, but never used
                     unit.settle()
                     unit.finish_reading()
         self.finalization.end()

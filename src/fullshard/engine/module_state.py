@@ -79,7 +79,7 @@ class ModuleState:
         self.joined: list[Unit] = []
         self._outer: weakref.ref[ModuleState] | None = None
         self._watching: list[Any] = []  # of a root: see `watch_direct_gradients`
-        self._pending: dict[str, Any] = {}  # settings that wait for a root: see `say`
+        self._pending: dict[str, Any] = {}  # settings that wait for a root: see `set_on_root`
         self._config_before: UnitConfig | None = None  # while in full precision
         self._num_registrations = -1  # in the process, when strays were last looked for
         self._strays: set[str] = set()  # names of those found then
@@ -173,7 +173,7 @@ class ModuleState:
             else iteration.post_optim_event
         )
 
-    def say(self, **facts: Any) -> None:
+    def set_on_root(self, **facts: Any) -> None:
         """Set ``is_last_backward`` or ``post_optim_event`` of the model: now, or with its root."""
         iteration = self.iteration()
         if iteration is None:
@@ -274,7 +274,7 @@ class ModuleState:
         self._own_iteration.finalization.set_manual(enabled=is_manual, in_backward=False)
         for state in reversed(self._states):  # the root's last: its settings win
             state._pending.pop("manual_finalization", None)
-            state.say(**state._pending)
+            state.set_on_root(**state._pending)
             state._pending.clear()
         for tell in on_root:
             tell(self)

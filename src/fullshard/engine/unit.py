@@ -21,7 +21,7 @@ from fullshard.engine.gradients.unit_gradients import UnitGradients
 from fullshard.engine.observer import Observer
 from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.managed import Backward, ManagedParameter, ShardHolder
-from fullshard.engine.params.of_unit import UnitParams
+from fullshard.engine.params.unit_params import UnitParams
 from fullshard.engine.runtime import Lane, Runtime, outside_transforms
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import StateError
@@ -31,7 +31,7 @@ from fullshard.policies import UnitConfig
 from fullshard.torch_private import are_transforms_active, set_grad_enabled
 
 
-class Phase(enum.IntEnum):  # the hash of a plain Enum is a Python call, ten times per step
+class UnitPhase(enum.IntEnum):  # the hash of a plain Enum is a Python call, ten times per step
     """The place of a unit's parameters in memory, and the form that modules show.
 
     In order of what is in memory: up to POST_FORWARD shards alone, from UNSHARDED on whole parameters.
@@ -46,11 +46,16 @@ class Phase(enum.IntEnum):  # the hash of a plain Enum is a Python call, ten tim
 
 # From each phase, those that may follow. `Unit._to` is the one place where the phase changes.
 TRANSITIONS = {
-    Phase.SHARDED: {Phase.GATHERING},
-    Phase.GATHERING: {Phase.UNSHARDED},
-    Phase.UNSHARDED: {Phase.HIDDEN, Phase.POST_FORWARD, Phase.SHARDED},
-    Phase.HIDDEN: {Phase.HIDDEN, Phase.UNSHARDED, Phase.POST_FORWARD, Phase.SHARDED},
-    Phase.POST_FORWARD: {Phase.GATHERING, Phase.SHARDED},
+    UnitPhase.SHARDED: {UnitPhase.GATHERING},
+    UnitPhase.GATHERING: {UnitPhase.UNSHARDED},
+    UnitPhase.UNSHARDED: {UnitPhase.HIDDEN, UnitPhase.POST_FORWARD, UnitPhase.SHARDED},
+    UnitPhase.HIDDEN: {
+        UnitPhase.HIDDEN,
+        UnitPhase.UNSHARDED,
+        UnitPhase.POST_FORWARD,
+        UnitPhase.SHARDED,
+    },
+    UnitPhase.POST_FORWARD: {UnitPhase.GATHERING, UnitPhase.SHARDED},
 }
 
 
@@ -124,7 +129,7 @@ class Unit:
         self.reduce_group: dist.ProcessGroup | None = None
         self.gradients = UnitGradients(mesh.plan, self.comm, self.replicate_comm, self.runtime)
         self.params = UnitParams(params, mesh, device, layout)
-        self.phase = Phase.SHARDED
+        self.phase = UnitPhase.SHARDED
         self.is_held = False
         self.is_whole = False
         self.is_joined = False
@@ -147,11 +152,11 @@ class Unit:
         for param in self.params:
             param.unit = weakref.ref(self)
 
-    def _to(self, phase: Phase) -> None:
+    def _to(self, phase: UnitPhase) -> None:
         """Change the phase; nothing else assigns it. Asserts that `TRANSITIONS` allows it."""
         assert phase in TRANSITIONS[self.phase], f"{self.label}: {self.phase} to {phase}"
         self.phase = phase
-        if phase is Phase.SHARDED or phase is Phase.POST_FORWARD:
+        if phase is UnitPhase.SHARDED or phase is UnitPhase.POST_FORWARD:
             self.is_held = self.awaits_backward = False
 
     # Options and names
@@ -227,12 +232,12 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        return self.phase is Phase.SHARDED
+        return self.phase is UnitPhase.SHARDED
 
     @property
     def is_unsharded(self) -> bool:
         """True if whole parameters are in memory, shown or not."""
-        return self.phase >= Phase.UNSHARDED
+        return self.phase >= UnitPhase.UNSHARDED
 
     # Gathering
 
@@ -243,7 +248,7 @@ class Unit:
         early: it starts before the forward of their module, so a program may write to the shards
         in between.
         """
-        if self.phase > Phase.POST_FORWARD:
+        if self.phase > UnitPhase.POST_FORWARD:
             return False
         # Whole parameters that are shown take the place of unsharded ones; see `whole`.
         if self.is_whole or not self.params.all:
@@ -277,20 +282,20 @@ class Unit:
         may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
         # `is_held` is set before `unshard` where a user asks for the gather.
         self.watch.note_gather(early=early, may_stay=may_stay or self.is_held)
-        self._to(Phase.GATHERING)
+        self._to(UnitPhase.GATHERING)
         if self.observer is not None:
             self.observer.end()
 
     def wait_unshard(self) -> None:
         """Make the unsharded parameters usable and register them; no effect while sharded."""
-        if self.phase is Phase.GATHERING:
+        if self.phase is UnitPhase.GATHERING:
             if are_transforms_active():
                 outside_transforms(self._use_gathered)()
             else:
                 self._use_gathered()
-        elif self.phase is Phase.HIDDEN:
+        elif self.phase is UnitPhase.HIDDEN:
             self.params.shown.show_unsharded()
-            self._to(Phase.UNSHARDED)
+            self._to(UnitPhase.UNSHARDED)
 
     def _use_gathered(self) -> None:
         if self.observer is not None:
@@ -300,7 +305,7 @@ class Unit:
             # Makes unsharded parameters of what was gathered, so before they are registered.
             self.params.extended.finish(self.config.mp_policy)
         self.params.shown.show_unsharded()
-        self._to(Phase.UNSHARDED)
+        self._to(UnitPhase.UNSHARDED)
         if self.observer is not None:
             self.observer.end()
 
@@ -353,16 +358,16 @@ class Unit:
             return
         if self.params.is_flat:
             self.params.shown.show_sharded()
-            self._to(Phase.HIDDEN)
+            self._to(UnitPhase.HIDDEN)
         elif self.config.reduce_grads:
             self.params.shown.show_gradients()
-            self._to(Phase.HIDDEN)
+            self._to(UnitPhase.HIDDEN)
 
     def hide_between(self) -> None:
         """Register the sharded parameters until backward; ``module.weight`` stays the whole one."""
-        if self.phase is Phase.UNSHARDED and not self.is_held:
+        if self.phase is UnitPhase.UNSHARDED and not self.is_held:
             self.params.shown.show_between()
-            self._to(Phase.HIDDEN)
+            self._to(UnitPhase.HIDDEN)
 
     def show_earlier_gradients(self) -> None:
         """Let whole parameters that stay registered show the sharded gradients, if there are any.
@@ -375,7 +380,7 @@ class Unit:
         for param in self.params.all:
             if param.sharded.grad is not None:
                 self.params.shown.show_gradients()
-                self._to(Phase.HIDDEN)
+                self._to(UnitPhase.HIDDEN)
                 return
 
     # Freeing
@@ -388,12 +393,12 @@ class Unit:
         """
         if after_forward and (self.keeps_after_forward or self.awaits_backward):
             self.show_earlier_gradients()
-        elif self.phase >= Phase.UNSHARDED:
+        elif self.phase >= UnitPhase.UNSHARDED:
             if are_transforms_active():
                 outside_transforms(self._free)(after_forward=after_forward)
             else:
                 self._free(after_forward=after_forward)
-        elif self.phase is Phase.POST_FORWARD and not after_forward:
+        elif self.phase is UnitPhase.POST_FORWARD and not after_forward:
             self._drop_kept()
 
     def keep_for_backward(self) -> None:
@@ -424,7 +429,7 @@ class Unit:
             for index, param in enumerate(params.all):
                 assert isinstance(param, DTensorParameter)
                 param.show_post_forward(kept[index], self.mesh.post_forward)
-            self._to(Phase.POST_FORWARD)
+            self._to(UnitPhase.POST_FORWARD)
             if params.shown.uses is not None:
                 params.shown.uses.retire(params.shown.num_switched, after_forward=True)
             return
@@ -433,7 +438,7 @@ class Unit:
         if params.extended is not None and not keeps:
             params.extended.free()
         params.shown.show_sharded()
-        self._to(Phase.SHARDED)
+        self._to(UnitPhase.SHARDED)
         # After `show_sharded`: it counts references to unsharded parameters, and those of the
         # modules would look as if somebody kept them.
         uses = params.shown.uses
@@ -451,7 +456,7 @@ class Unit:
         shown = self.params.shown
         if shown.uses is not None:
             shown.uses.retire(shown.num_switched)
-        self._to(Phase.SHARDED)
+        self._to(UnitPhase.SHARDED)
         if self.observer is not None:
             self.observer.changed(self)
 
@@ -485,9 +490,9 @@ class Unit:
 
         keeps_gradients: whether sums of earlier backwards that wait for a reduction are kept.
         """
-        if self.phase is Phase.GATHERING:
+        if self.phase is UnitPhase.GATHERING:
             self._finish_gather()
-            self._to(Phase.UNSHARDED)
+            self._to(UnitPhase.UNSHARDED)
         self.reshard()
         # Of the pass that raised: the next backward would add to what autograd left there.
         self.params.shown.drop_gradients()
@@ -522,7 +527,7 @@ class Unit:
 
     def note_kept(self) -> None:
         """Note at the end of a pass whether the unit stays unsharded until an optimizer's step."""
-        is_unsharded = self.phase >= Phase.UNSHARDED
+        is_unsharded = self.phase >= UnitPhase.UNSHARDED
         stays = is_unsharded and not self.params.is_in_place
         self._awaits_step = stays and self.params.has_sharded_gradients
 

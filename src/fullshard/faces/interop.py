@@ -122,7 +122,7 @@ class FSDPStateContext(_PytorchsNames):
 
     @is_last_backward.setter
     def is_last_backward(self, value: bool) -> None:
-        self._shown.say(is_last_backward=value)
+        self._shown.set_on_root(is_last_backward=value)
 
     @property
     def post_optim_event(self) -> torch.Event | None:
@@ -130,7 +130,7 @@ class FSDPStateContext(_PytorchsNames):
 
     @post_optim_event.setter
     def post_optim_event(self, event: torch.Event | None) -> None:
-        self._shown.say(post_optim_event=event)
+        self._shown.set_on_root(post_optim_event=event)
 
 
 class FSDPState(_PytorchsNames):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.runtime import passing_through
-from fullshard.engine.unit import Phase, Unit
+from fullshard.engine.unit import Unit, UnitPhase
 from fullshard.errors import MisuseError, StateError
 from fullshard.fsdp1.setup import ShardingRanks
 from fullshard.plan.units import WRAPPED_MODULE
@@ -348,7 +348,9 @@ def _warn_of_pieces(module: nn.Module, prefix: str, _: bool) -> None:
     unit = _units[module]() if module in _units else None
     if WRAPPED_MODULE in prefix or unit is None:
         return  # of the wrapper, which puts whole values in their place; or of a copy without one
-    if unit.mesh.shard_group is not None and not (unit.is_whole or unit.phase is Phase.UNSHARDED):
+    if unit.mesh.shard_group is not None and not (
+        unit.is_whole or unit.phase is UnitPhase.UNSHARDED
+    ):
         warnings.warn(
             f"state_dict() of a module inside of a FullyShardedDataParallel, {unit.label}, and not of the wrapper: "
             f"it has the pieces of {type(module).__name__}'s parameters that this rank holds, or none. Call "

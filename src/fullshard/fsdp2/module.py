@@ -135,7 +135,7 @@ class FSDPModule:
 
         It holds for the whole model. Set before the first forward, it counts on the root alone.
         """
-        _state(self).say(is_last_backward=is_last_backward)
+        _state(self).set_on_root(is_last_backward=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Let the program end backwards by `finalize_backward`, instead of each ending by itself.
@@ -185,7 +185,7 @@ class FSDPModule:
 
         Without effect where there are no streams. Each event is waited for once.
         """
-        _state(self).say(post_optim_event=event)
+        _state(self).set_on_root(post_optim_event=event)
 
     def reset_iter_state(self) -> None:
         """Drop what an iteration that an exception ended left behind.

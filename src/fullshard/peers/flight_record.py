@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from fullshard.errors import DivergenceError
 from fullshard.peers.diagnosis import Names, describe_difference
-from fullshard.peers.paths import Event, Moment, Phase
+from fullshard.peers.paths import Event, Moment, StepPhase
 
 # Entries kept per rank. A rank that is further ahead has overwritten what it would be compared by.
 _KEPT = 64
@@ -234,10 +234,10 @@ class FlightRecord:
             self._parameters.setdefault(name, []).extend(parameters)
         return number
 
-    def begin(self, model: int, step: int, phase: Phase) -> None:
+    def begin(self, model: int, step: int, phase: StepPhase) -> None:
         """Set the moment of what is entered and noted from now on."""
         # Backward may run in a thread of autograd's, to its end.
-        if phase in (Phase.FORWARD, Phase.EVALUATION):
+        if phase in (StepPhase.FORWARD, StepPhase.EVALUATION):
             self.thread = threading.get_ident()
         self._moment = ((step & _STEPS) << 4 | phase) << 36 | model << 24
 
@@ -383,7 +383,7 @@ _of_groups = weakref.WeakKeyDictionary()
 
 
 def _moment_of(word: int) -> Moment:
-    return Moment(word >> 40 & _STEPS, Phase(word >> 36 & 15))
+    return Moment(word >> 40 & _STEPS, StepPhase(word >> 36 & 15))
 
 
 def _encoded(what: str, nbytes: int) -> tuple[int, bytes]:

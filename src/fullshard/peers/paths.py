@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
-class Phase(enum.IntEnum):
+class StepPhase(enum.IntEnum):
     """The part of a step that a rank is in."""
 
     BETWEEN = 0
@@ -26,11 +26,11 @@ class Phase(enum.IntEnum):
 
 
 _PHASES = {
-    Phase.BETWEEN: "after the step's passes",
-    Phase.FORWARD: "forward",
-    Phase.EVALUATION: "evaluation",
-    Phase.LOSS: "between forward and backward",
-    Phase.BACKWARD: "backward",
+    StepPhase.BETWEEN: "after the step's passes",
+    StepPhase.FORWARD: "forward",
+    StepPhase.EVALUATION: "evaluation",
+    StepPhase.LOSS: "between forward and backward",
+    StepPhase.BACKWARD: "backward",
 }
 
 
@@ -38,12 +38,12 @@ class Moment(NamedTuple):
     """A step, counted from 1 by forwards with gradients, and a phase of it."""
 
     step: int
-    phase: Phase
+    phase: StepPhase
 
     def __str__(self) -> str:
         if self.step:
             return f"step {self.step}, {self.phase}"
-        return "before the first step" if self.phase is Phase.BETWEEN else str(self.phase)
+        return "before the first step" if self.phase is StepPhase.BETWEEN else str(self.phase)
 
 
 class Event(NamedTuple):
@@ -70,7 +70,7 @@ def from_lines(lines: Iterable[str]) -> list[Event]:
     trail = []
     for line in lines:
         step, phase, model, unit, has_gradients = json.loads(line)
-        trail.append(Event(Moment(step, Phase(phase)), model, unit, has_gradients))
+        trail.append(Event(Moment(step, StepPhase(phase)), model, unit, has_gradients))
     return trail
 
 
@@ -128,8 +128,8 @@ class _Backward(NamedTuple):
     @staticmethod
     def of(events: Sequence[Event]) -> "_Backward":
         empty = {event.unit for event in events if not event.has_gradients}
-        done = [event.unit for event in events if event.moment.phase is Phase.BACKWARD]
-        ran = {event.unit for event in events if event.moment.phase is Phase.FORWARD}
+        done = [event.unit for event in events if event.moment.phase is StepPhase.BACKWARD]
+        ran = {event.unit for event in events if event.moment.phase is StepPhase.FORWARD}
         return _Backward([unit for unit in done if unit not in empty], empty, ran)
 
     def lacks(self, unit: str, number: int) -> bool:

@@ -16,7 +16,7 @@ from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.checks.alike import FreezeWatch, check_alike
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.errors import DivergenceError, StateError
-from fullshard.peers.paths import Moment, Phase, said
+from fullshard.peers.paths import Moment, StepPhase, said
 
 
 class Path:
@@ -28,7 +28,7 @@ class Path:
     def __init__(self, kind: str, units: Sequence[Unit], kinds: Sequence[type]) -> None:
         self._number = {id(unit): number for number, unit in enumerate(units)}
         self._step = 0  # forwards with gradients so far
-        self._phase = Phase.BETWEEN
+        self._phase = StepPhase.BETWEEN
         named = [(unit.path, [param.name for param in unit.params]) for unit in units]
         records = dict.fromkeys(comm.record for comm in comms_of(units))
         # The model's number in the flight record of each of its groups.
@@ -46,12 +46,12 @@ class Path:
         """Begin the root's forward, and tell of parameters that are frozen or trained since the last."""
         is_step = torch.is_grad_enabled()
         self._step += is_step
-        self.begin(Phase.FORWARD if is_step else Phase.EVALUATION)
+        self.begin(StepPhase.FORWARD if is_step else StepPhase.EVALUATION)
         if is_step:
             self._freezing.enter_changes(self._records)
         self._checks_order = self._order.is_checked
 
-    def begin(self, phase: Phase) -> None:
+    def begin(self, phase: StepPhase) -> None:
         """Say which part of the step this rank is in."""
         self._phase = phase
         for record, model in self._records.items():

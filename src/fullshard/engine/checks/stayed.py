@@ -8,7 +8,7 @@ agree which units to gather anew, or one would wait for the others in vain.
 import collections
 from collections.abc import Container, Sequence
 
-from fullshard.engine.unit import Phase, Unit
+from fullshard.engine.unit import Unit, UnitPhase
 
 
 class StayedUnits:
@@ -23,7 +23,7 @@ class StayedUnits:
         self._stayed = [
             unit
             for unit in self._units
-            if unit.phase >= Phase.UNSHARDED and not unit.params.is_in_place
+            if unit.phase >= UnitPhase.UNSHARDED and not unit.params.is_in_place
         ]
 
     def drop_outdated(self, *, is_for_all: bool) -> None:
@@ -34,7 +34,7 @@ class StayedUnits:
         outdated unit stands for all, so that ranks are likely to do the same.
         """
         outdated = {
-            unit for unit in self._units if unit.phase >= Phase.UNSHARDED and unit.is_outdated
+            unit for unit in self._units if unit.phase >= UnitPhase.UNSHARDED and unit.is_outdated
         }
         if is_for_all and self._stayed:
             # Resharded on this rank alone: by a load, say, or an exception in its own evaluation.

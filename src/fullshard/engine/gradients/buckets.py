@@ -95,7 +95,7 @@ class GradientBuckets:
         self._first_dtypes = self._dtypes
         self.takes_any = any(map(_is_open, self._dtypes))
         for param, dtypes in zip(self.params, self._dtypes, strict=True):
-            param.leave_gradients(dtypes.unsharded)
+            param.set_accumulation_dtype(dtypes.unsharded)
 
     def _plan_dtypes(self, seen: Sequence[torch.dtype | None]) -> None:
         """Plan the dtypes of all gradients. ``seen``: those in which the last ones came, or None."""

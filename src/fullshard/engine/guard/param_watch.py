@@ -50,7 +50,7 @@ class Memory(Protocol):
 
 
 class Watched(Protocol):
-    """The parameters of a unit: `params.of_unit.UnitParams`. For what is not said here, see there."""
+    """The parameters of a unit: `params.unit_params.UnitParams`. For what is not said here, see there."""
 
     plain: Any
     flat_layout: Any

@@ -242,8 +242,8 @@ class ManagedParameter(abc.ABC):
         assert self.unsharded is not None
         self._accumulate(self.unsharded, grad)
 
-    def leave_gradients(self, said: GradDtype) -> None:
-        """Let autograd leave full gradients as this says, and not in the compute dtype."""
+    def set_accumulation_dtype(self, said: GradDtype) -> None:
+        """Set the dtype in which autograd accumulates full gradients, in place of the compute dtype."""
         self._unsharded_grad_dtype = said
         if self.unsharded is not None:
             self._say_grad_dtype(self.unsharded)
