@@ -61,10 +61,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # The same among the rooms inside the engine; its own files tell a step's story and use them all.
 IN_ENGINE = {
-    "guard": {"references", "runtime"},
-    "params": {"guard", "nodes", "references", "runtime", "unit_mesh"},
-    "gradients": {"observer", "params", "references", "runtime"},
-    "checks": {"params", "restoring", "runtime", "unit", "watchers"},
+    "guard": {"runtime"},
+    "params": {"guard", "nodes", "runtime", "unit_mesh"},
+    "gradients": {"guard", "observer", "params", "runtime"},
+    "checks": {"params", "restoring", "runtime", "unit", "observer"},
 }
 
 

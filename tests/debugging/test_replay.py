@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard.debugging import recording
 from fullshard.debugging.record import ReplayRecord
-from fullshard.engine.watchers import watchers
+from fullshard.engine.observer import watchers
 from fullshard.errors import CheckpointError, MisuseError, StateError
 from tests.api import Api
 from tests.fresh import Ended, fullshard_in_fork

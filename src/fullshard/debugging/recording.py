@@ -23,8 +23,8 @@ from fullshard.debugging.record import Inputs, ReplayRecord
 from fullshard.debugging.surroundings import device_of, surroundings
 from fullshard.debugging.tape import BACKWARD, FORWARD, Event, Tape, local_of
 from fullshard.engine.module_state import ModuleState
+from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.engine.precision import map_tensors
-from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.process_hooks import AFTER_STEP, BEFORE_STEP, at_exit
 from fullshard.state.structure import units_of
 

@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import named_states, names_of_units
+from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.engine.precision import differentiable_tensors, map_tensors
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
-from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.plan.units import clean_name, lowest_common_unit, without_compile
 from fullshard.state.host_memory import host_bytes
 

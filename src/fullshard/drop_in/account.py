@@ -16,7 +16,7 @@ from torch import nn
 from fullshard.drop_in import install
 from fullshard.drop_in.on_cpu import accelerate_wants_fsdp, begun, is_sharding_on_cpus
 from fullshard.engine.module_state import is_anything_sharded
-from fullshard.engine.watchers import PassWatcher, watchers
+from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp2.module import sharded_classes
 from fullshard.process_hooks import HAS_FORKED, MODULES, Replacements, before_exit

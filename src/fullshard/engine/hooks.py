@@ -31,6 +31,16 @@ Special cases:
 - An output that is a view has a second 4, on the tensor that it is a view of.
 - After an exception, the next forward or backward resets what was left. Gradients that earlier
   micro-batches accumulated are kept if the exception came in forward.
+
+[Note: Joined units] A gather that needs all ranks has to come at the same place on all of them, also on those that do not run the
+unit. So the innermost module around it that every rank runs gathers it too: before its own forward and
+backward, and frees it after them. In between the unit's own modules find it gathered, or nobody uses it.
+
+    ranks 0 and 1      gather layer; gather expert.0; gather expert.1
+    rank 0 runs        expert.0            rank 1 runs        expert.1
+
+That takes the memory of all such units of a module at once. Ranks that read each other's memory need nothing
+of the kind: each gathers what it runs.
 """
 
 import functools
@@ -38,7 +48,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +57,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.access import Registered, fake_form, is_running, refuse_while_used
 from fullshard.engine.iteration import Iteration, Stage
-from fullshard.engine.joined import join_units
 from fullshard.engine.module_state import ModuleState
 from fullshard.engine.nodes import (
     follow_input,
@@ -55,6 +64,7 @@ from fullshard.engine.nodes import (
     mark_before_backward,
     watch_output,
 )
+from fullshard.engine.observer import watchers
 from fullshard.engine.precision import (
     cast_inputs,
     cast_outputs,
@@ -64,7 +74,6 @@ from fullshard.engine.precision import (
 )
 from fullshard.engine.runtime import eager, passing_through
 from fullshard.engine.unit import Unit, UnitPhase
-from fullshard.engine.watchers import watchers
 from fullshard.engine.whole import refuse_while_whole, refusing_backward
 from fullshard.errors import StateError
 from fullshard.policies import TrainingState
@@ -591,3 +600,30 @@ def _to_device(
     if device.type == "cpu":
         return args, kwargs
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
+
+
+def join_units(states: Iterable[ModuleState]) -> None:
+    """Decide, by the settings of now, which module's gathers each unit joins. The same on all ranks.
+
+    See [Note: Joined units]. states: of the whole model.
+    """
+    states = list(states)
+    for state in states:
+        state.joined = []
+    for state in states:
+        outer = state.outer
+        while outer is not None and outer.outer is not None and _may_be_skipped(outer):
+            outer = outer.outer
+        for unit in state.units:
+            # Nothing is around a root, which every rank runs.
+            unit.is_joined = outer is not None and unit.config.may_be_skipped and _needs_all(unit)
+            if outer is not None and unit.is_joined:
+                outer.joined.append(unit)
+
+
+def _may_be_skipped(state: ModuleState) -> bool:
+    return any(unit.config.may_be_skipped for unit in state.all_units)
+
+
+def _needs_all(unit: Unit) -> bool:
+    return not unit.comm.gathers_alone or unit.params.extended is not None

@@ -37,11 +37,10 @@ from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.writes import WriteWatch
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
-from fullshard.engine.observer import Observer, follow_profiler
+from fullshard.engine.observer import Observer, follow_profiler, watchers
 from fullshard.engine.params.managed import Backward
 from fullshard.engine.runtime import outside_transforms
 from fullshard.engine.unit import Unit, UnitPhase, comms_of
-from fullshard.engine.watchers import watchers
 from fullshard.peers.paths import StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind

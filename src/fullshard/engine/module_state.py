@@ -46,7 +46,7 @@ class ModuleState:
     iteration: a function that returns the model's `Iteration`; None before the model's first use.
     mark: the mark on the only input of a forward under way.
     outer: the state of the innermost sharded module around it; None for a root.
-    joined: units inside that this module gathers and frees with its own (see `joined`).
+    joined: units inside that this module gathers and frees with its own (see `hooks`, Note: Joined units).
     is_wrapper: whether the module is a wrapper, which may be wrapped again together with its model.
     """
 

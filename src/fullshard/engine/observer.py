@@ -1,4 +1,4 @@
-"""The interface between the engine and whoever watches it, and labels for profilers.
+"""What the engine tells whoever watches it: of a unit's work, and of the passes of every model.
 
 An `Iteration` and its units have an observer, None unless somebody watches (`watch.trace`, or a
 running profiler). They call it at a handful of places:
@@ -8,6 +8,9 @@ running profiler). They call it at a handful of places:
     changed         a unit's memory has changed
     forget          an exception ended the iteration: what has begun or entered will not end
 
+A `PassWatcher` is in `watchers` as long as it listens; it may join and leave at any time, and hears of what
+comes after. What its methods raise ends the pass.
+
 Who watches all models of the process puts a function into `on_root`, which is called with the state of
 each module that becomes a root.
 """
@@ -15,6 +18,8 @@ each module that becomes a root.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+from torch import nn
 from torch.autograd import profiler
 
 from fullshard.plan.trace import Kind
@@ -89,3 +94,28 @@ def follow_profiler(observer: Observer | None) -> Observer | None:
     if not profiler._is_profiler_enabled:
         return None
     return observer or ProfilerLabels()
+
+
+class PassWatcher:
+    """Is told of passes; a subclass overrides what it wants to know.
+
+    state: the `ModuleState` of the root. iteration: its `Iteration`. unit: a `Unit`.
+    """
+
+    def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take the inputs of a root, before anything of its forward has been done."""
+
+    def forward_ends(self, iteration: Any, output: Any) -> None:
+        """Take what a root's forward returns."""
+
+    def backward_begins(self, iteration: Any) -> None:
+        """Note that a backward begins, before anything of the model's is computed in it."""
+
+    def gradients_complete(self, unit: Any, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take a unit's full gradients, one per parameter or None, before they are reduced."""
+
+    def backward_ends(self, iteration: Any) -> None:
+        """Note that a backward is over, with its gradients reduced."""
+
+
+watchers: list[PassWatcher] = []

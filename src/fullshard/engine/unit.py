@@ -93,7 +93,7 @@ class Unit:
         unsharded parameters.
     is_whole: True while copies of the whole parameters are shown, in any phase (see `whole`).
     is_ordered: gathers are in order with writes (see `checks.writes`, Note: Ordered gathers).
-    is_joined: a module around it gathers and frees it (see `joined`).
+    is_joined: a module around it gathers and frees it (see `hooks`, Note: Joined units).
     model: a weak reference to the root's state (`hooks.Hooks`); returns None before the model's first use.
     comm, replicate_comm: the communication over the shard axis and over the replicate axis.
     reduce_group: another process group of the same ranks, for reduce-scatters; None for the same.

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
-from fullshard.engine.watchers import PassWatcher, watchers
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name
 from fullshard.process_hooks import AFTER_FORWARD, BEFORE_FORWARD

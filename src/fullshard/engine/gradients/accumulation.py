@@ -23,11 +23,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fullshard.comm.interface import tensor_over
+from fullshard.engine.guard.uses import python_uses
 from fullshard.engine.params.buffers import whole_views
 from fullshard.engine.params.flat import show_gradient
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
-from fullshard.engine.references import python_uses, storage_uses
 from fullshard.plan.layout import BucketLayout, UnitLayout
+from fullshard.torch_private import storage_uses
 
 
 class SpareMemory:

@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.interface import shard_views
 from fullshard.engine.gradients.recipe import Recipe
+from fullshard.engine.guard.uses import python_uses
 from fullshard.engine.params.flat import show_gradient
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
-from fullshard.engine.references import python_uses, storage_uses, tensor_uses
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.layout import BucketLayout
+from fullshard.torch_private import storage_uses, tensor_uses
 
 # Pieces of gradient memory that one bucket keeps for reuse. Two, since a reduction may begin while
 # the gradients of the last one are still there to be added to.

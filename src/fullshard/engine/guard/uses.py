@@ -39,6 +39,7 @@ import collections
 import functools
 import gc
 import operator
+import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -49,9 +50,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.guard.forbidden import allow_use, forbid_use
-from fullshard.engine.references import python_uses, storage_uses, tensor_uses
 from fullshard.engine.runtime import out_of_context
-from fullshard.torch_private import WithoutSubclasses
+from fullshard.torch_private import WithoutSubclasses, storage_uses, tensor_uses
+
+# Return the number of references from Python to an object: variables, containers, attributes, and
+# (up to Python 3.13) the call itself.
+python_uses = sys.getrefcount
 
 # The exact types of unsharded forms: a plain parameter, a parameter that is a DTensor.
 _COUNTED = (nn.Parameter, DTensor)
