@@ -94,7 +94,7 @@ class Unit:
     is_whole: True while copies of the whole parameters are shown, in any phase (see `whole`).
     is_ordered: gathers are in order with writes (see `checks.writes`, Note: Ordered gathers).
     is_joined: a module around it gathers and frees it (see `hooks`, Note: Joined units).
-    model: a weak reference to the root's state (`hooks.Hooks`); returns None before the model's first use.
+    model: a weak reference to the root's hooks; returns None before the model's first use.
     comm, replicate_comm: the communication over the shard axis and over the replicate axis.
     reduce_group: another process group of the same ranks, for reduce-scatters; None for the same.
     awaits_backward: it stays unsharded for a backward that outputs did not announce.
@@ -620,7 +620,7 @@ class Unit:
 
     @property
     def is_flat(self) -> bool:
-        """Whether shards are pieces of flat buffers, and not rows of parameters."""
+        """True if shards are pieces of flat buffers, and not rows of parameters."""
         return self.params.is_flat
 
     @property
