@@ -271,7 +271,7 @@ def test_buffers_of_any_dtype_are_told_apart_from_what_was_written(api: Api) -> 
         model.weight.fill_(1.0)
         model.bias.fill_(1.0)
     names = sorted(name for name, _ in model.named_buffers())
-    with pytest.raises(StateError, match=rf"^{', '.join(names[:5])} and 3 more \(rank"):
+    with pytest.raises(StateError, match=rf"^{', '.join(names[:5])}.* \(rank"):
         model(torch.ones(1, 4))
     # What a program may set, among it what was there as a mark.
     with torch.no_grad():

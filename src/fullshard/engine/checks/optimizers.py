@@ -66,6 +66,8 @@ def find_former(optimizer: Optimizer) -> str | None:
             (built_before if is_former else stand_ins).append(manager.name)
         elif manager is not None and not any(each is steps for each in manager.holder.steps):
             manager.holder.steps.append(steps)
+    if not (built_before or stand_ins):
+        return None  # also in a process that has no group any more
     name = f"{type(optimizer).__name__} (rank {dist.get_rank()})"
     if built_before:
         return (
@@ -73,13 +75,11 @@ def find_former(optimizer: Optimizer) -> str | None:
             "before a load replaced them: a step would change nothing that the model uses. Build "
             "the optimizer from model.parameters() after sharding and loading."
         )
-    if stand_ins:
-        return (
-            f"{name} has {first_names(stand_ins)} as they are while unsharded, "
-            "so its step would not reach the shards. It was built after a forward that keeps them "
-            "unsharded, or after unshard(). Build it before, or call model.reshard() first."
-        )
-    return None
+    return (
+        f"{name} has {first_names(stand_ins)} as they are while unsharded, "
+        "so its step would not reach the shards. It was built after a forward that keeps them "
+        "unsharded, or after unshard(). Build it before, or call model.reshard() first."
+    )
 
 
 # Optimizers that need whole parameters, by class name, from whichever library, with the reason.

@@ -293,10 +293,14 @@ class WriteWatch:
 
     def note_gathered(self, unit: Unit) -> None:
         """Take note of shards that are gathered before their module is called."""
-        watched = self._watched.get(unit) if self._watched else None
         if are_transforms_active():
-            outside_transforms(self.note_gathered)(unit)
-        elif watched is not None:
+            outside_transforms(self._note_gathered)(unit)
+        else:  # nearly always: without a function in between
+            self._note_gathered(unit)
+
+    def _note_gathered(self, unit: Unit) -> None:
+        watched = self._watched.get(unit) if self._watched else None
+        if watched is not None:
             with no_grad():
                 watched.compare_shards()
         elif (sample := self._sample_of(unit)) is not None:
@@ -308,7 +312,10 @@ class WriteWatch:
         Such a write may show on one rank alone, where version counters advance on all.
         """
         if are_transforms_active():
-            return outside_transforms(self.has_changed)(unit)
+            return outside_transforms(self._has_changed)(unit)
+        return self._has_changed(unit)
+
+    def _has_changed(self, unit: Unit) -> bool:
         if self._watched and (watched := self._watched.get(unit)) is not None:
             with no_grad():
                 return watched.compare_shards()
