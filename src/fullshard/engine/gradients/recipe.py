@@ -84,7 +84,7 @@ def make_recipe(
     wants_means: `Comm.wants_means`.
     accumulated: whether gradients are sums of several backwards, in the reduce dtype, or wide anyway.
     is_offloaded: whether sharded parameters are on another device than full gradients.
-    label: of the unit in messages and ledger entries.
+    label: of the unit in messages and flight records.
     """
     total_dtype = reduce_dtype
     if config.comm_hook is None and mesh.data_parallel_size > 1:

@@ -30,17 +30,6 @@ _local: Callable[[nn.Parameter], torch.Tensor] = operator.attrgetter("_local_ten
 _shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
 
 
-class Managed(Protocol):
-    """A parameter as `ParamWatch` knows it: `params.managed.ManagedParameter`."""
-
-    sharded: nn.Parameter
-    slots: Any
-
-    @property
-    def name(self) -> str: ...
-    def has_moved(self, memory: torch.Tensor) -> bool: ...
-
-
 class Memory(Protocol):
     """The memory of a unit: `params.buffers.UnitBuffers`."""
 
