@@ -13,10 +13,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests import recording, selection
 from tests.api import OURS, TORCH
 from tests.harness import Pools
+
+# Examples have no time limit: how long one takes beside other work says nothing.
+settings.register_profile("fullshard", deadline=None)
+settings.load_profile("fullshard")
 
 WITHOUT_LONG = "not long"  # what `make test` selects
 CHOICES = {"ours": OURS, "torch": (TORCH,), "all": (TORCH, *OURS), **{n: (n,) for n in OURS}}
