@@ -53,10 +53,11 @@ def test_everything_is_ordered_with_every_model(name: str, model: str) -> None:
     assert run_program(name, model).problems == []
 
 
-def test_lanes_run_what_they_are_for() -> None:
-    lab = run_program("plain", SMALL)
+@pytest.mark.parametrize(("name", "others"), [("plain", set()), ("hsdp", {"ALL_REDUCE"})])
+def test_lanes_run_what_they_are_for(name: str, others: set[str]) -> None:
+    lab = run_program(name, SMALL)
     lanes = {str(lane).rpartition(".")[2] for lane in lab.recorder.num_operations}
     # torch 2.11 does not hand on the options of coalesced all-gathers, which then run, and are
     # waited for, on their group's lane.
     lanes -= {"group 0"} if RELEASE < (2, 12) else set()
-    assert lanes == {"COMPUTE", "ALL_GATHER", "REDUCE", "host"}
+    assert lanes == {"COMPUTE", "ALL_GATHER", "REDUCE", "host", *others}

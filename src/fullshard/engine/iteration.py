@@ -469,8 +469,7 @@ class Iteration:
         if keeps or not unit.config.reduce_grads:
             unit.accumulate(grads)
             return
-        if unit.comm.overlaps:
-            self.reductions.finish()  # they ran beside this backward; their memory serves this one
+        self.reductions.make_way(unit)
         if (in_flight := unit.reduce(grads)) is not None:
             # Finishing is queued on a lane if there are streams. Else the host would wait, so the
             # last one is left to run beside the next unit's backward.

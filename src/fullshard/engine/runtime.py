@@ -1,7 +1,8 @@
 """Streams and events of a device, with a form for the CPU where they are no-ops.
 
-Three lanes. COMPUTE is the user's current stream. ALL_GATHER carries unshards, so that one may run
-beside compute; REDUCE carries gradient reductions, which must not wait behind the next unshard.
+Four lanes. COMPUTE is the user's current stream. ALL_GATHER carries unshards, so that one may run
+beside compute; REDUCE carries gradient reductions, which must not wait behind the next unshard;
+ALL_REDUCE their sums over replicas, behind which the next reduce-scatter must not wait.
 
 [Note: Lanes] Nothing calls ``record_stream``. Three rules make it safe to free memory while the
 device may still use it; the host waits for nothing:
@@ -42,6 +43,7 @@ class Lane(enum.Enum):
     COMPUTE = enum.auto()
     ALL_GATHER = enum.auto()
     REDUCE = enum.auto()
+    ALL_REDUCE = enum.auto()
 
 
 class Runtime:

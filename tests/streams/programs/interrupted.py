@@ -69,10 +69,15 @@ def _interrupted_by_a_hook_async(lab: Lab, name: str) -> None:
     _interrupted_in_reduction(lab, name)
 
 
-def _interrupted_in_reduction(lab: Lab, name: str) -> None:
+@program("exception-in-a-hook-hsdp")
+def _interrupted_by_a_hook_of_replicas(lab: Lab, name: str) -> None:
+    _interrupted_in_reduction(lab, name, mesh=(2, 2))
+
+
+def _interrupted_in_reduction(lab: Lab, name: str, **options: Any) -> None:
     """Let the user's hook raise while a reduction of several buckets is being finished."""
     problem = problem_of(name)
-    model = shard(problem)
+    model = shard(problem, **options)
     optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
     inputs, targets = data_of(problem, lab)
     unit: Any = problem.units[0] if problem.units else model
@@ -101,6 +106,9 @@ for _where in ("forward", "backward"):
     program(f"exception-in-{_where}")(partial(_interrupted, in_backward=_in_backward))
     program(f"exception-in-{_where}-async", is_nccl=False)(
         partial(_interrupted, in_backward=_in_backward)
+    )
+    program(f"exception-in-{_where}-hsdp")(
+        partial(_interrupted, in_backward=_in_backward, mesh=(2, 2))
     )
     program(f"exception-in-{_where}-offload", host_waits=None)(
         partial(_interrupted, in_backward=_in_backward, offload_policy=OFFLOAD)

@@ -7,7 +7,8 @@
 
 All ranks start them in the same order, which is the order in which collectives pair; so they are
 also finished in that order. On a device the host waits for none of it: to finish is to give the
-lane its work, and to record its end.
+lanes their work, and to record its end. What begins with a sum over replicas has a lane of its own,
+on which it runs beside the reduce-scatter of the next unit.
 """
 
 import collections
@@ -25,6 +26,7 @@ from fullshard.plan.trace import Kind
 from fullshard.policies import UnitConfig
 
 _BLOCK_NUMEL = 1 << 16  # so many elements stay in cache
+_MAX_REPLICATED = 2  # sums over replicas that may be under way before the next one is begun
 
 
 class ReducedUnit(Protocol):
@@ -60,7 +62,8 @@ class InFlight(NamedTuple):
 
     grads: the full gradients, if a side stream still reads them when the call returns (see the lanes
         of `engine.runtime`); else empty.
-    end: recorded on that stream when the reduction was finished; None before, and without streams.
+    end: recorded on the lane of reduce-scatters when it had read them, and what travelled; for the
+        sums over replicas, on theirs, when all was done. None before, and without streams.
     """
 
     unit: ReducedUnit
@@ -99,13 +102,24 @@ class ReductionQueue:
         self._started: collections.deque[InFlight] = collections.deque()
         # Older than those, and with streams only: elsewhere, what is finished holds nothing.
         self._finished: collections.deque[InFlight] = collections.deque()
+        # The same reductions, while they are summed over replicas: they hold sums over shards.
+        self._replicated: collections.deque[InFlight] = collections.deque()
         # Where the last released one that copies gradients to host memory ends: `release` waits.
         self._copied: tuple[Runtime, torch.Event | None] | None = None
 
     @property
     def under_way(self) -> Sequence[InFlight]:
         """The reductions that hold memory: not released yet, oldest first."""
-        return [*self._finished, *self._started]
+        return [*self._replicated, *self._finished, *self._started]
+
+    def make_way(self, unit: ReducedUnit) -> None:
+        """Finish what ran beside a unit's backward, whose reduction is about to start."""
+        if unit.comm.overlaps:
+            self.finish()  # its memory serves this one
+        for in_flight in self._replicated:
+            if in_flight.unit is unit:  # reduced before in this backward: the same gradient memory
+                with unit.runtime.on(Lane.REDUCE):
+                    unit.runtime.wait(in_flight.end)
 
     def add(self, in_flight: InFlight, *, keep: int) -> None:
         """Take over a reduction that was started; finish all but the last ``keep``."""
@@ -120,38 +134,48 @@ class ReductionQueue:
             in_flight = started[0]
             if observer is not None:
                 observer.begin(Kind.WAIT_REDUCE_SCATTER, in_flight.unit)
-            end = _finish(in_flight)
+            read, end = _finish(in_flight)
             # It leaves the queue only now: if finishing raises, `discard` still finds it.
             started.popleft()
-            if end is not None:
-                self._finished.append(in_flight._replace(end=end))
+            if end is not read:  # from here on two: what was read, and what is summed over replicas
+                self._replicated.append(in_flight._replace(grads=[], end=end))
+                in_flight = in_flight._replace(buckets=[])
+            if read is not None:
+                self._finished.append(in_flight._replace(end=read))
             if observer is not None:
                 observer.end()
         # A finished one still holds full gradients that its lane reads. Releasing it makes compute
         # wait for the lane, since the allocator gives freed memory to compute at once. Later is
         # better for time, earlier for memory: `max_under_way` chooses.
         while self._finished and len(self._finished) + len(started) > self.max_under_way:
-            self._release_first()
+            self._release_first(self._finished)
+        # A sum over shards belongs to the lane of reduce-scatters, which may use its memory again.
+        while len(self._replicated) > _MAX_REPLICATED:
+            oldest = self._replicated[0]
+            with oldest.unit.runtime.on(Lane.REDUCE):
+                oldest.unit.runtime.wait(oldest.end)
+            self._replicated.popleft()
 
     def release(self) -> None:
         """Release all reductions. They have to be finished.
 
         When this returns, compute waits for all of them, and offloaded gradients are in host memory.
         """
-        while self._finished:
-            self._release_first()
-        if self._copied is not None:
-            runtime, end = self._copied
-            # The host waits once: a lane works in order, so its last event covers those before.
-            runtime.finish(end)
-            self._copied = None
+        for queue in (self._finished, self._replicated):
+            while queue:
+                self._release_first(queue)
+            if self._copied is not None:
+                runtime, end = self._copied
+                # The host waits once: a lane works in order, so its last event covers those before.
+                runtime.finish(end)
+                self._copied = None
 
-    def _release_first(self) -> None:
-        in_flight = self._finished.popleft()
-        runtime = in_flight.unit.runtime
+    def _release_first(self, queue: collections.deque[InFlight]) -> None:
+        in_flight = queue.popleft()
         if self.observer is not None:
             self.observer.begin(Kind.WAIT_REDUCE_SCATTER, in_flight.unit)
         # Before `in_flight` goes: what it holds may be given to compute at once, while the lane reads.
+        runtime = in_flight.unit.runtime
         runtime.wait(in_flight.end)
         if self.observer is not None:
             self.observer.end()
@@ -164,85 +188,105 @@ class ReductionQueue:
         Waits for collectives under way, whose memory must not go before. Where nothing runs by
         itself there is nothing to wait for, and the peers may never come.
         """
-        for in_flight in self.under_way:
-            runtime = in_flight.unit.runtime
-            with runtime.on(Lane.REDUCE):
-                if in_flight.end is None and in_flight.unit.comm.overlaps:
+        for in_flight in self._started:
+            if in_flight.unit.comm.overlaps:
+                with in_flight.unit.runtime.on(Lane.REDUCE):
                     for item in in_flight.buckets:
                         item.reduction.wait()
-                # Anew: if an exception came before the end of `_finish`, there is no event that
-                # covers what the lane reads.
-                end = runtime.record()
-            runtime.wait(end)
-        self._finished.clear()
-        self._started.clear()
+        for runtime in {in_flight.unit.runtime for in_flight in self.under_way}:
+            for lane in (Lane.REDUCE, Lane.ALL_REDUCE):
+                with runtime.on(lane):
+                    # Anew: if an exception came before the end of `_finish`, there is no event that
+                    # covers what the lane reads.
+                    end = runtime.record()
+                runtime.wait(end)
+        for queue in (self._finished, self._replicated, self._started):
+            queue.clear()
 
 
-def _finish(in_flight: InFlight) -> torch.Event | None:
-    """Finish a reduction; return the event at its end, None without streams."""
+def _finish(in_flight: InFlight) -> tuple[torch.Event | None, torch.Event | None]:
+    """Finish a reduction.
+
+    Returns the events after which nothing reads full gradients any more, and after which all is done:
+    one and the same unless sums over replicas follow; None without streams.
+    """
     unit, buckets = in_flight.unit, in_flight.buckets
     runtime = unit.runtime
     if not runtime.has_streams:
         with no_grad():
-            _finish_buckets(buckets, unit)
-        return None
+            for item in buckets:
+                _complete(item, _sum_shards(item), unit)
+        return None, None
     # `on`, not `following`: the lane needs nothing of compute but what the start has waited for.
     with runtime.on(Lane.REDUCE), no_grad():
-        _finish_buckets(buckets, unit)
-        return runtime.record()
+        sums = [(item, _sum_shards(item)) for item in buckets]
+        if not any(item.recipe.sums_replicas for item in buckets):
+            for item, present in sums:
+                _complete(item, present, unit)
+            end = runtime.record()
+            return end, end
+        read = runtime.record()
+    with runtime.on(Lane.ALL_REDUCE), no_grad():
+        runtime.wait(read)
+        for item, present in sums:
+            _complete(item, present, unit)
+        return read, runtime.record()
 
 
-def _finish_buckets(buckets: Sequence[BucketInFlight], unit: ReducedUnit) -> None:
-    """Wait for the sums over the shard axis, and give parameters their gradients."""
-    for item in buckets:
-        present = item.reduction.wait()
-        if item.recipe.is_deposited:  # most reductions end here
-            item.gradients.deposit(item.total, item.shards, present)
-        else:
-            _finish_sum(item, present, unit)
+def _sum_shards(item: BucketInFlight) -> tuple[bool, ...] | None:
+    """Wait for a sum over the shard axis, and add one that waited for its all-reduce.
 
-
-def _finish_sum(item: BucketInFlight, present: tuple[bool, ...], unit: ReducedUnit) -> None:
-    """Sum over replicas, round, run the user's hook and give parameters their gradients.
-
-    In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
-    will be; what it changes is not rounded again.
+    Returns who gets a gradient of it, for each holder; None if its all-reduce is put off: the sum
+    then waits in the bucket.
     """
+    present = item.reduction.wait()
     recipe = item.recipe
-    config = recipe.config
+    if recipe.is_deposited:  # most reductions
+        return present
     # From here on `present` says who gets a gradient. See `unit_gradients`, Note: Missing gradients.
     if item.takers is not None:
         present = item.takers
-    elif config.reduces_unused:
+    elif recipe.config.reduces_unused:
         present = (True,) * len(present)
     if recipe.sums_replicas:
-        of_all = _sum_replicas(item, present, unit.replicate_comm)
-        if of_all is None:  # put off; `total` waits in the bucket
-            return
-        present = of_all
+        # Added before the all-reduce, so that one serves all micro-batches, and before it is put off
+        # once more, so that there is never more than one sum that waits.
+        present = item.gradients.add_waiting(item.total, present)
+        if not recipe.config.all_reduce_grads:
+            item.gradients.put_off(item.total, present, takers=item.takers)
+            return None
+    return present
+
+
+def _complete(item: BucketInFlight, present: tuple[bool, ...] | None, unit: ReducedUnit) -> None:
+    """Sum over replicas, round, run the user's hook and give parameters their gradients.
+
+    In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
+    will be; what it changes is not rounded again. present: what `_sum_shards` has returned.
+    """
+    recipe = item.recipe
+    if present is None:
+        return
+    if recipe.is_deposited:
+        item.gradients.deposit(item.total, item.shards, present)
+        return
+    if recipe.sums_replicas:
+        present = _sum_replicas(item, present, unit.replicate_comm)
     _round(item.total, recipe.reduce_dtype)
-    _run_hook(item.total, config, unit.runtime)
-    if config.keep_low_precision_grads:
+    _run_hook(item.total, recipe.config, unit.runtime)
+    if recipe.config.keep_low_precision_grads:
         item.gradients.deposit_low(item.total, recipe.reduce_dtype, present)
     else:
         item.gradients.deposit(item.total, item.shards, present)
 
 
-def _sum_replicas(
-    item: BucketInFlight, present: tuple[bool, ...], comm: Comm
-) -> tuple[bool, ...] | None:
-    """Sum over the replicate axis, in place, and divide. Collective, unless it is put off.
+def _sum_replicas(item: BucketInFlight, present: tuple[bool, ...], comm: Comm) -> tuple[bool, ...]:
+    """Sum over the replicate axis, in place, and divide. Collective.
 
     present: for each holder, whether a rank of this replica had a gradient. Returns the same for
-    all replicas together, or None if the all-reduce is put off.
+    all replicas together.
     """
-    bucket, recipe, total = item.gradients, item.recipe, item.total
-    # Added before the all-reduce, so that one serves all micro-batches, and before it is put off
-    # once more, so that there is never more than one sum that waits.
-    present = bucket.add_waiting(total, present)
-    if not recipe.config.all_reduce_grads:
-        bucket.put_off(total, present, takers=item.takers)
-        return None
+    recipe, total = item.recipe, item.total
     # Flags travel only where replicas do not know the answer anyway.
     is_agreed = item.takers is not None or recipe.config.reduces_unused
     reduction = comm.all_reduce(total, () if is_agreed else present, recipe.over_replicas)
