@@ -124,6 +124,10 @@ with _to("tell whether anybody else refers to a tensor's memory"):
 # graph. None where torch lacks it: gradients' memory then counts as used.
 tensor_uses: Any = getattr(torch.Tensor, "_use_count", None)
 
+# Exchange the memory of two storages of one size, or of which one is empty: ``swap(storage, other)``. None
+# where torch lacks it (2.11): units then get unsharded memory from the allocator, and gathers wait for more.
+swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+
 # Let the allocator of CUDA call a function with (device, bytes asked for, total, free) before it raises
 # for lack of memory. None where torch lacks it: the table of what takes memory is not written then.
 attach_out_of_memory_observer: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
@@ -389,6 +393,7 @@ __all__ = [
     "set_frame_strategy",
     "set_grad_enabled",
     "storage_uses",
+    "swap_memory",
     "symmetric_memory",
     "tensor_uses",
     "will_engine_execute_node",

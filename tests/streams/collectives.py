@@ -8,6 +8,7 @@ current lane. Any other runs on a lane of its group, which follows the current l
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -46,6 +47,7 @@ class Collectives:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._lanes: dict[str, GroupLane] = {}
+        self.num_calls: collections.Counter[str] = collections.Counter()
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
@@ -108,6 +110,7 @@ class Collectives:
                 move(target, source, group.size())
         is_on_device = recorder.place_of(targets[0]) is Place.DEVICE
         kind = "sum in place" if move is None else move.__name__
+        self.num_calls[kind] += 1
         # Those between passes, such as the norm of all gradients, are of the lane that asks for them, and
         # the program's are its own matter.
         is_ours = bool(site := engine_site()) and not site.startswith("comm/outside_steps.py")

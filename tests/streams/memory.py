@@ -122,6 +122,12 @@ class Memory:
         resize()
         self.allocate(storage, place, "resize_")
 
+    def swap(self, storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        """Take note that two storages exchange their memory, each block with its home."""
+        places = [self._of_storage.get(each._cdata) for each in (storage, other)]
+        for each, known in zip((other, storage), places, strict=True):
+            self._know(each, *(known[1:] if known else (Place.DEVICE, 0)))
+
     def free(self, start: int) -> None:
         """Take note that nobody refers to memory any more."""
         block = self._blocks.pop(start, None)

@@ -29,6 +29,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
+from fullshard.engine import runtime
+from fullshard.torch_private import swap_memory
 from tests.streams.lanes import HOST, Lanes, Moment
 from tests.streams.memory import Memory, Place
 
@@ -60,8 +62,8 @@ _STALLING = {
 _INDEXING = {_aten.index.Tensor, _aten.index_put_.default}
 # Functions of the engine in which the host may wait for the device, and why: docs/gpu.md.
 NAMED_STALLS = {
-    "compare_shards": "watched passes compare contents",
-    "close": "watched passes compare contents",
+    "_conclude": "the pass after a watched one asks what it has compared",
+    "_read": "what is gathered early on request is compared before it is used, in watched passes",
     "agree": "ranks agree after a watched pass, and on what stays unsharded",
     "holds_shards": "what stays unsharded from one pass to the next is compared with the shards",
 }
@@ -110,6 +112,10 @@ class Recorder:
             self.memory.resize(storage, lambda: resize(storage, nbytes))
             return storage
 
+        def swapped(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+            self.memory.swap(storage, other)
+            swap_memory(storage, other)
+
         def backward(*args: Any, **options: Any) -> Any:
             # `Tensor.backward` is a function that the mode is told of, and so switched off in.
             with functions:
@@ -117,6 +123,7 @@ class Recorder:
 
         with (
             mock.patch.object(torch.UntypedStorage, "resize_", resized),
+            mock.patch.object(runtime, "swap_memory", swap_memory and swapped),
             mock.patch.object(torch.autograd, "_engine_run_backward", backward),
             functions,
             _Operations(self),

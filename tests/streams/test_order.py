@@ -16,6 +16,7 @@ from tests.releases import RELEASE
 from tests.selection import repeats
 from tests.streams.lab import fake_world
 from tests.streams.programs import PROGRAMS, SMALL, run_program
+from tests.streams.programs.common import NUM_STEPS
 
 # Beside the models that train like one process in tests/parity.
 MODELS = (*PROBLEMS, "tied_transformer", "partly_frozen", "two_dtypes")
@@ -51,6 +52,15 @@ def test_everything_is_ordered(name: str) -> None:
 @pytest.mark.parametrize(("name", "model"), MATRIX)
 def test_everything_is_ordered_with_every_model(name: str, model: str) -> None:
     assert run_program(name, model).problems == []
+
+
+def test_a_unit_of_two_dtypes_is_gathered_by_one_call() -> None:
+    lab = run_program("plain", "two_dtypes")
+    assert lab.problems == []
+    # Two units, gathered in forward and in backward. Sums are apart, as each has one dtype.
+    num_calls = lab.collectives.num_calls
+    assert num_calls["all_gather"] == 4 * NUM_STEPS
+    assert num_calls["reduce_scatter"] == 4 * NUM_STEPS
 
 
 @pytest.mark.parametrize(("name", "others"), [("plain", set()), ("hsdp", {"ALL_REDUCE"})])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.calls import all_gather, reduce_scatter
-from fullshard.comm.interface import Done, Reduction, ShardBuffer, Sum, Work
+from fullshard.comm.interface import Comm, Done, Reduction, ShardBuffer, Sum, Work
 from fullshard.comm.packing import Region, copy_in_gradients
 from fullshard.comm.process_group import (
     Pending,
@@ -264,6 +264,9 @@ class CollectivesComm(ProcessGroupComm):
                 output_tensor=unsharded, input_tensor=part, group=self.group, async_op=True
             )
         return Pending([work] if work is not None else [], do_nothing, (), self, label)
+
+    # Each bucket by itself, through the user's object.
+    gather_unit = Comm.gather_unit
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         return reduce_dtype  # summed as it travels

@@ -151,6 +151,16 @@ class Comm(abc.ABC):
         label: name of the gather in messages and flight record entries, the same on all ranks.
         """
 
+    def gather_unit(
+        self, buffers: Sequence[tuple[ShardBuffer, torch.Tensor, int]], label: str
+    ) -> list[Work]:
+        """Start `all_gather` for each bucket of a unit: (shards, unsharded, offset). By one call, if possible."""
+        gather = self.all_gather
+        return [
+            gather(shards, unsharded, offset=offset, label=label)
+            for shards, unsharded, offset in buffers
+        ]
+
     @abc.abstractmethod
     def reduce_scatter(
         self,

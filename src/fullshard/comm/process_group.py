@@ -4,7 +4,7 @@ Direct parameters are gathered straight into place, and their gradients are redu
 where autograd left them. The packed rest goes through one buffer. How collectives are called best
 depends on the backend:
 
-- NCCL: one coalesced all-gather and one coalesced reduce-scatter per bucket; NCCL forms the sums.
+- NCCL: one coalesced all-gather per unit and one coalesced reduce-scatter per bucket; NCCL forms the sums.
   The engine calls them on a stream of its own, where they also run, so nothing has to wait for a
   stream of NCCL's.
 - Gloo: one asynchronous call per direct parameter (its coalescing manager is four times slower);
@@ -275,7 +275,41 @@ class ProcessGroupComm(Comm):
         # Before the first collective of this gather, so that a rank on another path finds out
         # before its bytes are taken for those of another unit.
         self.enter(label, bucket.unsharded_numel * unsharded.itemsize)
-        landing = shards.last_landing
+        gathering, targets = self._prepare_gather(shards, unsharded, label)
+        try:
+            gathering.works = (
+                self._all_gather(targets, gathering.sent)
+                if self.is_nccl
+                else list(map(self._calls.all_gather, targets, gathering.sent))
+            )
+        except RuntimeError as error:
+            name_lost_ranks(error, self.group, label)
+            raise
+        return gathering
+
+    def gather_unit(
+        self, buffers: Sequence[tuple[ShardBuffer, torch.Tensor, int]], label: str
+    ) -> list[Work]:
+        if not self.is_nccl or len(buffers) < 2:
+            return super().gather_unit(buffers, label)
+        # As bytes, since one launch has one dtype.
+        self.enter(label, sum(each.bucket.unsharded_numel * u.itemsize for each, u, _ in buffers))
+        pairs = [
+            self._prepare_gather(shards, unsharded, label)
+            for shards, unsharded, _ in buffers
+            if shards.bucket.unsharded_numel
+        ]
+        targets = [each.view(torch.uint8) for _, part in pairs for each in part]
+        sources = [each.view(torch.uint8) for gathering, _ in pairs for each in gathering.sent]
+        with naming_lost_ranks(self.group, label):
+            self._all_gather(targets, sources)
+        return [gathering for gathering, _ in pairs]
+
+    def _prepare_gather(
+        self, shards: ShardBuffer, unsharded: torch.Tensor, label: str
+    ) -> tuple[_Gathering, Sequence[torch.Tensor]]:
+        """Return a gather of one bucket before its collective, and what that fills for each of ``sent``."""
+        bucket, landing = shards.bucket, shards.last_landing
         if landing is None or landing.unsharded is not unsharded:
             landing = shards.landing(unsharded)
         sent = landing.sent
@@ -287,16 +321,7 @@ class ProcessGroupComm(Comm):
         if len(targets) < len(sent):  # the last of `sent` is what is packed
             region = self.gather_regions.take(self.size * bucket.packed_numel, sent[-1].dtype)
             targets = [*targets, region.memory]
-        try:
-            works = (
-                self._all_gather(targets, sent)
-                if self.is_nccl
-                else list(map(self._calls.all_gather, targets, sent))
-            )
-        except RuntimeError as error:
-            name_lost_ranks(error, self.group, label)
-            raise
-        return _Gathering(works, sent, region, landing, self, label)
+        return _Gathering([], sent, region, landing, self, label), targets
 
     def gather_bytes(self, source: torch.Tensor, label: str) -> tuple[torch.Tensor, Work]:
         """Start gathering a 1-D tensor of the same size from every rank.

@@ -104,6 +104,9 @@ class Iteration:
         for unit in self.units:
             unit.backward = self.backward
         self._is_fenced = True
+        self._begun: torch.Event | None = (
+            None  # with streams: what compute was given before the pass
+        )
         self._prefetch_after: dict[int, Unit] = {}  # gather it after backward of a unit, by id
         self._stayed = StayedUnits(self.units)
         self.post_optim_event: torch.Event | None = None
@@ -235,7 +238,7 @@ class Iteration:
         is_for_all = self._expects_backward or not all(is_whole(unit) for unit in self.units)
         self._stayed.drop_outdated(is_for_all=is_for_all)
         for unit in self.units:
-            if unit.params.is_in_place:
+            if unit.params.is_in_place or unit.runtime.has_streams:
                 unit.watch.begin()  # after `follow_moves`, which writes to shards itself
             if unit.phase >= UnitPhase.UNSHARDED:
                 unit.params.follow_trained()
@@ -246,6 +249,7 @@ class Iteration:
         if self._gathers:
             self.fence("before forward")  # until here peers may have written to their shards
             self._is_fenced = True
+        self._begun = self.units[0].runtime.record() if self.units else None
 
     def begin_units(
         self,
@@ -269,7 +273,7 @@ class Iteration:
             if not is_recomputation:
                 self._follow_writes(unit)
             if unit.phase < UnitPhase.GATHERING:
-                unit.unshard()
+                unit.unshard(after=self._begun)
         for unit in joined:
             self.start_forward_unshard(unit)
         for unit in units:
@@ -306,8 +310,11 @@ class Iteration:
     def _prefetch_forward(self, unit: Unit) -> None:
         """Start gathering a unit before its forward, unless somebody may write to it until then.
 
-        Flat units are prefetched on request (``forward_prefetch=True``): in watched passes as well.
+        Flat units are prefetched on request (``forward_prefetch=True``): in watched passes as well. Others
+        are not where there are streams: the host runs ahead, so the gather starts early enough by itself.
         """
+        if unit.runtime.has_streams and not unit.params.is_flat:
+            return
         may_be_early = not unit.is_joined and (not unit.is_ordered or unit.params.is_flat)
         if not may_be_early or unit.phase >= UnitPhase.GATHERING:
             return
@@ -316,8 +323,8 @@ class Iteration:
 
     def start_forward_unshard(self, unit: Unit) -> None:
         """Start gathering a unit before its module is called, and watch for writes until then."""
-        if unit.unshard(early=True):
-            self._watch.note_gathered(unit)
+        if unit.unshard(early=True, after=self._begun):
+            self._watch.note_shards(unit)
 
     def end_units(
         self, units: Sequence[Unit], *, joined: Sequence[Unit] = (), is_differentiable: bool | None
@@ -350,6 +357,7 @@ class Iteration:
         """End the root's forward: check for writes, show what users expect, meet in a fence."""
         self.root = self._caller = None
         self._to(Stage.IDLE if self.stage is Stage.FORWARD else Stage.BACKWARD)
+        self._end_rotation()
         if not self._expects_backward:
             # Whoever looks at parameters after evaluation must find them sharded, the root's too.
             for unit in self.units:
@@ -399,6 +407,7 @@ class Iteration:
                 if unit.params.is_in_place:
                     unit.watch.begin()
             self._watch.take_samples()
+        self._begun = self.units[0].runtime.record() if self.units else None
         queue_callback(end)
 
     def begin_backward_units(self, units: Sequence[Unit]) -> None:
@@ -425,7 +434,7 @@ class Iteration:
     def start_backward_unshard(self, unit: Unit) -> None:
         """Start gathering a unit for backward, unless the user said that it needs no parameters."""
         if unit.config.unshard_in_backward:
-            unit.unshard()
+            unit.unshard(after=self._begun)
 
     @outside_transforms
     def after_backward(self, unit: Unit, *, keeps: bool = False, is_used: bool = False) -> None:
@@ -520,6 +529,7 @@ class Iteration:
         self._watch.refuse_writes(unit for unit in compared if not unit.params.has_post_hooks)
         self.reductions.finish()
         self.reductions.release()
+        self._end_rotation()
         # Only now: if a user's hook raised in `finish`, the pass counts as stale and is forgotten.
         self._leave_backward()
         self._is_fenced = False  # also where the program ends a backward, after another forward
@@ -539,6 +549,11 @@ class Iteration:
         self._unused.check(self.units)
         for watcher in tuple(watchers):
             watcher.backward_ends(self)
+
+    def _end_rotation(self) -> None:
+        """Give memory that gathers of the pass have used in turn back to the allocator."""
+        if self.units and (rotation := self.units[0].runtime.rotation) is not None:
+            rotation.clear()
 
     # Backward, if the program ends it
 

@@ -10,16 +10,19 @@ device may still use it; the host waits for nothing:
     1  Memory is allocated on the lane that frees it: unsharded buffers on COMPUTE, what exists only
        during a collective on that collective's lane.
     2  A side lane waits for COMPUTE before it begins (`Runtime.following`), so that all that
-       COMPUTE has written, freed or still reads before that point is over.
+       COMPUTE has written, freed or still reads before that point is over. A gather whose memory is in
+       `Rotation` waits for less.
     3  COMPUTE waits for a side lane before anything that the lane reads is dropped.
 """
 
+import collections
 import contextlib
 import enum
 import functools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -31,10 +34,13 @@ from fullshard.torch_private import (
     compile_callback,
     disable_dynamo,
     set_grad_enabled,
+    swap_memory,
 )
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_NUM_TURNS = 3  # units whose whole parameters are in memory: one is read, one arrives, one was read
 
 
 class Lane(enum.Enum):
@@ -51,12 +57,16 @@ class Runtime:
 
     has_streams: whether the device works asynchronously to the host. If so, one lane waits for an
         event of another; if not, the host waits for a collective when its result is needed.
+    rotation: the memory that gathers use in turn; None without streams, or where torch cannot swap it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.has_streams = device.type != "cpu"
         self._streams: dict[Lane, torch.Stream] = {}
+        self.rotation: Rotation | None = None
+        if self.has_streams and swap_memory is not None:
+            self.rotation = Rotation(self)
         if not self.has_streams:
             raise_heap_threshold()
 
@@ -132,6 +142,95 @@ class Runtime:
             # High priority: a collective that is ready goes before compute's queued kernels.
             self._streams[lane] = torch.Stream(self.device, priority=-1)
         return self._streams[lane]
+
+
+class _Turn(NamedTuple):
+    """The unsharded memory of a unit that was resharded. read: recorded after its last reader."""
+
+    memory: list[torch.UntypedStorage]
+    read: torch.Event | None
+
+
+class Rotation:
+    """Unsharded memory that the units of a device hand on to each other during a pass.
+
+    Memory from COMPUTE's allocator may still be read by anything that COMPUTE was given before. Here each
+    piece has an event of its own, recorded when its unit was resharded: a gather waits for that, and
+    runs beside all that came later. The memory belongs to ALL_GATHER (rule 1 of [Note: Lanes]), which
+    waits for its last reader before it is used again.
+
+    Units that are whole, being gathered or resting are three at a time, as many as in PyTorch's engine,
+    whose all-gathers arrive in buffers of their own. Equal units find the same addresses again and again.
+    What fits nobody goes back to the allocator, and so does all at the end of a pass: activations and
+    the loss need the room.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._turns: collections.deque[_Turn] = collections.deque()  # oldest first
+        self._borrowers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._num_lent = 0
+        # COMPUTE was told to read memory of ALL_GATHER that went back to the allocator without an event.
+        self._is_read_unnoticed = False
+
+    @property
+    def resting(self) -> list[torch.UntypedStorage]:
+        """The memory that no unit has, for reports."""
+        return [each for turn in self._turns for each in turn.memory]
+
+    @contextlib.contextmanager
+    def lending(
+        self,
+        borrower: Any,
+        storages: Sequence[tuple[torch.UntypedStorage, int]],
+        after: torch.Event | None,
+    ) -> Iterator[None]:
+        """Make ALL_GATHER the current stream, with memory in empty storages of these sizes in bytes.
+
+        borrower: who calls `take_back`. after: what the gather reads is written when this is over.
+        """
+        runtime = self._runtime
+        # If a model is gone whose units were whole, nobody has recorded what reads their memory.
+        if self._is_read_unnoticed or len(self._borrowers) != self._num_lent:
+            self._is_read_unnoticed, self._num_lent = False, len(self._borrowers)
+            after = runtime.record()
+        with runtime.on(Lane.ALL_GATHER):
+            runtime.wait(after)
+            wanted = list(storages)
+            while len(self._turns) > max(0, _NUM_TURNS - 1 - self._num_lent):
+                turn = self._turns.popleft()
+                runtime.wait(turn.read)
+                for memory in turn.memory:
+                    size = memory.nbytes()
+                    fitting = next((each for each in wanted if each[1] == size), None)
+                    if fitting is not None:
+                        swap_memory(fitting[0], memory)
+                        wanted.remove(fitting)
+            for storage, size in wanted:
+                storage.resize_(size)
+            self._borrowers.add(borrower)
+            self._num_lent += 1
+            yield
+
+    def take_back(self, borrower: Any, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Take the memory of storages, which are empty then. What reads it was given to COMPUTE."""
+        taken = []
+        for storage in storages:
+            memory = torch.UntypedStorage(0, device=storage.device)
+            swap_memory(memory, storage)
+            taken.append(memory)
+        self._turns.append(_Turn(taken, self._runtime.record()))
+        self._borrowers.discard(borrower)
+        self._num_lent -= 1
+
+    def note_reading(self) -> None:
+        """Take note that COMPUTE was told to read memory of ALL_GATHER that is not lent, and is freed."""
+        self._is_read_unnoticed = True
+
+    def clear(self) -> None:
+        """Give memory that no unit has back to the allocator. The next gather waits for all of COMPUTE."""
+        self._is_read_unnoticed |= bool(self._turns)
+        self._turns.clear()
 
 
 class no_grad:  # noqa: N801  (torch's name)

@@ -99,6 +99,7 @@ class Unit:
     reduce_group: another process group of the same ranks, for reduce-scatters; None for the same.
     awaits_backward: it stays unsharded for a backward that outputs did not announce.
     is_written: gathers stay ordered, since the program writes to the parameters during a pass.
+    is_unwritten: a watched pass has shown that it does not.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Unit:
         self.is_joined = False
         self.awaits_backward = False
         self.is_ordered = False
-        self.is_written = False
+        self.is_written = self.is_unwritten = False
         self.observer: Observer | None = None
         self.watch = self.params.watch
         self._awaits_step = False  # unsharded while gradients wait for an optimizer
@@ -241,12 +242,13 @@ class Unit:
 
     # Gathering
 
-    def unshard(self, *, early: bool = False) -> bool:
+    def unshard(self, *, early: bool = False, after: torch.Event | None = None) -> bool:
         """Start gathering the parameters unless they are there or on their way.
 
         Returns whether a gather was started. Every rank has to start it in the same order.
         early: it starts before the forward of their module, so a program may write to the shards
         in between.
+        after: with streams, what compute had been given when the pass began; None outside of passes.
         """
         if self.phase > UnitPhase.POST_FORWARD:
             return False
@@ -254,17 +256,19 @@ class Unit:
         if self.is_whole or not self.params.all:
             return False
         if are_transforms_active():
-            outside_transforms(self._start_gather)(self.gather_label, early=early)
+            outside_transforms(self._start_gather)(self.gather_label, early=early, after=after)
         else:  # nearly always: without a function in between
-            self._start_gather(self.gather_label, early=early)
+            self._start_gather(self.gather_label, early=early, after=after)
         return True
 
-    def _start_gather(self, label: str, *, early: bool) -> None:
+    def _start_gather(self, label: str, *, early: bool, after: torch.Event | None = None) -> None:
         buffers, extended = self.params.buffers, self.params.extended
         assert buffers is not None
         if self.observer is not None:
             self.observer.begin(Kind.ALL_GATHER, self)
-        works = buffers.start_unshard(label, ordered=self.is_ordered)
+        if after is not None and not self._is_left_alone:
+            after = None  # the lane waits for compute, which may write to shards in the pass
+        works = buffers.start_unshard(label, ordered=self.is_ordered, after=after)
         if extended is not None:
             # The lane first waits for compute: the optimizer has written the shards there, and it
             # may still copy from the region of the last gather, whose memory the lane uses again.
@@ -286,6 +290,23 @@ class Unit:
         if self.observer is not None:
             self.observer.end()
 
+    @property
+    def _is_left_alone(self) -> bool:
+        """True if nobody writes to the shards in this pass, as far as watched passes and counters tell.
+
+        And if what is gathered comes and goes: what stays would keep others from using its memory.
+        """
+        config = self.config
+        return (
+            self.is_unwritten
+            and not self.is_ordered
+            and not self.is_held
+            and not self.keeps_after_forward
+            and config.reshard_after_backward
+            and not self.params.has_post_hooks
+            and not self.watch.shards_changed_since_begin
+        )
+
     def wait_unshard(self) -> None:
         """Make the unsharded parameters usable and register them; no effect while sharded."""
         if self.phase is UnitPhase.GATHERING:
@@ -304,6 +325,8 @@ class Unit:
         if self.params.extended is not None:
             # Makes unsharded parameters of what was gathered, so before they are registered.
             self.params.extended.finish(self.config.mp_policy)
+            if self.runtime.rotation is not None:
+                self.runtime.rotation.note_reading()  # what arrived there, and is freed
         self.params.shown.show_unsharded()
         self._to(UnitPhase.UNSHARDED)
         if self.observer is not None:

@@ -231,6 +231,37 @@ def _unshard_and_leave(lab: Lab, name: str) -> None:
     train(lab, problem, model, after_backward=write)
 
 
+def _writes_in_forward(
+    lab: Lab, name: str, *, from_step: int, leaves_no_trace: bool, may_be_skipped: bool = False
+) -> None:
+    """Write to the shards of later units while an earlier one computes."""
+    problem = problem_of(name)
+    model = shard(problem)
+    model.set_reduce_scatter_unused_params(may_be_skipped)
+    first, *later = problem.units
+    step = 0
+
+    def write(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter in (p for unit in later for p in unit.parameters() if step >= from_step):
+                local = parameter._local_tensor
+                (local.data if leaves_no_trace else local).mul_(0.99)
+
+    def count(_: int) -> None:
+        nonlocal step
+        step += 1
+
+    first.register_forward_hook(write)
+    train(lab, problem, model, before=count, num_steps=NUM_STEPS + 1)
+
+
+program("writes-in-forward")(partial(_writes_in_forward, from_step=1, leaves_no_trace=True))
+program("writes-in-forward-unwatched")(  # what ranks may skip is not watched
+    partial(_writes_in_forward, from_step=1, leaves_no_trace=True, may_be_skipped=True)
+)
+program("writes-in-forward-later")(partial(_writes_in_forward, from_step=3, leaves_no_trace=False))
+
+
 @program("optimizer-on-its-own-stream")
 def _own_stream(lab: Lab, name: str) -> None:
     problem = problem_of(name)

@@ -15,6 +15,10 @@ A watched pass is right whatever the program does. Contents are compared, since 
 leave no trace: ``p.data.mul_()`` and ``torch._foreach_mul_`` advance no version counter of a
 DTensor.
 
+On devices with streams nothing is gathered early, and the host waits once for what a watched pass has
+compared, when the next pass begins. After it, gathers of units that nobody wrote to wait for less than all
+that compute was given: see `runtime.Rotation`.
+
 Writes that begin later are noticed by version counters, where they advance, and by contents: copies
 of small shards, sums of blocks of large ones. Not on devices with streams, where the host would
 wait. What was gathered early is then
@@ -31,6 +35,7 @@ agree which units are ordered, so what each has seen is combined between two pas
 """
 
 import collections
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -57,6 +62,8 @@ class _Watched:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.is_written = False
+        # On devices with streams: what was compared, and whose contents it was; read by `conclude`.
+        self._unread: list[tuple[torch.Tensor, list[str]]] = []
         self._shards = _fingerprints(unit.params.shard_memory)
         self._num_writes = self._count_writes()
         self._unsharded: _Fingerprints | None = None  # from `open` to `close`
@@ -64,7 +71,7 @@ class _Watched:
 
     def open(self) -> None:
         """Compare shards and take note of the unsharded parameters, which are about to be used."""
-        self.compare_shards()
+        self.note_shards()
         # A unit may be sharded in its own backward (`set_unshard_in_backward(False)`).
         if self._unsharded is None and self.unit.is_unsharded:
             self._unsharded = _fingerprints(self.unit.params.unsharded_locals)
@@ -73,42 +80,79 @@ class _Watched:
     def close(self) -> None:
         """Compare shards and unsharded parameters, at the end of a forward or backward.
 
-        Warns of writes to unsharded parameters, which are lost.
+        Warns of writes to unsharded parameters, which are lost. On devices with streams, of those that
+        advance no version counter, `conclude` warns.
         """
-        self.compare_shards()
+        self.note_shards()
         before, self._unsharded = self._unsharded, None
         if before is None or not self.unit.is_unsharded:
             return  # it had no backward of its own, or is freed already
         tensors = self.unit.params.unsharded_locals
+        names = [param.name for param in self.unit.params.plain]
+        versions = [tensor._version for tensor in tensors]
         written = [
-            param.name
-            for param, old, new, version, tensor in zip(
-                self.unit.params.plain,
-                before,
-                _fingerprints(tensors),
-                self._versions,
-                tensors,
-                strict=True,
-            )
-            if tensor._version != version or not torch.equal(old, new)
+            name
+            for name, old, new in zip(names, self._versions, versions, strict=True)
+            if old != new
         ]
-        if written:
-            self.is_written = True
-            self.unit.watch.warn_of_lost(self.unit.label, written)
+        self._warn_of(written)
+        self._compare(before, _fingerprints(tensors), names)
 
     def compare_shards(self) -> bool:
-        """Return whether the shards were written to since the last call, and note it.
+        """Note whether the shards were written to since the last call, and return it.
+
+        On devices with streams the host waits for the answer.
+        """
+        self._read()
+        was_written, self.is_written = self.is_written, False
+        self.note_shards()
+        self._read()
+        has_changed = self.is_written
+        self.is_written |= was_written
+        return has_changed
+
+    def _read(self) -> None:
+        self.conclude([flag for flags in self.unread for flag in flags.tolist()])
+
+    def note_shards(self) -> None:
+        """Note whether the shards were written to since the last call.
 
         Version counters are compared as well: later passes go by them, and so refuse a write that
         changes no value.
         """
         before, self._shards = self._shards, _fingerprints(self.unit.params.shard_memory)
         num_before, self._num_writes = self._num_writes, self._count_writes()
-        has_changed = num_before != self._num_writes or not all(
-            map(torch.equal, before, self._shards)
-        )
-        self.is_written |= has_changed
-        return has_changed
+        self.is_written |= num_before != self._num_writes
+        self._compare(before, self._shards, [])
+
+    def _compare(self, before: _Fingerprints, after: _Fingerprints, names: list[str]) -> None:
+        """Compare contents, now or on the device. names: of the unsharded parameters that they are of."""
+        if not self.unit.runtime.has_streams:
+            self._note([not torch.equal(*pair) for pair in zip(before, after, strict=True)], names)
+        elif before:
+            flags = [(old != new).any() for old, new in zip(before, after, strict=True)]
+            self._unread.append((torch.stack(flags), names))
+
+    def _note(self, have_changed: Sequence[bool], names: Sequence[str]) -> None:
+        self.is_written |= any(have_changed)
+        self._warn_of(list(itertools.compress(names, have_changed)))
+
+    def _warn_of(self, names: Sequence[str]) -> None:
+        if names:
+            self.is_written = True
+            self.unit.watch.warn_of_lost(self.unit.label, names)
+
+    @property
+    def unread(self) -> list[torch.Tensor]:
+        """Vectors on the device that say which contents have changed, for `conclude`."""
+        return [flags for flags, _ in self._unread]
+
+    def conclude(self, have_changed: Sequence[bool]) -> None:
+        """Take note of what the device has found: the elements of `unread`, one after the other."""
+        flags = iter(have_changed)
+        for vector, names in self._unread:
+            self._note(list(itertools.islice(flags, len(vector))), names)
+        self._unread.clear()
 
     def _count_writes(self) -> int:
         """Sum the version counters that `ParamWatch.changed_since_begin` compares in place."""
@@ -259,7 +303,7 @@ class WriteWatch:
                 self.start_again()
                 refuse_write(unit)
             elif self.is_watching and unit in self._watched:
-                self.has_changed(unit)  # notes it: an error here in a later pass
+                self.note_shards(unit)  # an error here in a later pass
 
     @outside_transforms
     def open(self, units: Iterable[Unit]) -> None:
@@ -291,18 +335,18 @@ class WriteWatch:
         if views:  # all of them at once, which costs the host least
             torch._foreach_copy_(before, views)
 
-    def note_gathered(self, unit: Unit) -> None:
-        """Take note of shards that are gathered before their module is called."""
+    def note_shards(self, unit: Unit) -> None:
+        """Take note of shards that are gathered before their module is called, or at the end of a pass."""
         if are_transforms_active():
-            outside_transforms(self._note_gathered)(unit)
+            outside_transforms(self._note_shards)(unit)
         else:  # nearly always: without a function in between
-            self._note_gathered(unit)
+            self._note_shards(unit)
 
-    def _note_gathered(self, unit: Unit) -> None:
+    def _note_shards(self, unit: Unit) -> None:
         watched = self._watched.get(unit) if self._watched else None
         if watched is not None:
             with no_grad():
-                watched.compare_shards()
+                watched.note_shards()
         elif (sample := self._sample_of(unit)) is not None:
             sample.take()
 
@@ -346,6 +390,10 @@ class WriteWatch:
         Every rank has to call it. A unit whose private memory is still in use, by a graph say,
         keeps it, and is asked about again before the next pass.
         """
+        if unread := [flags for watched in self._watched.values() for flags in watched.unread]:
+            found = iter(torch.cat(unread).tolist())  # the host waits, once
+            for watched in self._watched.values():
+                watched.conclude(list(itertools.islice(found, sum(map(len, watched.unread)))))
         written = {unit for unit, watched in self._watched.items() if watched.is_written}
         in_use = {unit for unit in self._watched if _is_in_use(unit)}
         # Of all units, watched or not, so that each has its place on all ranks.
@@ -358,6 +406,7 @@ class WriteWatch:
                 continue
             else:
                 _set_ordered(unit, ordered=False)
+                unit.is_unwritten = True
             del self._watched[unit]
 
 

@@ -216,13 +216,18 @@ class ParamWatch:
         return is_untouched and buffers is not None and not buffers.holds_shards()
 
     def begin(self) -> None:
-        """Take note that a pass begins in which nobody may write to what peers read in place."""
+        """Take note that a pass begins, in which nobody may write to what peers read in place."""
         self._at_begin = self.num_writes(), self.num_unsharded_writes()
 
     @property
     def changed_since_begin(self) -> bool:
         """True if version counters show a write, since `begin`, to what peers read in place."""
         return self._at_begin != (self.num_writes(), self.num_unsharded_writes())
+
+    @property
+    def shards_changed_since_begin(self) -> bool:
+        """True if version counters show a write to this rank's shards since `begin`."""
+        return self._at_begin[0] != self.num_writes()
 
     @property
     def reached_peers(self) -> bool:

@@ -104,6 +104,7 @@ class UnitBuffers:
         ]
         self._unsharded: list[_Unsharded] = []
         self._freed: list[_Unsharded] = []  # the ones that are freed at reshard
+        self._is_lent = False  # their memory is of `Rotation`
         self._moves = False
         self._views: dict[int, torch.Tensor] = {}  # unsharded parameters, by index
         shards = {
@@ -260,16 +261,27 @@ class UnitBuffers:
                     return False
         return True
 
-    def start_unshard(self, label: str, *, ordered: bool = False) -> list[Work]:
+    def start_unshard(
+        self, label: str, *, ordered: bool = False, after: torch.Event | None = None
+    ) -> list[Work]:
         """Allocate the unsharded buffers and start filling them. Collective, unless nothing moves.
 
         Sources are all ranks' shards, or those over the smaller group if `keep_post_forward` made
         some. Returns what has to be waited for before anybody reads.
 
         ordered: see `checks.writes`, [Note: Ordered gathers].
+        after: nobody writes to shards after this event, until the reshard that follows. With streams,
+            the gather then need not wait for all that compute was given. None: it waits.
         """
         if not (self._moves or self._post_forward_shards):
             return []
+        rotation = self._runtime.rotation
+        if after is not None and rotation is not None and not (self._is_lent or self.keeps_storage):
+            storages = [(each.flat.untyped_storage(), each.nbytes) for each in self._freed]
+            if not (self._post_forward_shards or any(each.is_allocated for each in self._freed)):
+                with rotation.lending(self, storages, after):
+                    self._is_lent = True
+                    return self._start_gathers(label, ordered=ordered)
         # On the compute stream, not on the lane below: a caching allocator reuses memory in the
         # order of the stream that allocates, and it is compute that frees it again.
         for unsharded in self._freed:
@@ -293,14 +305,15 @@ class UnitBuffers:
             assert self._post_forward_comm is not None
             # Taken once: with the list empty, the next gather is over the whole group again.
             kept, self._post_forward_shards = self._post_forward_shards, []
-            return [
-                self._post_forward_comm.all_gather(buffer, unsharded.flat, label=label)
-                for buffer, unsharded in zip(kept, self._unsharded, strict=True)
-            ]
-        works, all_gather = [], self._comm.all_gather
-        for buffer, unsharded in zip(self._buckets, self._unsharded, strict=True):
-            works.append(all_gather(buffer, unsharded.flat, offset=unsharded.offset, label=label))
-        return works
+            return self._post_forward_comm.gather_unit(
+                [
+                    (buffer, unsharded.flat, 0)
+                    for buffer, unsharded in zip(kept, self._unsharded, strict=True)
+                ],
+                label,
+            )
+        pairs = zip(self._buckets, self._unsharded, strict=True)
+        return self._comm.gather_unit([(b, u.flat, u.offset) for b, u in pairs], label)
 
     def gather_whole(self, label: str) -> dict[int, torch.Tensor]:
         """Return every whole parameter by index, in the dtype of the shards. Collective.
@@ -328,9 +341,16 @@ class UnitBuffers:
 
     def free_unsharded(self) -> None:
         """Free the private buffers under the unsharded parameters, which stay as tensors."""
-        if not self.keeps_storage:
-            for unsharded in self._freed:
-                unsharded.free()
+        if self.keeps_storage:
+            return
+        if self._is_lent:
+            assert self._runtime.rotation is not None
+            storages = [each.flat.untyped_storage() for each in self._freed]
+            self._runtime.rotation.take_back(self, storages)
+            self._is_lent = False
+            return
+        for unsharded in self._freed:
+            unsharded.free()
 
     def keep_post_forward(self, comm: ProcessGroupComm) -> dict[int, torch.Tensor]:
         """Keep this rank's shards over a smaller group, and free the unsharded buffers.
