@@ -64,7 +64,7 @@ class Seen:
         rotation = Runtime.of(DEVICE).rotation
         assert rotation is not None
         lent = (t.untyped_storage().nbytes() for u in self.units for t in u.unsharded_memory)
-        return sum(lent) + sum(memory.nbytes() for memory in rotation.resting)
+        return sum(lent) + sum(memory.nbytes for memory in rotation.resting)
 
     def forget(self) -> None:
         self.reshards.clear()

@@ -239,7 +239,7 @@ class Iteration:
         self._stayed.drop_outdated(is_for_all=is_for_all)
         for unit in self.units:
             if unit.params.is_in_place or unit.runtime.has_streams:
-                unit.watch.begin()  # after `follow_moves`, which writes to shards itself
+                unit.begin_pass()  # after `follow_moves`, which writes to shards itself
             if unit.phase >= UnitPhase.UNSHARDED:
                 unit.params.follow_trained()
         # Where all stayed whole, this rank may be evaluating alone: nobody would come to a fence.
@@ -300,6 +300,7 @@ class Iteration:
         has_changed = unit.params.is_flat and unit.watch.has_new_pieces
         if has_changed:
             adopt(unit)
+            unit.is_left_alone = False  # compute has yet to write what came home
         if (
             unit.phase is UnitPhase.GATHERING  # early
             and not unit.is_held

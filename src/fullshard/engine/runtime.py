@@ -174,9 +174,13 @@ class Rotation:
         self._is_read_unnoticed = False
 
     @property
-    def resting(self) -> list[torch.UntypedStorage]:
-        """The memory that no unit has, for reports."""
-        return [each for turn in self._turns for each in turn.memory]
+    def resting(self) -> list[torch.Tensor]:
+        """The memory that no unit has, as 1-D tensors of bytes, for reports."""
+        return [
+            torch.empty(0, dtype=torch.uint8, device=self._runtime.device).set_(each)
+            for turn in self._turns
+            for each in turn.memory
+        ]
 
     @contextlib.contextmanager
     def lending(

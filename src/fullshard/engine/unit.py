@@ -100,6 +100,7 @@ class Unit:
     awaits_backward: it stays unsharded for a backward that outputs did not announce.
     is_written: gathers stay ordered, since the program writes to the parameters during a pass.
     is_unwritten: a watched pass has shown that it does not.
+    is_left_alone: nobody writes to the shards in this pass: see `begin_pass`.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Unit:
         self.is_joined = False
         self.awaits_backward = False
         self.is_ordered = False
-        self.is_written = self.is_unwritten = False
+        self.is_written = self.is_unwritten = self.is_left_alone = False
         self.observer: Observer | None = None
         self.watch = self.params.watch
         self._awaits_step = False  # unsharded while gradients wait for an optimizer
@@ -266,8 +267,8 @@ class Unit:
         assert buffers is not None
         if self.observer is not None:
             self.observer.begin(Kind.ALL_GATHER, self)
-        if after is not None and not self._is_left_alone:
-            after = None  # the lane waits for compute, which may write to shards in the pass
+        if after is not None and not self._may_be_behind:
+            after = None
         works = buffers.start_unshard(label, ordered=self.is_ordered, after=after)
         if extended is not None:
             # The lane first waits for compute: the optimizer has written the shards there, and it
@@ -290,20 +291,27 @@ class Unit:
         if self.observer is not None:
             self.observer.end()
 
-    @property
-    def _is_left_alone(self) -> bool:
-        """True if nobody writes to the shards in this pass, as far as watched passes and counters tell.
+    def begin_pass(self) -> None:
+        """Take note that a forward of the model begins, after which nobody may write to the shards.
 
-        And if what is gathered comes and goes: what stays would keep others from using its memory.
+        That holds until the end of backward, for units that a watched pass has shown to be left alone.
         """
-        config = self.config
-        return (
+        self.watch.begin()
+        self.is_left_alone = (
             self.is_unwritten
+            # What stays would keep others from using its memory.
+            and not self.keeps_after_forward
+            and self.config.reshard_after_backward
+            and not self.params.has_post_hooks  # which write when a gradient is there
+        )
+
+    @property
+    def _may_be_behind(self) -> bool:
+        """True if a gather may read shards before compute has done all that it was given in this pass."""
+        return (
+            self.is_left_alone
             and not self.is_ordered
             and not self.is_held
-            and not self.keeps_after_forward
-            and config.reshard_after_backward
-            and not self.params.has_post_hooks
             and not self.watch.shards_changed_since_begin
         )
 

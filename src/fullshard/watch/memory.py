@@ -156,6 +156,9 @@ def memory_report(
     free = (Runtime.of(device).scratch.free for device in devices)
     for tensor in itertools.chain(*free, *(comm.staging for comm in comms)):
         tally.note(MemoryCategory.COMMUNICATION, None, tensor)
+    for rotation in (Runtime.of(device).rotation for device in devices):
+        for tensor in () if rotation is None else rotation.resting:
+            tally.note(MemoryCategory.KEPT, None, tensor)
     trained = {id(own.sharded): names[id(unit)] for unit in units for own in unit.holders}
     for each in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
         for parameter, state in each.state.items():
