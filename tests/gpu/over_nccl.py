@@ -118,6 +118,12 @@ def _late(place: Place) -> str:
     return assert_order(place, lambda model: shard(model, mp_policy=MIXED))
 
 
+@check("four-ranks-nccl-replicas-late-lanes", ranks=4, needs_cuda=True, is_apart=True)
+def _late_replicas(place: Place) -> str:
+    fullshard.set_default_comm("process_group")
+    return assert_order(place, _over_replicas)
+
+
 def _trained(place: Place, library: Any, compute_dtype: torch.dtype | None) -> list[float]:
     """Return the losses of some steps, and on a GPU the peak of memory last, in MB above what was there."""
     gc.collect()
