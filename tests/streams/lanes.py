@@ -150,7 +150,7 @@ class VirtualRuntime(Runtime):
 
     def __init__(self, device: torch.device, lanes: Lanes) -> None:
         super().__init__(device)
-        self._lanes = lanes
+        self.lanes = lanes
 
     @property
     def allocated_nbytes(self) -> int | None:
@@ -158,18 +158,18 @@ class VirtualRuntime(Runtime):
 
     def on(self, lane: Lane) -> contextlib.AbstractContextManager[Any]:
         # As the real one: COMPUTE is whatever the user has made current.
-        return contextlib.nullcontext() if lane is Lane.COMPUTE else self._lanes.on(lane)
+        return contextlib.nullcontext() if lane is Lane.COMPUTE else self.lanes.on(lane)
 
     def record(self) -> Any:
-        return self._lanes.record()
+        return self.lanes.record()
 
     def wait(self, event: Any) -> None:
         if event is not None:
-            self._lanes.wait(event)
+            self.lanes.wait(event)
 
     def finish(self, event: Any) -> None:
         if event is not None:
-            self._lanes.finish(event)
+            self.lanes.finish(event)
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -8,18 +8,24 @@ is given memory that another one uses, and that the host waits for nothing it ne
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
+from unittest import mock
 
 import pytest
 
+from fullshard.engine.gradients.queue import ReductionQueue
+from fullshard.engine.runtime import Lane, Runtime
 from tests.models import PROBLEMS
 from tests.releases import RELEASE
 from tests.selection import repeats
 from tests.streams.lab import fake_world
+from tests.streams.lanes import VirtualRuntime
 from tests.streams.programs import PROGRAMS, SMALL, run_program
 from tests.streams.programs.common import NUM_STEPS
+from tests.streams.recording import DEVICE
 
 # Beside the models that train like one process in tests/parity.
-MODELS = (*PROBLEMS, "tied_transformer", "partly_frozen", "two_dtypes")
+MODELS = (*PROBLEMS, "tied_transformer", "partly_frozen", "two_dtypes", "deep")
 # One flat parameter has one dtype, and is trained or not.
 NOT_FLAT = {"partly_frozen", "two_dtypes"}
 MATRIX = [
@@ -52,6 +58,24 @@ def test_everything_is_ordered(name: str) -> None:
 @pytest.mark.parametrize(("name", "model"), MATRIX)
 def test_everything_is_ordered_with_every_model(name: str, model: str) -> None:
     assert run_program(name, model).problems == []
+
+
+@pytest.mark.parametrize("name", ["hsdp", "reduced-twice-hsdp"])
+def test_compute_waits_for_sums_over_replicas_at_the_end_of_backward_alone(name: str) -> None:
+    release, waited = ReductionQueue.release, []
+
+    def releasing(queue: ReductionQueue) -> None:
+        lanes = cast(VirtualRuntime, Runtime.of(DEVICE)).lanes
+        before, own = (dict(lanes.clock(each)) for each in (Lane.COMPUTE, Lane.ALL_REDUCE))
+        release(queue)
+        waited.append((before.get(Lane.ALL_REDUCE, 0), own[Lane.ALL_REDUCE]))
+        assert lanes.clock(Lane.COMPUTE)[Lane.ALL_REDUCE] == own[Lane.ALL_REDUCE]
+
+    with mock.patch.object(ReductionQueue, "release", releasing):
+        assert run_program(name, "deep").problems == []
+    assert len(waited) == NUM_STEPS
+    # What it knew before the end of a backward is the end of the one before.
+    assert [before for before, _ in waited] == [0, *(end for _, end in waited[:-1])]
 
 
 def test_a_unit_of_two_dtypes_is_gathered_by_one_call() -> None:

@@ -100,6 +100,9 @@ def problem_of(name: str) -> Problem:
             nn.Linear(16, 32768), nn.Tanh(), nn.Linear(32768, 16), nn.Tanh(), nn.Linear(16, 5)
         )
         return Problem(net, torch.randn(12, 16), torch.randn(12, 5), [net[0], net[2]])
+    if name == "deep":
+        layers = [nn.Linear(16, 16) for _ in range(6)]
+        return Problem(nn.Sequential(*layers), torch.randn(12, 16), torch.randn(12, 16), layers)
     if name == "two_dtypes":
         pair = nn.Sequential(TwoDtypes(), TwoDtypes())
         return Problem(pair, torch.randn(12, 16), torch.randn(12, 16), [*pair])

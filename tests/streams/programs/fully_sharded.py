@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.engine.checks import writes
+from tests.models import Problem
 from tests.streams.lab import Lab
 from tests.streams.programs.common import (
     ALL_BF16,
@@ -46,6 +48,7 @@ for _name, _options in {
     "replicas": {"mesh": (4, 1)},
     "hsdp": {"mesh": (2, 2)},
     "hsdp-bf16": {"mesh": (2, 2), "mp_policy": BF16},
+    "hsdp-bf16-all": {"mesh": (2, 2), "mp_policy": ALL_BF16},
     "bf16": {"mp_policy": BF16},
     "bf16-all": {"mp_policy": ALL_BF16},
     "reshard-over-two-bf16": {"reshard_after_forward": 2, "mp_policy": BF16},
@@ -398,6 +401,41 @@ program("offload-hooks-before", host_waits=None)(
 program("offload-hooks-after", host_waits=None)(
     partial(_with_gradient_hooks, before=False, offload_policy=OFFLOAD)
 )
+
+
+class _Late(nn.Module):
+    """A layer that uses its weight by a view which is older than the forward: its gradient comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.bias = nn.Parameter(torch.randn(16))
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both."""
+        self.kept = self.kept or [self.weight.t()]
+        return x @ self.kept[0] + self.bias
+
+
+@program("reduced-twice-hsdp")
+def _reduced_twice(lab: Lab, name: str) -> None:
+    """A hook uses each gradient and drops it, so that the next reduction takes its memory."""
+    late = _Late()
+    net = nn.Sequential(nn.Linear(16, 16), late)
+    problem = Problem(net, torch.randn(12, 16), torch.randn(12, 16), [late])
+    model = shard(problem, mesh=(2, 2))
+
+    def take(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.square_()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*got no gradient")  # in the first reduction
+        train(lab, problem, model)
 
 
 @program("whole-beside-unshard")

@@ -26,7 +26,7 @@ from fullshard.plan.trace import Kind
 from fullshard.policies import UnitConfig
 
 _BLOCK_NUMEL = 1 << 16  # so many elements stay in cache
-_MAX_REPLICATED = 2  # sums over replicas that may be under way before the next one is begun
+_MAX_REPLICATED = 2  # sums over replicas in scratch that may be under way when the next one begins
 
 
 class ReducedUnit(Protocol):
@@ -77,6 +77,10 @@ class InFlight(NamedTuple):
         return bool(self.buckets) and self.buckets[0].gradients.device.type == "cpu"
 
     @property
+    def holds_scratch(self) -> bool:
+        return any(item.shards is None for item in self.buckets)
+
+    @property
     def results(self) -> list[torch.Tensor]:
         """Gradient memory that sums are formed in; other sums are formed in scratch and copied."""
         return [item.shards.flat for item in self.buckets if item.shards is not None]
@@ -103,7 +107,7 @@ class ReductionQueue:
         # Older than those, and with streams only: elsewhere, what is finished holds nothing.
         self._finished: collections.deque[InFlight] = collections.deque()
         # The same reductions, while they are summed over replicas: they hold sums over shards.
-        self._replicated: collections.deque[InFlight] = collections.deque()
+        self._replicated: list[InFlight] = []
         # Where the last released one that copies gradients to host memory ends: `release` waits.
         self._copied: tuple[Runtime, torch.Event | None] | None = None
 
@@ -148,30 +152,31 @@ class ReductionQueue:
         # wait for the lane, since the allocator gives freed memory to compute at once. Later is
         # better for time, earlier for memory: `max_under_way` chooses.
         while self._finished and len(self._finished) + len(started) > self.max_under_way:
-            self._release_first(self._finished)
-        # A sum over shards belongs to the lane of reduce-scatters, which may use its memory again.
-        while len(self._replicated) > _MAX_REPLICATED:
-            oldest = self._replicated[0]
+            self._release(self._finished.popleft())
+        # Sums in gradient memory wait for the end of backward, where compute waits for them. Others hold
+        # scratch, which belongs to the lane of reduce-scatters.
+        scratch = [each for each in self._replicated if each.holds_scratch]
+        for oldest in scratch[:-_MAX_REPLICATED]:
             with oldest.unit.runtime.on(Lane.REDUCE):
                 oldest.unit.runtime.wait(oldest.end)
-            self._replicated.popleft()
+            self._replicated = [each for each in self._replicated if each is not oldest]
 
     def release(self) -> None:
         """Release all reductions. They have to be finished.
 
         When this returns, compute waits for all of them, and offloaded gradients are in host memory.
         """
-        for queue in (self._finished, self._replicated):
+        for queue in (self._finished, collections.deque(self._replicated)):
             while queue:
-                self._release_first(queue)
+                self._release(queue.popleft())
             if self._copied is not None:
                 runtime, end = self._copied
                 # The host waits once: a lane works in order, so its last event covers those before.
                 runtime.finish(end)
                 self._copied = None
+        self._replicated.clear()
 
-    def _release_first(self, queue: collections.deque[InFlight]) -> None:
-        in_flight = queue.popleft()
+    def _release(self, in_flight: InFlight) -> None:
         if self.observer is not None:
             self.observer.begin(Kind.WAIT_REDUCE_SCATTER, in_flight.unit)
         # Before `in_flight` goes: what it holds may be given to compute at once, while the lane reads.
