@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from fullshard.engine.gradients.queue import ReductionQueue
+from fullshard.engine.params.buffers import UnitBuffers
 from fullshard.engine.runtime import Lane, Runtime
 from tests.models import PROBLEMS
 from tests.releases import RELEASE
@@ -58,6 +59,11 @@ def test_everything_is_ordered(name: str) -> None:
 @pytest.mark.parametrize(("name", "model"), MATRIX)
 def test_everything_is_ordered_with_every_model(name: str, model: str) -> None:
     assert run_program(name, model).problems == []
+
+
+def test_nothing_is_compared_with_shards_between_micro_batches() -> None:
+    with mock.patch.object(UnitBuffers, "holds_shards", side_effect=AssertionError):
+        assert run_program("kept-between-micro-batches", SMALL).problems == []
 
 
 @pytest.mark.parametrize("name", ["hsdp", "reduced-twice-hsdp"])

@@ -96,6 +96,14 @@ def _accumulated(
     )
 
 
+@program("kept-between-micro-batches")
+def _kept_between(lab: Lab, name: str) -> None:
+    problem = problem_of(name)
+    model = shard(problem)
+    model.set_reshard_after_backward(False)
+    train(lab, problem, model, num_microbatches=3)
+
+
 def _clip(model: Any) -> None:
     fullshard.clip_grad_norm_(model.parameters(), 0.1)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from fullshard.engine.checks import meta, model, optimizers
+from fullshard.engine.guard.param_watch import note_step
 from fullshard.engine.params.managed import marks
 from fullshard.engine.runtime import eager
 from fullshard.errors import StateError
@@ -95,6 +96,7 @@ def _look_through(optimizer: Optimizer, seen: tuple[int, int]) -> None:
 
 @eager
 def _after_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+    note_step()
     steps = optimizers.known(optimizer).steps
     steps.value += 1
     if steps.value == 1:

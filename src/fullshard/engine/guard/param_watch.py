@@ -8,8 +8,9 @@ the same in a flat unit          sum of addresses                a module's forw
 a write to a shard               version counters, in sum        since the gather, since one sum each
                                                                  the pass began
 a write to a whole parameter     version counters, in sum        at its reshard          one sum
-a write to a shard while the     contents of this rank's part    a pass begins           one comparison for each
-unit stays unsharded                                             (`is_gathered_outdated`) parameter
+a write to a shard while the     contents of this rank's part;   a pass begins           one comparison for each
+unit stays unsharded             with streams only if an         (`is_gathered_outdated`) parameter
+                                 optimizer has stepped
 
 Version counters miss writes through ``p.data`` and ``torch._foreach_*`` on DTensors: `checks.writes`
 compares contents in some passes, and samples of them in the others. Not noticed: two shards of a flat unit
@@ -25,6 +26,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+_num_steps = 0  # of all optimizers of the process
+
+
+def note_step() -> None:
+    """Take note that an optimizer has stepped."""
+    global _num_steps  # noqa: PLW0603
+    _num_steps += 1
+
+
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 _local: Callable[[nn.Parameter], torch.Tensor] = operator.attrgetter("_local_tensor")
 _shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
@@ -34,6 +44,8 @@ class Memory(Protocol):
     """The memory of a unit: `params.buffers.UnitBuffers`."""
 
     shards: list[torch.Tensor]
+
+    stalls: bool
 
     def holds_shards(self) -> bool: ...
 
@@ -70,6 +82,7 @@ class ParamWatch:
         # unsharded parameters, if they may stay unsharded.
         self._at_gather: int | None = None
         self._unsharded_at_gather = 0
+        self._steps_at_gather = 0
         # The unsharded parameters, one per plain parameter, and their version counters up to which
         # writes were warned of or meant to be lost; unless `_is_known`, the next gather reads them.
         self._whole: list[torch.Tensor] = []
@@ -186,6 +199,7 @@ class ParamWatch:
         self._at_gather = self.num_writes() if early or may_stay else None
         if may_stay:
             self._unsharded_at_gather = self.num_unsharded_writes()
+            self._steps_at_gather = _num_steps
         if not self._is_known:
             self._learn()
 
@@ -194,6 +208,7 @@ class ParamWatch:
         if self._at_gather is None:
             self._at_gather = self.num_writes()
         self._unsharded_at_gather = self.num_unsharded_writes()
+        self._steps_at_gather = _num_steps
 
     @property
     def changed_since_gather(self) -> bool:
@@ -213,7 +228,11 @@ class ParamWatch:
         if self.changed_since_gather and (is_untouched or not keeps_written):
             return True
         buffers: Memory | None = self._params.buffers
-        return is_untouched and buffers is not None and not buffers.holds_shards()
+        if not is_untouched or buffers is None:
+            return False
+        if buffers.stalls and self._steps_at_gather == _num_steps:
+            return False  # between micro-batches nothing is asked of the device
+        return not buffers.holds_shards()
 
     def begin(self) -> None:
         """Take note that a pass begins, in which nobody may write to what peers read in place."""

@@ -77,6 +77,7 @@ class UnitBuffers:
     shards: this rank's shard of each parameter, by index, in its local shape.
     in_place: whether some parameters are read where the shards of all ranks are.
     may_be_in_place: whether they can be, as long as nobody asks for private memory.
+    stalls: whether the host waits for the device to compare contents.
     keeps_storage: whether private buffers stay allocated (`set_keep_unsharded_storage`).
     """
 
@@ -91,6 +92,7 @@ class UnitBuffers:
     ) -> None:
         self.layout = layout
         self.in_place = False
+        self.stalls = runtime.has_streams
         self.keeps_storage = False
         # References to memory while the unit alone refers to it: to private storages in sum, and to
         # each storage that is read in place, by address.
