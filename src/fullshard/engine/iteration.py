@@ -104,9 +104,8 @@ class Iteration:
         for unit in self.units:
             unit.backward = self.backward
         self._is_fenced = True
-        self._begun: torch.Event | None = (
-            None  # with streams: what compute was given before the pass
-        )
+        # With streams: what compute had been given when the pass began.
+        self._begun: torch.Event | None = None
         self._prefetch_after: dict[int, Unit] = {}  # gather it after backward of a unit, by id
         self._stayed = StayedUnits(self.units)
         self.post_optim_event: torch.Event | None = None
