@@ -314,7 +314,7 @@ class Watchdog:
             meets_all = call.meets_all
         if state is not State.LEFT:
             self._groups = counts_of_groups()
-        return RankStatus(
+        status = RankStatus(
             self._rank,
             state,
             beat=1,
@@ -336,6 +336,10 @@ class Watchdog:
             unreached=tuple(sorted(self.board.unreached)),
             stack=stack_of(frame),
         )
+        # This function's own frame is among them and refers to them, which only the garbage collector
+        # would end. Until then the variables of all frames live on, with what the model computed.
+        del frame, frames
+        return status
 
     # The end
 
