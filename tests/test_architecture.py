@@ -356,7 +356,7 @@ _MOST_LINES = {
     "models": 1300,
     "offline": 1000,
     "optim": 800,
-    "peers": 3350,
+    "peers": 3050,
     "plan": 1600,
     "state": 3500,
     "tools": 14750,

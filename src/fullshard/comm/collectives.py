@@ -25,7 +25,7 @@ from fullshard.comm.process_group import (
     do_nothing,
 )
 from fullshard.peers.groups import backend_of
-from fullshard.peers.liveness import naming_lost_ranks
+from fullshard.peers.waits import naming_lost_ranks
 from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.torch_private import symmetric_memory
 

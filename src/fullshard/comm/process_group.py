@@ -53,8 +53,7 @@ from fullshard.peers.groups import (
     own_group,
     timeout_s,
 )
-from fullshard.peers.liveness import announce, name_lost_ranks, naming_lost_ranks
-from fullshard.peers.waits import wait_comparing
+from fullshard.peers.waits import announce, name_lost_ranks, naming_lost_ranks, wait_comparing
 from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.torch_private import coalescing_manager
 

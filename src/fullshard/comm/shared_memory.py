@@ -32,13 +32,11 @@ import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for 
 from fullshard.errors import AllocationError
 from fullshard.peers import flight_record, status_board
 from fullshard.peers.agreed_order import AgreedOrder
-from fullshard.peers.diagnosis import loss_through
 from fullshard.peers.flight_record import Fence, FlightRecord, keep_record, known_record
 from fullshard.peers.groups import exchange_through_group, exchange_through_store, timeout_s
-from fullshard.peers.liveness import loss
-from fullshard.peers.status_board import StatusSlots, give_up
+from fullshard.peers.status_board import StatusSlots
 from fullshard.peers.store import files_for_store
-from fullshard.peers.waits import WaitReporter
+from fullshard.peers.waits import WaitReporter, loss
 from fullshard.peers.watchdog import has_watchdog, watchdog
 
 _WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's
@@ -122,20 +120,20 @@ class SharedMemory:
         # With more ranks than cores, spinning would keep the rank that is waited for from running.
         self._spin_s = _SPIN_S if self.size <= (os.cpu_count() or 1) else 0.0
         self._pidfds = select.poll()
-        self._rank_of_pidfd = {pidfd: peer for peer, pidfd in pidfds.items()}
+        self._rank_of_pidfd = {fd: introductions[peer].global_rank for peer, fd in pidfds.items()}
         for pidfd in self._rank_of_pidfd:
             self._pidfds.register(pidfd, select.POLLIN)
         ranks = [peer.global_rank for peer in introductions]
         self._name = name
         self._entries = control[counters_nbytes:record_end]
-        self.slots = StatusSlots(rank, ranks, control[record_end:], self._fence)
+        self.slots = StatusSlots(rank, ranks, control[record_end:])
         self.pids = {peer.global_rank: peer.pid for peer in introductions}
         self._watchdog = watchdog()
 
     @functools.cached_property
     def record(self) -> FlightRecord:
         """The flight record of the group, in this memory."""
-        made = FlightRecord(self.rank, self.slots.ranks, self._entries, self._fence, self._name)
+        made = FlightRecord(self.rank, self.slots.ranks, self._entries, self._name)
         made.slots, made.pids = self.slots, self.pids
         return made
 
@@ -322,22 +320,19 @@ class SharedMemory:
         return [peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value]
 
     def _check_alive(self, counter: int, value: int, label: str) -> None:
-        """Raise PeerLostError if a rank that has not arrived has exited or given up."""
+        """Raise PeerLostError if a rank that has not arrived has exited, or given up as it lost another."""
         # First who has exited, then what their counters say, which are final then. In the other
         # order, a rank that arrives and exits in between would be taken for lost.
-        lost = [self._rank_of_pidfd[fd] for fd, _ in self._pidfds.poll(0)]
+        exited = {self._rank_of_pidfd[fd] for fd, _ in self._pidfds.poll(0)}
         # A rank that arrived before it exited has done its part; only late ones are missed.
-        missed = [rank for rank in sorted(lost) if self.get(rank, counter) < value]
-        # Before the missed ones: a rank that gave up may have exited too, but is not the cause.
-        for peer in self._peers:
-            cause = self.slots.gave_up(peer.rank)
-            if cause is not None and self.get(peer.rank, counter) < value:
-                give_up(cause)
-                own = self._peers[self.rank].global_rank
-                raise loss_through(peer.global_rank, cause, label, own)
+        late = self._late(counter, value)
+        missed = [rank for rank in late if rank in exited]
+        for rank in late:
+            status = self.slots.read(rank)
+            if status is not None and status.is_loss:
+                missed.append(rank)
         if missed:
-            give_up(self._peers[missed[0]].global_rank)
-            raise loss([self._peers[rank].global_rank for rank in missed], label)
+            raise loss(missed, label)
 
 
 # The flight record of a group
@@ -380,7 +375,7 @@ def _make_record(group: dist.ProcessGroup, backend: str) -> FlightRecord:
         watchdog().board.serve_other_hosts()
     record.order = AgreedOrder.of(record, group)
     if shared is None and record.order is not None:
-        watchdog().board.meet(ranks)
+        watchdog().board.connections.meet(ranks)
     return record
 
 
