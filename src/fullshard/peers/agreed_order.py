@@ -120,7 +120,7 @@ class AgreedOrder:
         self.num_asked += 1
         answer = f"{self._prefix}/{place}"
         count = f"{answer}/{checksum:08x}"
-        reporter = WaitReporter(what, self._timeout_s)
+        reporter = WaitReporter(what, self._timeout_s, record)
         others = [rank for rank in self._ranks if rank != dist.get_rank()]
         started = looked = time.monotonic()
         has_shown = False
@@ -130,7 +130,6 @@ class AgreedOrder:
             if not has_shown and time.monotonic() - started > _STILL_S:
                 has_shown = True
                 show(watchdog().board, record, place)
-            watchdog().check()
             reporter.check(dict.fromkeys(others))
 
         store = self._store.during(look)  # it may be out of reach itself

@@ -67,23 +67,29 @@ _OF_CONNECTIONS = "connection|closed by peer|timed out|timeout|socket|remote pro
 
 
 class WaitReporter:
-    """Reports of one wait for others. label: what the rank waits in. timeout_s: when it gives up.
+    """Looks around in one wait for others. label: what the rank waits in. timeout_s: when it gives up.
 
     Ranks that are out of reach may come back, as after a link did: they are reported at once, and given up like others.
+    record: in which others may enter something else meanwhile; None if there is none.
     """
 
-    def __init__(self, label: str, timeout_s: float) -> None:
+    def __init__(self, label: str, timeout_s: float, record: FlightRecord | None) -> None:
         self._label = label
         self._timeout_s = timeout_s
+        self._record = record
         self._started = time.perf_counter()
         self._next_report_s = _SLOW_S
         self._unreached: set[int] = set()  # that have been reported
 
     def check(self, late: Mapping[int, int | None]) -> None:
-        """Report ranks that are late, now and then. Raises the error of `end` if it took too long.
+        """Report ranks that are late, now and then; to be called often.
 
-        late: by global rank, its process on this host; None if that is unknown.
+        late: by global rank, its process on this host; None if that is unknown. Raises DivergenceError if a rank has
+        taken another path, what the watchdog has found, and the error of `end` if it took too long.
         """
+        if self._record is not None:
+            self._record.compare()
+        watchdog().check()
         waited = time.perf_counter() - self._started
         if waited > self._timeout_s:
             raise self.end(late)
@@ -159,16 +165,13 @@ def wait_comparing(
     """
     if _ends_soon(work):
         return
-    reporter = WaitReporter(label, timeout_s)
+    reporter = WaitReporter(label, timeout_s, record)
     keys: tuple[str, ...] = () if record is None else (record.key,)
     if moving is not None:
         keys += (key_of(moving),)
     in_group = "" if moving is not None or record is None else record.key
     with watchdog().waiting(label, keys, in_group=in_group):
         while True:
-            if record is not None:
-                record.compare()
-            watchdog().check()
             late = _late(record, moving)
             reporter.check(late)
             try:
