@@ -28,7 +28,7 @@ class Event:
 
 
 class HostPeers:
-    """What `PeerDevice` asks for. `waits` and `exports` count what was done."""
+    """What `DeviceMemoryComm` asks of a device. `waits` and `exports` count what was done."""
 
     def __init__(self, seed: int = 0, dawdle_s: float = 0.0) -> None:
         self.waits = self.exports = 0

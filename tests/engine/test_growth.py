@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fullshard.comm import packing, scratch
-from fullshard.comm.packing import Regions
-from fullshard.comm.scratch import Scratch
+from fullshard.comm import packing
+from fullshard.comm.packing import Regions, Scratch
 from tests.api import Api
 from tests.harness import on_ranks
 from tests.models import mlp
@@ -117,7 +116,7 @@ def test_shared_memory_goes_with_the_model(api: Api, face: str) -> None:
 @faces
 def test_memory_for_moments_is_shared_by_models_and_goes_with_the_last(api: Api, face: str) -> None:
     with (  # hooks of other tests may keep their models for good: a hook on a tensor is no garbage
-        mock.patch.object(scratch, "_scratch", weakref.WeakValueDictionary()),
+        mock.patch.object(packing, "_scratch", weakref.WeakValueDictionary()),
         mock.patch.object(packing, "_regions", weakref.WeakValueDictionary()),
     ):
         check_memory_for_moments(api, face)

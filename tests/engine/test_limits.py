@@ -69,7 +69,7 @@ def _no_proc() -> contextlib.AbstractContextManager[Any]:
 
 def _no_memory() -> contextlib.AbstractContextManager[Any]:
     refusal = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    return mock.patch.object(shared_memory, "_map", side_effect=refusal)
+    return mock.patch.object(shared_memory, "_open_peer_file", side_effect=refusal)
 
 
 def _on(limited: str, limit: Limit) -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fullshard.comm.scratch import Scratch
+from fullshard.comm.packing import Scratch
 from fullshard.engine.module_state import state_of
 from fullshard.engine.whole import gather_whole
 from tests.api import Api

@@ -3,61 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fullshard.peers import connections
-from fullshard.peers.connections import Connections
+from fullshard.peers.connections import Connections, Door
 
-
-class Doors:
-    """Stands for the store, and keeps what ranks post there."""
-
-    def __init__(self) -> None:
-        self.lines: dict[tuple[str, int], Sequence[str]] = {}
-
-    def of(self, rank: int) -> Door:
-        """Return what one rank posts to and reads from."""
-        return Door(self, rank)
-
-
-@dataclasses.dataclass
-class Door:
-    """A rank's side of it."""
-
-    doors: Doors
-    rank: int
-
-    def post_lines(self, key: str, lines: Sequence[str]) -> None:
-        self.doors.lines[key, self.rank] = lines
-
-    def read_lines(
-        self, key: str, ranks: Collection[int], timeout_s: float
-    ) -> dict[int, Sequence[str]]:
-        lines = self.doors.lines
-        return {rank: lines[key, rank] for rank in ranks if (key, rank) in lines}
+Doors = dict[int, Door]  # where each rank can be reached
 
 
 @pytest.fixture
 def doors(monkeypatch: pytest.MonkeyPatch) -> Doors:
     monkeypatch.setattr(connections, "own_addresses", lambda: ["127.0.0.1"])
-    return Doors()
+    return {}
 
 
 @pytest.fixture
 def ring(doors: Doors) -> Iterator[list[Connections]]:
     """Return three ranks, numbers 4, 5 and 7, that have met."""
-    members = [Connections(rank, doors.of(rank)) for rank in (4, 5, 7)]
-    for each in members:
-        each.open()
+    members = [Connections(rank, doors.__getitem__) for rank in (4, 5, 7)]
+    for rank, each in zip((4, 5, 7), members, strict=True):
+        door = each.open()
+        assert door is not None
+        assert each.open() is None, "it is open"
+        doors[rank] = door
     for each in members:
         each.meet([4, 5, 7])
     yield members
@@ -82,9 +58,9 @@ def test_both_neighbours_see_that_a_rank_has_ended(ring: list[Connections]) -> N
 
 
 def test_a_stranger_is_sent_away(ring: list[Connections], doors: Doors) -> None:
-    _, port, host, *_ = doors.lines["door", 4]
+    _, port, host = doors[4]
     for said in (b"GET / HTTP/1.1", b'["of another job", 5]', b"[" * 64, b"5"):
-        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+        with socket.create_connection((host, port), timeout=5) as stranger:
             stranger.sendall(said)
             assert ended(ring[0]) == set()
             assert stranger.recv(1) == b""
@@ -94,14 +70,14 @@ def test_a_stranger_is_sent_away(ring: list[Connections], doors: Doors) -> None:
 def test_whoever_says_nothing_is_sent_away_in_time_and_few_are_let_in(
     ring: list[Connections], doors: Doors
 ) -> None:
-    _, port, host = doors.lines["door", 4]
+    _, port, host = doors[4]
     assert host == "127.0.0.1", "where it can be reached, and nowhere else"
     ended(ring[0])
     with contextlib.ExitStack() as stack:
         silent: list[socket.socket] = []
         with contextlib.suppress(TimeoutError):  # the system lets nobody more wait to be let in
             for _ in range(5 * connections._MOST_STRANGERS):
-                waiting = socket.create_connection((host, int(port)), timeout=0.2)
+                waiting = socket.create_connection((host, port), timeout=0.2)
                 silent.append(stack.enter_context(waiting))
         assert len(silent) > connections._MOST_STRANGERS
         descriptors = num_open()
@@ -156,11 +132,11 @@ def _was_closed(connection: socket.socket) -> bool:
 
 
 def test_without_the_next_rank_it_goes_on(doors: Doors) -> None:
-    alone = Connections(0, doors.of(0))
+    alone = Connections(0, doors.__getitem__)
     alone.open()
     alone.meet([0, 1])
     assert ended(alone) == set()
-    doors.lines["door", 1] = ["token", "1", "127.0.0.1"]  # where nobody listens
+    doors[1] = ("token", 1, "127.0.0.1")  # where nobody listens
     alone.meet([0, 1])
     assert ended(alone) == set()
     alone.close()

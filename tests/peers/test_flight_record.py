@@ -9,14 +9,14 @@ import pytest
 
 from fullshard.errors import DivergenceError
 from fullshard.peers import flight_record, waits
-from fullshard.peers.flight_record import Fence, FlightRecord
+from fullshard.peers.flight_record import FlightRecord
 from fullshard.peers.waits import wait_comparing
 
 
 def _records(size: int) -> list[FlightRecord]:
     memory = memoryview(bytearray(size * flight_record.NBYTES))
     ranks = [10 + rank for rank in range(size)]
-    return [FlightRecord(rank, ranks, memory, Fence()) for rank in range(size)]
+    return [FlightRecord(rank, ranks, memory) for rank in range(size)]
 
 
 def test_equal_entries_pass_whoever_is_ahead() -> None:

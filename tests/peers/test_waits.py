@@ -1,4 +1,4 @@
-"""What the system tells of a process that says nothing of itself."""
+"""What the system tells of a process that says nothing of itself, and which ranks are said to be gone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from fullshard import host
 from fullshard.host import process_state
 from fullshard.peers import stacks, waits
+from fullshard.peers.store import StoreInTime
 
 
 @pytest.fixture
@@ -55,3 +58,33 @@ def test_a_py_spy_that_fails_is_no_error(
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert "py-spy cannot tell its stack" in waits.what_it_does(1, stopped, None)
+
+
+@pytest.fixture
+def dead() -> int:
+    """Return the number of a process that is gone."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    ("container", "lost"), [("boot pid:[1] 0", [1]), ("boot pid:[2] 0", [])], ids=["same", "other"]
+)
+def test_a_process_is_looked_for_where_its_number_means_something(
+    dead: int, container: str, lost: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers of one node may share its name; process numbers are each one's own."""
+    store = dist.HashStore()
+    monkeypatch.setattr(waits, "store_in_time", lambda limit_s: StoreInTime(store, limit_s))
+    world = type("World", (), {})()  # in which nobody was announced yet
+    monkeypatch.setattr(waits, "default_group", lambda: world)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    monkeypatch.setattr(waits, "_GRACE_S", 0.1)
+    monkeypatch.setattr(host, "identity", lambda: container)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(waits.os, "getpid", lambda: dead)
+    waits.announce()
+    monkeypatch.setattr(host, "identity", lambda: "boot pid:[1] 0")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    assert waits.lost_ranks(None) == lost  # type: ignore[arg-type]

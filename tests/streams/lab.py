@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard.comm import packing, process_group, scratch
+from fullshard.comm import packing, process_group
 from fullshard.engine.checks import writes
 from fullshard.engine.runtime import Runtime
 from tests.streams.collectives import Collectives
@@ -60,7 +60,7 @@ class Lab:
             mock.patch.object(writes, "_WATCHED", frozenset({0})),
             # Pools of the device's memory, without what an earlier device has left there.
             mock.patch.object(packing, "_regions", weakref.WeakValueDictionary()),
-            mock.patch.object(scratch, "_scratch", weakref.WeakValueDictionary()),
+            mock.patch.object(packing, "_scratch", weakref.WeakValueDictionary()),
             mock.patch.object(torch.accelerator, "is_available", return_value=True),
             mock.patch.object(
                 torch.accelerator, "current_accelerator", return_value=torch.device(DEVICE.type)

@@ -21,8 +21,8 @@ from fullshard.errors import (
     PeerLostError,
 )
 from fullshard.peers.groups import mark_own, timeout_s
-from fullshard.peers.liveness import absent_ranks, announce, leave_word, name_lost_ranks
 from fullshard.peers.paths import by_text, name_ranks
+from fullshard.peers.waits import absent_ranks, announce, leave_word, name_lost_ranks
 
 T = TypeVar("T")
 U = TypeVar("U")

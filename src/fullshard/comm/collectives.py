@@ -16,17 +16,13 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.calls import all_gather, reduce_scatter
-from fullshard.comm.interface import Comm, Done, Reduction, ShardBuffer, Sum, Work
+from fullshard.comm.interface import Comm, Done, ShardBuffer, Sum, Work
 from fullshard.comm.packing import Region, copy_in_gradients
-from fullshard.comm.process_group import (
-    Pending,
-    PendingReduction,
-    ProcessGroupComm,
-    do_nothing,
-)
+from fullshard.comm.process_group import Pending, ProcessGroupComm
 from fullshard.peers.groups import backend_of
-from fullshard.peers.liveness import naming_lost_ranks
+from fullshard.peers.waits import naming_lost_ranks
 from fullshard.plan.layout import BucketLayout, DirectRule
+from fullshard.policies import CommHook
 from fullshard.torch_private import symmetric_memory
 
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -40,6 +36,9 @@ class CommBuffer(abc.ABC):
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return uninitialised memory of this shape for one collective."""
+
+    def _map(self, *tensors: torch.Tensor) -> None:  # noqa: B027
+        """Make tensors reachable on all ranks, before a collective that needs that. Every rank must call it."""
 
 
 class AllGather(CommBuffer):
@@ -114,8 +113,7 @@ class _SymmetricMemory(CommBuffer):
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
             return torch.empty(*size, dtype=dtype, device=device)
 
-    def map(self, *tensors: torch.Tensor) -> None:
-        """Make tensors reachable for NCCL on all ranks. Every rank must call it."""
+    def _map(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             symmetric_memory.rendezvous(tensor, group=self._group.group_name)
 
@@ -130,6 +128,7 @@ class _GatherCall(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self._map(output_tensor)
         return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -144,6 +143,7 @@ class _ReduceCall(ReduceScatter):
         op: _ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self._map(input_tensor, output_tensor)
         return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
@@ -158,16 +158,6 @@ class ProcessGroupAllocAllGather(_ProcessGroupMemory, _GatherCall):
 class SymmMemAllGather(_SymmetricMemory, _GatherCall):
     """All-gather on symmetric memory, for which NCCL has copy-engine and symmetric kernels."""
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self.map(output_tensor)
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
 
 class DefaultReduceScatter(_DefaultMemory, _ReduceCall):
     """``torch.distributed``'s reduce-scatter on memory of the default allocator."""
@@ -179,17 +169,6 @@ class ProcessGroupAllocReduceScatter(_ProcessGroupMemory, _ReduceCall):
 
 class SymmMemReduceScatter(_SymmetricMemory, _ReduceCall):
     """Reduce-scatter on symmetric memory."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: _ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self.map(input_tensor, output_tensor)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 class CollectivesComm(ProcessGroupComm):
@@ -210,9 +189,7 @@ class CollectivesComm(ProcessGroupComm):
     ) -> None:
         super().__init__(group, device, in_own_group=False)
         self.name = f"collectives ({self.backend})"
-        self._may_ask = self.tells_presence = (
-            False  # no collectives besides those that PyTorch's engine makes
-        )
+        self.tells_presence = False  # no collectives besides those that PyTorch's engine makes
         self.rule = DirectRule(min_nbytes=sys.maxsize)  # everything is packed
         self.gather = gather or DefaultAllGather()
         self.reduce = reduce or DefaultReduceScatter()
@@ -234,36 +211,25 @@ class CollectivesComm(ProcessGroupComm):
         if bucket.unsharded_numel == 0:
             return Done()
         self.enter(label, bucket.unsharded_numel * unsharded.itemsize)
-        if bucket.is_flat:
-            return self._gather_flat(flat, unsharded, label)
-        region = self.gather.allocate(
-            (self.size * bucket.packed_numel,), dtype=unsharded.dtype, device=unsharded.device
-        )
-        # Everything is packed, so the packed region is all of the bucket. The input lies inside the
-        # output, as PyTorch's interface wants it.
-        part = region.narrow(0, self.rank * bucket.packed_numel, bucket.packed_numel)
+        # A flat bucket goes straight into its unsharded buffer. Of others everything is packed, so the packed
+        # region is all of the bucket. The input lies inside the output, as PyTorch's interface wants it.
+        region, numel = unsharded, flat.numel()
+        if not bucket.is_flat:
+            size = (self.size * numel,)
+            region = self.gather.allocate(size, dtype=unsharded.dtype, device=unsharded.device)
+        part = region.narrow(0, self.rank * numel, numel)
         part.copy_(flat, non_blocking=True)
         with naming_lost_ranks(self.group, label):
             work = self.gather(
                 output_tensor=region, input_tensor=part, group=self.group, async_op=True
             )
-        return Pending(
-            [work] if work is not None else [],
-            lambda: shards.landing(unsharded).copy_out(Region(region)),
-            (region,),
-            self,
-            label,
-        )
 
-    def _gather_flat(self, flat: torch.Tensor, unsharded: torch.Tensor, label: str) -> Work:
-        """Start gathering a flat bucket straight into its unsharded buffer."""
-        part = unsharded.narrow(0, self.rank * flat.numel(), flat.numel())
-        part.copy_(flat, non_blocking=True)
-        with naming_lost_ranks(self.group, label):
-            work = self.gather(
-                output_tensor=unsharded, input_tensor=part, group=self.group, async_op=True
-            )
-        return Pending([work] if work is not None else [], do_nothing, (), self, label)
+        def finish() -> tuple[bool, ...]:
+            if region is not unsharded:
+                shards.landing(unsharded).copy_out(Region(region))
+            return ()
+
+        return Pending([work], finish, (region,), self, label)
 
     # Each bucket by itself, through the user's object.
     gather_unit = Comm.gather_unit
@@ -277,7 +243,7 @@ class CollectivesComm(ProcessGroupComm):
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
         how: Sum,
-    ) -> Reduction:
+    ) -> Work:
         numel = bucket.shard_numel
         self.enter(how.label, self.size * numel * out.itemsize)
         region = self.reduce.allocate((self.size * numel,), dtype=out.dtype, device=out.device)
@@ -294,12 +260,35 @@ class CollectivesComm(ProcessGroupComm):
                 async_op=True,
             )
 
-        # Always a copy: `total` is the user's memory, `out` the unit's.
-        def finish() -> None:
-            torch.div(total, 1.0 if averages else how.scaling.after, out=out)
-
         present = tuple(grad is not None for grad in grads)
-        return PendingReduction(
-            Pending([work] if work is not None else [], finish, (region, total), self, how.label),
-            lambda: present,
-        )
+
+        # Always a copy: `total` is the user's memory, `out` the unit's.
+        def finish() -> tuple[bool, ...]:
+            torch.div(total, 1.0 if averages else how.scaling.after, out=out)
+            return present
+
+        return Pending([work], finish, (region, total), self, how.label)
+
+
+def reduce_by_hook(
+    hook: CommHook, bucket: BucketLayout, grads: Sequence[torch.Tensor | None], out: torch.Tensor
+) -> Work:
+    """Let a user's function (a communication hook) reduce a flat bucket's gradients; ``out`` gets this rank's shard.
+
+    The hook gets undivided gradients in ``out``'s dtype and has to divide them itself. With one
+    rank it is called with one tensor, which it reduces in place; otherwise with the full gradients
+    and the tensor for the result, both 1-D.
+    """
+    # A tensor of its own over the same memory: a hook may set `result.data` to other memory, as
+    # PyTorch's compressing hooks do, and `out` is the caller's.
+    result = out.detach()
+    if bucket.shard_size == 1:
+        copy_in_gradients(bucket, grads, out)
+        hook.function(hook.state, result)
+    else:
+        region = torch.empty(bucket.unsharded_numel, dtype=out.dtype, device=out.device)
+        copy_in_gradients(bucket, grads, region)
+        hook.function(hook.state, region, result)
+    if result.data_ptr() != out.data_ptr():
+        out.copy_(result)
+    return Done(tuple(grad is not None for grad in grads))

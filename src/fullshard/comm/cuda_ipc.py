@@ -16,22 +16,28 @@ from fullshard.peers.groups import exchange_through_store
 
 
 class CudaIpc:
-    """One CUDA device that implements `device_memory.PeerDevice`."""
+    """The operations on one CUDA device that reading other processes' memory needs.
+
+    Events are recorded on the current stream, and waited for by the current stream; the host waits in `finish` alone.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._uuid = _uuid(device.index)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return zeroed memory, 1-D in bytes, that can be exported."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def export(self, memory: torch.Tensor) -> Any:
+        """Return a handle, which can be pickled, by which one other process can open the memory."""
         # Each receiver needs an export of its own: the allocator counts who has it open. The first
         # element, this process's number of the device, means nothing elsewhere.
         storage: Any = memory.untyped_storage()
         return (self._uuid, storage._share_cuda_()[1:])
 
     def open(self, handle: Any) -> torch.Tensor:
+        """Return another process's memory. Raises an exception that says why if it cannot."""
         uuid, shared = handle
         index = self._visible(uuid)
         storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
@@ -42,6 +48,7 @@ class CudaIpc:
         return torch.cuda.Event(interprocess=True)
 
     def export_event(self, event: torch.cuda.Event) -> Any:
+        """Return a handle by which other processes can open the event, any number of them."""
         # An event belongs to the device that is current when it is first used.
         with torch.cuda.device(self._device):
             return (self._uuid, event.ipc_handle())
@@ -54,14 +61,17 @@ class CudaIpc:
         event.record(torch.cuda.current_stream(self._device))
 
     def wait(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait for the event's latest record."""
         event.wait(torch.cuda.current_stream(self._device))
 
     def mark(self) -> torch.cuda.Event:
+        """Record a new event for this process alone, and return it."""
         event = torch.cuda.Event()
         self.record(event)
         return event
 
     def finish(self) -> None:
+        """Wait on the host for all work of the device. Used while memory is set up."""
         torch.cuda.synchronize(self._device)
 
     def _visible(self, uuid: str) -> int:

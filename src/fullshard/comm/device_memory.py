@@ -22,126 +22,36 @@ that has passed fence n + 1 knows that all others have arrived there, which they
 waits of fence n. For reductions there are `_TURNS`, and the ring lets no rank claim the next one
 before all ranks have consumed the one that used the same turn.
 
-`PeerDevice` is what this file asks of a device; `cuda_ipc` has it for CUDA.
+What this file asks of a device, `cuda_ipc` has for CUDA.
 """
 
 import dataclasses
 import pickle
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.interface import (
-    Comm,
-    Done,
-    Reduction,
-    ShardBuffer,
-    Sum,
-    Work,
-    add_in_order,
-    named_in,
-    shard_views,
-)
-from fullshard.comm.packing import copy_in_gradients
-from fullshard.comm.ring import Order, Ring, Stretch
-from fullshard.comm.shared_memory import SharedMemory, UnavailableError
+from fullshard.comm.cuda_ipc import CudaIpc
+from fullshard.comm.interface import Done, ShardBuffer, Work, named_in, shard_views
+from fullshard.comm.ring import Ring, StagingComm, Stretch
+from fullshard.comm.shared_memory import UnavailableError
 from fullshard.errors import CommError
-from fullshard.peers.flight_record import FlightRecord, keep_record
 from fullshard.peers.groups import exchange_through_store
-from fullshard.plan.layout import BucketLayout, DirectRule
+from fullshard.plan.layout import BucketLayout
 
 _TURNS = 4  # reductions that may be under way at once: see [Note: Turns]
 _MAIL_NBYTES = 1 << 16  # room per rank for pickled handles
 _FEW_PARAMS = 512  # flags per reduction and rank that there is room for from the start
 
-# What another process opens memory or an event by: of a type of the device's, and picklable.
-Handle = Any
 
-
-class PeerDevice(Protocol):
-    """The operations on one device that reading other processes' memory needs.
-
-    Events are recorded on the current stream, and waited for by the current stream.
-    """
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return zeroed memory, 1-D in bytes, that can be exported."""
-
-    def export(self, memory: torch.Tensor) -> Handle:
-        """Return a handle by which one other process can open the memory."""
-
-    def open(self, handle: Handle) -> torch.Tensor:
-        """Return another process's memory. Raises an exception that says why if it cannot."""
-
-    def create_event(self) -> Any:
-        """Return a new event that can be exported."""
-
-    def export_event(self, event: Any) -> Handle:
-        """Return a handle by which other processes can open the event, any number of them."""
-
-    def open_event(self, handle: Handle) -> Any:
-        """Return another process's event."""
-
-    def record(self, event: Any) -> None:
-        """Record an event of this process on the current stream. The host does not wait."""
-
-    def wait(self, event: Any) -> None:
-        """Let the current stream wait for the event's latest record. The host does not wait."""
-
-    def mark(self) -> Any:
-        """Record a new event for this process alone, and return it."""
-
-    def finish(self) -> None:
-        """Wait on the host for all work of the device. Used while memory is set up."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Events:
+class _Events(NamedTuple):
     """One rank's events, each list used in turns (see [Note: Turns])."""
 
     fence: list[Any]
     posted: list[Any]
     consumed: list[Any]
-
-    @staticmethod
-    def create(device: PeerDevice) -> "_Events":
-        def some(number: int) -> list[Any]:
-            return [device.create_event() for _ in range(number)]
-
-        return _Events(fence=some(2), posted=some(_TURNS), consumed=some(_TURNS))
-
-    def map(self, function: Any) -> "_Events":
-        return _Events(*(list(map(function, getattr(self, f.name))) for f in _FIELDS))
-
-
-_FIELDS = dataclasses.fields(_Events)
-
-
-class _EventOrder(Order):
-    """Events beside the ring's counters: see [Note: Two orders] and `Order` for when each runs.
-
-    The ring sets or waits for the counter at the same moment, so every record comes before its
-    counter, and every wait after it.
-    """
-
-    def __init__(self, device: PeerDevice, own: _Events, peers: Sequence[_Events]) -> None:
-        self._device, self._own, self._peers = device, own, peers
-
-    def before_post(self, sequence: int) -> None:
-        self._device.record(self._own.posted[sequence % _TURNS])
-
-    def before_read(self, sequence: int) -> None:
-        for peer in self._peers:
-            self._device.wait(peer.posted[sequence % _TURNS])
-
-    def before_release(self, sequence: int) -> None:
-        self._device.record(self._own.consumed[sequence % _TURNS])
-
-    def before_reuse(self, sequence: int) -> None:
-        for peer in self._peers:
-            self._device.wait(peer.consumed[sequence % _TURNS])
 
 
 @dataclasses.dataclass(slots=True)
@@ -175,23 +85,19 @@ class PeerShards(ShardBuffer):
             torch._foreach_copy_(self.targets, self.sources, non_blocking=True)
 
 
-class DeviceMemoryComm(Comm):
+class DeviceMemoryComm(StagingComm):
     """Communication of ranks of one host that reach each other's device memory.
 
     Building it raises UnavailableError, on every rank, if one of them cannot.
     """
 
     overlaps = True
-    gathers_alone = True
-    rule = DirectRule(even=False, min_nbytes=0)
 
-    def __init__(self, group: dist.ProcessGroup, device: PeerDevice, kind: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: CudaIpc, kind: str) -> None:
         """kind: name of the memory in messages, such as "CUDA IPC"."""
         self.name = f"peer memory (one host, {kind})"
         # Through the store: the group's collectives may not work here (NCCL, ranks on one GPU).
-        self.memory = SharedMemory.connect(group, exchange_through_store)
-        self.memory.record = keep_record(group, self.memory.record)
-        self.rank, self.size = self.memory.rank, self.memory.size
+        super().__init__(group, exchange_through_store)
         self._device = device
         self._mail = self.memory.allocate(self.size * _MAIL_NBYTES, "connecting")
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
@@ -199,17 +105,12 @@ class DeviceMemoryComm(Comm):
         self._num_fences = 0
         # Event after the last all-gather's copies. The lane runs copies in order, so it covers all.
         self._last_read: Any = None
-        order = _EventOrder(device, self._own_events, self._peer_events)
-        self._ring = Ring(self.memory, self._enlarge, order, max_under_way=_TURNS)
+        self._ring = Ring(self, max_under_way=_TURNS)
         self._parts: list[torch.Tensor] = []  # of the ring, in rank order
-        self._flags = memoryview(b"")
-        self._flags_nbytes = 0
+        # Flags of reductions, in memory of the hosts.
+        self._flag_memory, self._most_flags = memoryview(b""), 0
 
     # Shards
-
-    @property
-    def record(self) -> FlightRecord | None:
-        return self.memory.record
 
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
@@ -253,59 +154,26 @@ class DeviceMemoryComm(Comm):
         for peer in self._peer_events:
             device.wait(peer.fence[turn])
 
+    # Events beside the ring's counters: see [Note: Two orders]. The ring sets or waits for the counter at the same
+    # moment, so every record comes before its counter, and every wait after it.
+
+    def before_post(self, sequence: int) -> None:
+        self._device.record(self._own_events.posted[sequence % _TURNS])
+
+    def before_read(self, sequence: int) -> None:
+        for peer in self._peer_events:
+            self._device.wait(peer.posted[sequence % _TURNS])
+
+    def before_release(self, sequence: int) -> None:
+        self._device.record(self._own_events.consumed[sequence % _TURNS])
+
+    def before_reuse(self, sequence: int) -> None:
+        for peer in self._peer_events:
+            self._device.wait(peer.consumed[sequence % _TURNS])
+
     # Gradients
 
-    def staged_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
-        return self.size * bucket.shard_numel * wire_dtype.itemsize
-
-    @property
-    def held_nbytes(self) -> int:
-        return self._ring.nbytes
-
-    def prepare(self, staged_nbytes: Sequence[int]) -> None:
-        self._ring.prepare(staged_nbytes)
-
-    def reduce_scatter(
-        self,
-        bucket: BucketLayout,
-        grads: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
-        how: Sum,
-    ) -> Reduction:
-        wire, numel = how.wire_dtype, bucket.shard_numel
-        stretch = self._ring.claim(self.staged_nbytes(bucket, wire), how.label)
-        staged = self._part(stretch, self.rank, 0, self.size * numel, wire)
-        copy_in_gradients(bucket, grads, staged, divisor=how.scaling.before)
-        combined_flags = self._post_flags(stretch, [grad is not None for grad in grads])
-
-        # The ring calls it once all ranks have posted and this stream waits for their events.
-        def finish() -> tuple[bool, ...]:
-            terms = self._terms(stretch, self.rank * numel * wire.itemsize, numel, wire)
-            add_in_order(terms, out, divisor=how.scaling.after)
-            return combined_flags()
-
-        return self._ring.post(stretch, finish, how.label)
-
-    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
-        wire, numel = how.wire_dtype, total.numel()
-        stretch = self._ring.claim(numel * wire.itemsize, how.label)
-        self._part(stretch, self.rank, 0, numel, wire).copy_(total)
-        combined_flags = self._post_flags(stretch, present)
-
-        def finish() -> tuple[bool, ...]:
-            add_in_order(self._terms(stretch, 0, numel, wire), total, divisor=1.0)
-            return combined_flags()
-
-        return self._ring.post(stretch, finish, how.label)
-
-    def agree(self, bits: int, num_bits: int) -> int:
-        return self.memory.agree(bits, num_bits)
-
-    def abandon(self) -> None:
-        self._ring.abandon()
-
-    def _enlarge(self, nbytes: int) -> None:
-        """Replace this rank's part of the ring by a larger one. Every rank calls it together."""
+    def enlarge(self, nbytes: int) -> None:
         # Hosts have consumed all reductions, but devices may still read peers' old parts. Each rank
         # waits for its own device, then for the others, before it frees a part.
         self._device.finish()
@@ -316,43 +184,21 @@ class DeviceMemoryComm(Comm):
     def _part(
         self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return a view of what ``rank`` staged, from byte ``offset`` of the stretch on."""
         start = stretch.start + offset
         return self._parts[rank][start : start + numel * dtype.itemsize].view(dtype)
 
-    def _terms(
-        self, stretch: Stretch, offset: int, numel: int, dtype: torch.dtype
-    ) -> list[torch.Tensor]:
-        """Return every rank's part on this rank's device: a view if it is there, else a copy."""
-        own = self._parts[self.rank].device
-        parts = (self._part(stretch, rank, offset, numel, dtype) for rank in range(self.size))
-        return [part.to(own, non_blocking=True) for part in parts]
-
-    def _post_flags(
-        self, stretch: Stretch, present: Sequence[bool]
-    ) -> Callable[[], tuple[bool, ...]]:
-        """Write which gradients this rank has, to memory that peers' hosts can read.
-
-        Returns a function that returns which of them any rank has. It may be called once all ranks
-        have posted the stretch: flags are written by the host before its counter.
-        """
-        flags = self._flags_of(stretch.sequence, len(present))
-        flags[self.rank][: len(present)] = bytes(present)
-        return lambda: tuple(map(any, zip(*(row[: len(present)] for row in flags), strict=True)))
-
-    def _flags_of(self, sequence: int, num_params: int) -> list[memoryview]:
-        """Return the host memory of each rank's flags for a reduction, in rank order."""
-        if num_params > self._flags_nbytes:
-            self._flags_nbytes = max(2 * num_params, _FEW_PARAMS)
-            size = _TURNS * self.size * self._flags_nbytes
+    def _flags(self, stretch: Stretch, num_params: int) -> list[memoryview]:
+        if num_params > self._most_flags:
+            self._most_flags = max(2 * num_params, _FEW_PARAMS)
+            size = _TURNS * self.size * self._most_flags
             # Reductions under way hold views of the old memory, and read their flags there.
             try:
-                self._flags = memoryview(self.memory.allocate(size, "allocating flags"))
+                self._flag_memory = self.memory.allocate(size, "allocating flags")
             except UnavailableError as reason:
                 raise CommError(f"{self.name}: {reason}.") from reason
-        turn, width = sequence % _TURNS, self._flags_nbytes
+        turn, width = stretch.sequence % _TURNS, self._most_flags
         starts = [(turn * self.size + rank) * width for rank in range(self.size)]
-        return [self._flags[start : start + width] for start in starts]
+        return [self._flag_memory[start : start + num_params] for start in starts]
 
     # Connecting
 
@@ -364,11 +210,11 @@ class DeviceMemoryComm(Comm):
         device, problem = self._device, None
         offer: Any = None
         try:
-            own = _Events.create(device)
+            numbers = (2, _TURNS, _TURNS)
+            own = _Events(*([device.create_event() for _ in range(n)] for n in numbers))
             probe = device.allocate(1)
-            offer = {
-                peer: (own.map(device.export_event), device.export(probe)) for peer in self._peers
-            }
+            handles = _Events(*([*map(device.export_event, each)] for each in own))
+            offer = {peer: (handles, device.export(probe)) for peer in self._peers}
         # Whatever a driver or an allocator raises, other ranks wait in the exchange: so it becomes
         # a value that all get.
         except Exception as error:
@@ -380,7 +226,7 @@ class DeviceMemoryComm(Comm):
             try:
                 for peer in self._peers:
                     handles, memory = offers[peer][1][self.rank]
-                    events.append(handles.map(device.open_event))
+                    events.append(_Events(*([*map(device.open_event, each)] for each in handles)))
                     device.open(memory)
             except Exception as error:
                 problem = f"rank {dist.get_rank()} cannot open a peer's {kind} memory: {error}"
@@ -403,20 +249,17 @@ class DeviceMemoryComm(Comm):
     def _exchange(self, value: Any, label: str) -> list[Any]:
         """Return every rank's value, passed through host memory. Every rank must call it."""
         data = pickle.dumps(value)
-        if len(data) + 8 > _MAIL_NBYTES:
+        if len(data) > _MAIL_NBYTES:
             raise CommError(
                 f"{label}: {len(data)} bytes of handles for {self.size} ranks are more than "
                 f"{_MAIL_NBYTES}. Use set_default_comm('process_group')."
             )
         start = self.rank * _MAIL_NBYTES
-        self._mail[start : start + 8] = len(data).to_bytes(8, "little")
-        self._mail[start + 8 : start + 8 + len(data)] = data
+        self._mail[start : start + len(data)] = data
         self.memory.barrier(label)
-        values = []
-        for rank in range(self.size):
-            start = rank * _MAIL_NBYTES
-            nbytes = int.from_bytes(self._mail[start : start + 8], "little")
-            values.append(pickle.loads(self._mail[start + 8 : start + 8 + nbytes]))
+        # What an earlier value has left behind its end is not looked at.
+        starts = range(0, self.size * _MAIL_NBYTES, _MAIL_NBYTES)
+        values = [pickle.loads(self._mail[start : start + _MAIL_NBYTES]) for start in starts]
         self.memory.barrier(label)  # all have read, so the next call may write here
         return values
 

@@ -12,8 +12,13 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.interface import Sum, add_in_order
-from fullshard.comm.packing import Regions, copy_in_gradients, pack_gradients, wire_gradient
-from fullshard.comm.scratch import Scratch
+from fullshard.comm.packing import (
+    Regions,
+    Scratch,
+    copy_in_gradients,
+    pack_gradients,
+    wire_gradient,
+)
 from fullshard.plan.layout import BucketLayout, Route
 
 _FEW_RANKS = 8  # beyond, one `torch.sum` instead of as many additions, each of which costs a call
@@ -32,15 +37,14 @@ class ExchangeMemory(NamedTuple):
 class Exchange(NamedTuple):
     """Terms under way from every rank to every rank.
 
-    finish: forms the sums; must be called once, after all ``works``.
+    finish: forms the sums, and returns for each parameter whether any rank had a gradient; must be called once,
+        after all ``works``.
     tensors: what is sent and received; must stay alive until then.
-    present: returns, after ``finish``, for each parameter whether any rank had a gradient.
     """
 
     works: list[Any]
-    finish: Callable[[], None]
+    finish: Callable[[], tuple[bool, ...]]
     tensors: tuple[torch.Tensor, ...]
-    present: Callable[[], tuple[bool, ...]]
 
 
 def exchange_rows(
@@ -58,7 +62,6 @@ def exchange_rows(
     size = bucket.shard_size
     works: list[Any] = []
     sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-    flags_seen: list[bool] = []
     sent: list[torch.Tensor] = []
     lent: list[torch.Tensor] = []
 
@@ -96,16 +99,17 @@ def exchange_rows(
     received = exchange(region.memory)
     sums.append((received[:, : bucket.packed_numel], target))
 
-    def finish() -> None:
+    def finish() -> tuple[bool, ...]:
         for terms, total in sums:
             _sum_rows(terms, total, divisor=how.scaling.after)
-        flags_seen.extend((received[:, bucket.packed_numel :] != 0).any(0).tolist())
+        flags_seen = (received[:, bucket.packed_numel :] != 0).any(0).tolist()
         # The whole of what was taken, not a slice: see `Scratch.give`.
         for each in lent:
             memory.scratch.give(each)
         memory.regions.give(region)
+        return tuple(flags_seen)
 
-    return Exchange(works, finish, (*sent, *lent), lambda: tuple(flags_seen))
+    return Exchange(works, finish, (*sent, *lent))
 
 
 def exchange_flat(
@@ -125,14 +129,15 @@ def exchange_flat(
     copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
     work = dist.all_to_all_single(received, region, group=group, async_op=True)
 
-    def finish() -> None:
+    present = tuple(grad is not None for grad in grads)
+
+    def finish() -> tuple[bool, ...]:
         _sum_rows(received.view(bucket.shard_size, -1), out, divisor=how.scaling.after)
         memory.scratch.give(region)
         memory.scratch.give(received)
+        return present
 
-    return Exchange(
-        [work], finish, (region, received), lambda: tuple(grad is not None for grad in grads)
-    )
+    return Exchange([work], finish, (region, received))
 
 
 def _sum_rows(terms: torch.Tensor, out: torch.Tensor, *, divisor: float) -> None:

@@ -22,19 +22,7 @@ from fullshard.plan.layout import BucketLayout, DirectRule
 class Work(Protocol):
     """A collective under way. ``wait`` returns once the current stream may use the result.
 
-    tensors: memory that the handle holds until then, not counting the output it was given.
-    """
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]: ...
-
-    def wait(self) -> None: ...
-
-
-class Reduction(Protocol):
-    """A reduce-scatter under way.
-
-    ``wait`` returns, for each parameter of the bucket in order, whether any rank had a gradient.
+    Of a reduction it returns, for each parameter of the bucket in order, whether any rank had a gradient; () of others.
     tensors: memory that the handle holds until then, not counting the output it was given.
     """
 
@@ -42,6 +30,18 @@ class Reduction(Protocol):
     def tensors(self) -> Sequence[torch.Tensor]: ...
 
     def wait(self) -> tuple[bool, ...]: ...
+
+
+class Done:
+    """Work that was complete when it was started. present: what ``wait`` returns."""
+
+    tensors = ()
+
+    def __init__(self, present: tuple[bool, ...] = ()) -> None:
+        self._present = present
+
+    def wait(self) -> tuple[bool, ...]:
+        return self._present
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,14 +131,20 @@ class Comm(abc.ABC):
     tells_presence = True
     wants_means = False
 
-    @abc.abstractmethod
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
     ) -> ShardBuffer:
         """Allocate this rank's shards of a bucket; values are undefined. Every rank must call it.
 
-        Raises UnavailableError on every rank if ranks share the memory and one of them cannot.
+        Private memory, unless ranks share theirs. Raises UnavailableError on every rank if one of them cannot.
         """
+        flat = torch.zeros(
+            bucket.shard_numel,
+            dtype=bucket.dtype,
+            device=device,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+        )
+        return ShardBuffer(bucket, shard_views(bucket, flat, self.rank), flat=flat)
 
     @abc.abstractmethod
     def all_gather(
@@ -168,7 +174,7 @@ class Comm(abc.ABC):
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
         how: Sum,
-    ) -> Reduction:
+    ) -> Work:
         """Start summing gradients over the ranks; ``out`` gets the sums of this rank's shards.
 
         grads: one full gradient per parameter of the bucket, in order; None counts as zeros. The
@@ -178,7 +184,7 @@ class Comm(abc.ABC):
         """
 
     @abc.abstractmethod
-    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
+    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Work:
         """Start summing a 1-D tensor of gradients over the ranks, in place and without scaling.
 
         present: for each parameter in ``total``, whether this rank has a gradient. Empty if all
@@ -245,27 +251,6 @@ class Comm(abc.ABC):
 
     def abandon(self) -> None:  # noqa: B027
         """Drop reductions that were started and will never be waited for (after an exception)."""
-
-
-class Done:
-    """Work that was complete when it was started."""
-
-    tensors = ()
-
-    def wait(self) -> None:
-        return None
-
-
-class Reduced:
-    """A reduction that was complete when it was started; ``present`` is what ``wait`` returns."""
-
-    tensors = ()
-
-    def __init__(self, present: tuple[bool, ...]) -> None:
-        self._present = present
-
-    def wait(self) -> tuple[bool, ...]:
-        return self._present
 
 
 def named_in(bucket: BucketLayout) -> str:

@@ -10,12 +10,9 @@ import torch
 from fullshard.comm.interface import (
     Comm,
     Done,
-    Reduced,
-    Reduction,
     ShardBuffer,
     Sum,
     Work,
-    shard_views,
 )
 from fullshard.comm.packing import copy_in_gradients
 from fullshard.plan.layout import BucketLayout, DirectRule
@@ -34,15 +31,9 @@ class LocalComm(Comm):
     def allocate_shards(
         self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
     ) -> ShardBuffer:
-        flat = torch.zeros(
-            bucket.shard_numel,
-            dtype=bucket.dtype,
-            device=device,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
-        )
-        shards = shard_views(bucket, flat, self.rank)
-        num_direct = len(bucket.params) - len(bucket.packed)
-        return ShardBuffer(bucket, shards, flat=flat, in_place=shards[:num_direct])
+        made = super().allocate_shards(bucket, device, pin_memory=pin_memory)
+        made.in_place = made.shards[: len(bucket.params) - len(bucket.packed)]
+        return made
 
     def all_gather(
         self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
@@ -60,10 +51,10 @@ class LocalComm(Comm):
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
         how: Sum,
-    ) -> Reduction:
+    ) -> Work:
         divisor = how.scaling.before * how.scaling.after
         copy_in_gradients(bucket, grads, out, divisor=divisor)
-        return Reduced(tuple(grad is not None for grad in grads))
+        return Done(tuple(grad is not None for grad in grads))
 
-    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
-        return Reduced(present)
+    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Work:
+        return Done(present)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from fullshard.comm.calls import all_gather
 from fullshard.peers.flight_record import known_record
 from fullshard.peers.groups import is_gloo, own_group, timeout_s
-from fullshard.peers.liveness import name_lost_ranks
-from fullshard.peers.waits import wait_comparing
+from fullshard.peers.waits import name_lost_ranks, wait_comparing
 from fullshard.torch_private import default_group
 
 

@@ -28,21 +28,11 @@ from fullshard.comm.gloo_sum import ExchangeMemory, exchange_flat, exchange_rows
 from fullshard.comm.interface import (
     Comm,
     Done,
-    Reduction,
     ShardBuffer,
     Sum,
     Work,
-    shard_views,
 )
-from fullshard.comm.packing import (
-    Landing,
-    Region,
-    Regions,
-    pack_gradients,
-    sent_parts,
-    wire_gradient,
-)
-from fullshard.comm.scratch import Scratch
+from fullshard.comm.packing import Regions, Scratch, pack_gradients, sent_parts, wire_gradient
 from fullshard.comm.shared_memory import WITHOUT_PROCESSES, record_of
 from fullshard.peers.flight_record import FlightRecord, known_record
 from fullshard.peers.groups import (
@@ -53,8 +43,7 @@ from fullshard.peers.groups import (
     own_group,
     timeout_s,
 )
-from fullshard.peers.liveness import announce, name_lost_ranks, naming_lost_ranks
-from fullshard.peers.waits import wait_comparing
+from fullshard.peers.waits import announce, name_lost_ranks, naming_lost_ranks, wait_comparing
 from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.torch_private import coalescing_manager
 
@@ -63,108 +52,28 @@ from fullshard.torch_private import coalescing_manager
 class Pending:
     """Collectives under way, and what remains to be done once they are complete.
 
-    finish: called once by ``wait``, after all ``works``.
+    finish: called once by ``wait``, after all ``works``. Returns what ``wait`` does.
     tensors: memory that the collectives read or write; kept alive until then.
     """
 
     works: list[Any]
-    finish: Callable[[], None]
-    tensors: tuple[torch.Tensor, ...]
+    finish: Callable[[], tuple[bool, ...]]
+    tensors: Sequence[torch.Tensor]
     comm: "ProcessGroupComm"
     label: str
 
-    def wait(self) -> None:
+    def wait(self) -> tuple[bool, ...]:
         self.comm.wait_all(self.works, self.label)
         self.works.clear()
-        self.finish()
-        # A second wait does nothing. `finish` may refer to memory that goes back to a pool.
-        self.finish = do_nothing
+        present = self.finish()
+        # A second wait does nothing. `finish` may refer to memory that has gone back to a pool.
+        self.finish = lambda: present
         self.tensors = ()
-
-
-@dataclasses.dataclass(slots=True)
-class _Gathering:
-    """An all-gather under way.
-
-    sent: what this rank sends, one tensor per direct parameter and one for all packed ones.
-    region: what the packed parameters arrive in; None if there are none.
-    landing: where they are copied from there.
-    """
-
-    works: list[Any]
-    sent: list[torch.Tensor]
-    region: Region | None
-    landing: Landing
-    comm: "ProcessGroupComm"
-    label: str
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return self.sent if self.region is None else [*self.sent, self.region.memory]
-
-    def wait(self) -> None:
-        self.comm.wait_all(self.works, self.label)
-        if self.region is not None:
-            self.landing.copy_out(self.region)
-            # After the copy was issued: whoever takes the region next uses it on the same lane.
-            self.comm.gather_regions.give(self.region)
-        self.sent, self.region = [], None
-
-
-@dataclasses.dataclass(slots=True)
-class _NativeSum:
-    """A reduce-scatter under way whose sums the backend forms.
-
-    sources: gradients that travel, one tensor per direct parameter and one for all packed ones.
-    divisor: what the sums are divided by when they have arrived.
-    """
-
-    works: list[Any]
-    sources: list[torch.Tensor]
-    region: Region | None
-    out: torch.Tensor
-    divisor: float
-    present: tuple[bool, ...]
-    comm: "ProcessGroupComm"
-    label: str
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return self.sources if self.region is None else [*self.sources, self.region.memory]
-
-    def wait(self) -> tuple[bool, ...]:
-        self.comm.wait_all(self.works, self.label)
-        if self.region is not None:
-            # The collective has read it; the next user fills it on the lane that waited here.
-            self.comm.reduce_regions.give(self.region)
-        if self.divisor != 1.0:
-            self.out.div_(self.divisor)
-        self.works, self.sources, self.region, self.divisor = [], [], None, 1.0
-        return self.present
-
-
-@dataclasses.dataclass(slots=True)
-class PendingReduction:
-    """A reduction under way; ``present`` is asked once ``sums`` are formed."""
-
-    sums: Pending
-    present: Callable[[], tuple[bool, ...]]
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.sums.tensors
-
-    def wait(self) -> tuple[bool, ...]:
-        self.sums.wait()
-        return self.present()
+        return present
 
 
 def _enter_nowhere(what: str, nbytes: int = 0) -> None:
     """Stand for `FlightRecord.enter` where ranks have no flight record."""
-
-
-def do_nothing() -> None:
-    """Do nothing: what remains after collectives that fill their output directly."""
 
 
 class ProcessGroupComm(Comm):
@@ -200,7 +109,7 @@ class ProcessGroupComm(Comm):
         self.sums_natively = known and self.backend != "gloo"
         # Whether ranks ask each other for flags that the host reads. With NCCL the host would have
         # to wait for its device for the answer.
-        self._may_ask = self.tells_presence = not self.sums_natively
+        self.tells_presence = not self.sums_natively
         # ReduceOp.AVG saves the kernel that divides. The fake backend stands for NCCL and takes it
         # as well; Gloo has no AVG.
         self._averages = self.is_nccl or self.backend == "fake"
@@ -254,17 +163,6 @@ class ProcessGroupComm(Comm):
     def record(self) -> FlightRecord | None:
         return self._record
 
-    def allocate_shards(
-        self, bucket: BucketLayout, device: torch.device, *, pin_memory: bool
-    ) -> ShardBuffer:
-        flat = torch.zeros(
-            bucket.shard_numel,
-            dtype=bucket.dtype,
-            device=device,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
-        )
-        return ShardBuffer(bucket, shard_views(bucket, flat, self.rank), flat=flat)
-
     def all_gather(
         self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
     ) -> Work:
@@ -275,17 +173,13 @@ class ProcessGroupComm(Comm):
         # Before the first collective of this gather, so that a rank on another path finds out
         # before its bytes are taken for those of another unit.
         self.enter(label, bucket.unsharded_numel * unsharded.itemsize)
-        gathering, targets = self._prepare_gather(shards, unsharded, label)
+        pending, targets, sent = self._prepare_gather(shards, unsharded, label)
         try:
-            gathering.works = (
-                self._all_gather(targets, gathering.sent)
-                if self.is_nccl
-                else list(map(self._calls.all_gather, targets, gathering.sent))
-            )
+            pending.works = self._all_gather(targets, sent)
         except RuntimeError as error:
             name_lost_ranks(error, self.group, label)
             raise
-        return gathering
+        return pending
 
     def gather_unit(
         self, buffers: Sequence[tuple[ShardBuffer, torch.Tensor, int]], label: str
@@ -294,24 +188,22 @@ class ProcessGroupComm(Comm):
             return super().gather_unit(buffers, label)
         # As bytes, since one launch has one dtype.
         self.enter(label, sum(each.bucket.unsharded_numel * u.itemsize for each, u, _ in buffers))
-        pairs = [
+        gathers = [
             self._prepare_gather(shards, unsharded, label)
             for shards, unsharded, _ in buffers
             if shards.bucket.unsharded_numel
         ]
-        targets = [each.view(torch.uint8) for _, part in pairs for each in part]
-        sources = [each.view(torch.uint8) for gathering, _ in pairs for each in gathering.sent]
+        targets = [each.view(torch.uint8) for _, filled, _ in gathers for each in filled]
+        sources = [each.view(torch.uint8) for _, _, sent in gathers for each in sent]
         with naming_lost_ranks(self.group, label):
             self._all_gather(targets, sources)
-        return [gathering for gathering, _ in pairs]
+        return [pending for pending, _, _ in gathers]
 
     def _prepare_gather(
         self, shards: ShardBuffer, unsharded: torch.Tensor, label: str
-    ) -> tuple[_Gathering, Sequence[torch.Tensor]]:
-        """Return a gather of one bucket before its collective, and what that fills for each of ``sent``."""
-        bucket, landing = shards.bucket, shards.last_landing
-        if landing is None or landing.unsharded is not unsharded:
-            landing = shards.landing(unsharded)
+    ) -> tuple[Pending, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Return a gather of one bucket without its collective, what that fills, and what is sent for it."""
+        bucket, landing = shards.bucket, shards.landing(unsharded)
         sent = landing.sent
         if sent is None:  # the shards have another dtype or device than the unsharded buffer
             assert shards.flat is not None
@@ -321,7 +213,16 @@ class ProcessGroupComm(Comm):
         if len(targets) < len(sent):  # the last of `sent` is what is packed
             region = self.gather_regions.take(self.size * bucket.packed_numel, sent[-1].dtype)
             targets = [*targets, region.memory]
-        return _Gathering([], sent, region, landing, self, label), targets
+
+        def finish() -> tuple[bool, ...]:
+            if region is not None:
+                landing.copy_out(region)
+                # After the copy was issued: whoever takes the region next uses it on the same lane.
+                self.gather_regions.give(region)
+            return ()
+
+        held = sent if region is None else [*sent, region.memory]
+        return Pending([], finish, held, self, label), targets, sent
 
     def gather_bytes(self, source: torch.Tensor, label: str) -> tuple[torch.Tensor, Work]:
         """Start gathering a 1-D tensor of the same size from every rank.
@@ -332,7 +233,7 @@ class ProcessGroupComm(Comm):
         self.enter(label, region.nbytes)
         with naming_lost_ranks(self.group, label):
             works = self._all_gather([region], [source])
-        return region, Pending(works, do_nothing, (source,), self, label)
+        return region, Pending(works, tuple, (source,), self, label)
 
     def reduce_scatter(
         self,
@@ -340,7 +241,7 @@ class ProcessGroupComm(Comm):
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
         how: Sum,
-    ) -> Reduction:
+    ) -> Work:
         self.enter(how.label, self.size * bucket.shard_numel * how.wire_dtype.itemsize)
         try:
             if self.sums_natively:
@@ -350,9 +251,9 @@ class ProcessGroupComm(Comm):
             name_lost_ranks(error, self.group, how.label)
             raise
 
-    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Reduction:
+    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Work:
         wire = total.to(how.wire_dtype)  # `total` itself, if it has that dtype
-        asked = present if self._may_ask else ()
+        asked = present if self.tells_presence else ()
         flags = torch.tensor(asked, dtype=wire.dtype, device=wire.device)
         self.enter(how.label, wire.nbytes)
         with naming_lost_ranks(self.group, how.label):
@@ -360,11 +261,13 @@ class ProcessGroupComm(Comm):
             works = [dist.all_reduce(wire, group=self.moving_group, async_op=not self.is_nccl)]
             if flags.numel():
                 works.append(dist.all_reduce(flags, group=self.moving_group, async_op=True))
-        finish = do_nothing if wire is total else lambda: _copy(total, wire)
-        return PendingReduction(
-            Pending(works, finish, (), self, how.label),  # `finish` holds what is not `total`
-            lambda: tuple((flags != 0).tolist()) or present,
-        )
+
+        def finish() -> tuple[bool, ...]:
+            if wire is not total:
+                total.copy_(wire)
+            return tuple((flags != 0).tolist()) or present
+
+        return Pending(works, finish, (), self, how.label)  # `finish` holds what is not `total`
 
     def agree(self, bits: int, num_bits: int) -> int:
         if self._record is None or WITHOUT_PROCESSES & backend_names(self.group):
@@ -394,10 +297,10 @@ class ProcessGroupComm(Comm):
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
         how: Sum,
-    ) -> Reduction:
+    ) -> Work:
         """Start a reduce-scatter whose sums the backend forms, straight into ``out``."""
         scaling = how.scaling
-        # A source may be the gradient itself: `_NativeSum.sources` keeps it from being reused until
+        # A source may be the gradient itself: `Pending.tensors` keeps it from being reused until
         # the collective has read it. `bucket.direct` is the start of `bucket.params`.
         sources = [
             wire_gradient(param, grad, out.dtype, out.device, divisor=scaling.before)
@@ -415,9 +318,18 @@ class ProcessGroupComm(Comm):
         averages = self._averages and how.may_average and scaling.after == self.size
         works = self._reduce_scatter(targets, sources, averages=averages)
         divisor = 1.0 if averages else scaling.after
-        # This rank's own flags: asking the others would stall the host (see `_may_ask`).
+        # This rank's own flags: asking the others would stall the host (see `tells_presence`).
         present = tuple([grad is not None for grad in grads])
-        return _NativeSum(works, sources, region, out, divisor, present, self, how.label)
+
+        def finish() -> tuple[bool, ...]:
+            if region is not None:
+                # The collective has read it; the next user fills it on the lane that waited here.
+                self.reduce_regions.give(region)
+            if divisor != 1.0:
+                out.div_(divisor)
+            return present
+
+        return Pending(works, finish, sources, self, how.label)
 
     def _reduce_scatter_by_exchange(
         self,
@@ -425,7 +337,7 @@ class ProcessGroupComm(Comm):
         grads: Sequence[torch.Tensor | None],
         out: torch.Tensor,
         how: Sum,
-    ) -> Reduction:
+    ) -> Work:
         """Start a reduce-scatter by all-to-all and local sums: see `gloo_sum`."""
         start = exchange_flat if bucket.is_flat else exchange_rows
         terms = start(
@@ -436,9 +348,7 @@ class ProcessGroupComm(Comm):
             ExchangeMemory(self.reduce_regions, self._scratch),
             self.moving_group,
         )
-        return PendingReduction(
-            Pending(terms.works, terms.finish, terms.tensors, self, how.label), terms.present
-        )
+        return Pending(terms.works, terms.finish, terms.tensors, self, how.label)
 
     def _all_gather(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -472,7 +382,3 @@ class ProcessGroupComm(Comm):
         if num_calls == 1:
             return contextlib.nullcontext()
         return coalescing_manager(self.moving_group, async_ops=False)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)

@@ -16,19 +16,26 @@ has staged (POSTED) and summed (CONSUMED):
 A rank waits for CONSUMED only after it has formed its own sums up to there, and for POSTED only of
 what it has posted itself. So ranks that run the same sequence never wait in a circle.
 
-Counters say what a rank's *host* has done. Where a device works behind the host's back, an `Order`
-adds what its streams have to wait for.
+Counters say what a rank's *host* has done. Where a device works behind the host's back, `before_post` and what
+follows it add what its streams have to wait for.
 """
 
+import abc
 import collections
 import dataclasses
+import mmap
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from fullshard.comm.interface import Comm, Sum, Work, add_in_order
+from fullshard.comm.packing import copy_in_gradients
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
+from fullshard.peers.flight_record import FlightRecord, keep_record
+from fullshard.plan.layout import BucketLayout, DirectRule
 from fullshard.plan.sizes import round_up
 
 # Bytes of a cache line. Stretches and the fields in them begin on one, so that ranks which write
@@ -44,47 +51,18 @@ class Stretch(NamedTuple):
     stop: int
 
 
-class Order(Protocol):
-    """What has to be ordered besides counters. On the CPU, that is nothing."""
-
-    def before_post(self, sequence: int) -> None:
-        """Run when this rank has staged a reduction, before its counter says so."""
-        ...
-
-    def before_read(self, sequence: int) -> None:
-        """Run when all ranks have posted a reduction, before this rank reads their parts."""
-        ...
-
-    def before_release(self, sequence: int) -> None:
-        """Run when this rank has read a reduction, before its counter says so."""
-        ...
-
-    def before_reuse(self, sequence: int) -> None:
-        """Run when all ranks have read a reduction, before this rank writes to its stretch."""
-        ...
-
-
 class Ring:
     """The stretches in use, and the posted reductions whose sums this rank has yet to form.
 
     nbytes: size of each rank's part.
-    enlarge: called to make every rank's part this large. All ranks call it at the same place of
-        their sequence, with no reduction under way.
+    comm: keeps the parts, and knows what has to be ordered besides counters.
     max_under_way: number of reductions that may be staged and not yet read by all ranks; None for
         any number that fits.
     """
 
-    def __init__(
-        self,
-        memory: SharedMemory,
-        enlarge: Callable[[int], None],
-        order: Order | None = None,
-        max_under_way: int | None = None,
-    ) -> None:
+    def __init__(self, comm: "StagingComm", max_under_way: int | None = None) -> None:
         self.nbytes = 0
-        self._memory = memory
-        self._enlarge = enlarge
-        self._order = order
+        self._comm = comm
         self._max_under_way = max_under_way
         self._next = 0  # byte at which the next stretch begins if it fits before the end
         self._sequence = 0  # number of the last reduction that was claimed; the first one is 1
@@ -111,7 +89,7 @@ class Ring:
         """
         # Before anything else: with other sizes, only some ranks would enlarge the ring, which is
         # collective, and they would wait for ever.
-        self._memory.record.enter(label, nbytes)
+        self._comm.memory.record.enter(label, nbytes)
         nbytes = round_up(nbytes, LINE)
         if nbytes > self.nbytes:
             try:
@@ -149,10 +127,9 @@ class Ring:
         finish: forms this rank's sum, and returns for each parameter whether any rank had a
             gradient. Called once, when all ranks have posted.
         """
-        if self._order is not None:
-            self._order.before_post(stretch.sequence)
+        self._comm.before_post(stretch.sequence)
         # `set` makes the terms visible first: a rank that reads the counter may read them.
-        self._memory.set(SharedMemory.POSTED, stretch.sequence)
+        self._comm.memory.set(SharedMemory.POSTED, stretch.sequence)
         pending = PendingSum(self, stretch.sequence, finish, label)
         self._pending.append(pending)
         return pending
@@ -163,22 +140,19 @@ class Ring:
         # that this rank still has to read.
         while self._pending and self._pending[0].sequence <= sequence:
             pending = self._pending.popleft()
-            self._memory.wait_all(SharedMemory.POSTED, pending.sequence, pending.label)
-            if self._order is not None:
-                self._order.before_read(pending.sequence)
+            self._comm.memory.wait_all(SharedMemory.POSTED, pending.sequence, pending.label)
+            self._comm.before_read(pending.sequence)
             pending.result = pending.finish()
             # Only now: the counter allows other ranks to overwrite their parts.
-            if self._order is not None:
-                self._order.before_release(pending.sequence)
-            self._memory.set(SharedMemory.CONSUMED, pending.sequence)
+            self._comm.before_release(pending.sequence)
+            self._comm.memory.set(SharedMemory.CONSUMED, pending.sequence)
 
     def abandon(self) -> None:
         """Drop the sums that will never be formed, after an exception."""
         # Their counter moves on all the same: peers that go on would wait for it in `claim`.
         self._pending.clear()
-        if self._order is not None:
-            self._order.before_release(self._sequence)
-        self._memory.set(SharedMemory.CONSUMED, self._sequence)
+        self._comm.before_release(self._sequence)
+        self._comm.memory.set(SharedMemory.CONSUMED, self._sequence)
 
     def _reserve(self, nbytes: int) -> None:
         """Enlarge the ring if it is smaller. Every rank comes here with the same sizes."""
@@ -187,7 +161,8 @@ class Ring:
         # New memory replaces the old one, so nobody may have anything to read in it.
         if self._stretches:
             self._wait_consumed(self._stretches[-1].sequence, "enlarging the gradient ring")
-        self._enlarge(nbytes)
+        nbytes = round_up(nbytes, mmap.PAGESIZE)
+        self._comm.enlarge(nbytes)
         self.nbytes = nbytes
         self._next = 0
 
@@ -196,9 +171,8 @@ class Ring:
         # This rank's own sums first: others wait for its counter as it waits for theirs.
         if self._pending:
             self.finish_through(sequence)
-        self._memory.wait_all(SharedMemory.CONSUMED, sequence, label)
-        if self._order is not None:
-            self._order.before_reuse(sequence)
+        self._comm.memory.wait_all(SharedMemory.CONSUMED, sequence, label)
+        self._comm.before_reuse(sequence)
         while self._stretches and self._stretches[0].sequence <= sequence:
             self._stretches.popleft()
 
@@ -220,3 +194,131 @@ class PendingSum:
     def wait(self) -> tuple[bool, ...]:
         self.ring.finish_through(self.sequence)
         return self.result
+
+
+class StagingComm(Comm):
+    """Communication of ranks of one host that stage what they sum in a ring, whose parts a subclass keeps.
+
+    memory: what their hosts share. exchange: as for `SharedMemory`.
+    """
+
+    gathers_alone = True
+    rule = DirectRule(even=False, min_nbytes=0)
+
+    def __init__(
+        self, group: dist.ProcessGroup, exchange: Callable[[Any, dist.ProcessGroup], list[Any]]
+    ) -> None:
+        self.memory = SharedMemory(group, exchange)
+        self.memory.record = keep_record(group, self.memory.record)
+        self.rank, self.size = self.memory.rank, self.memory.size
+        self._ring = Ring(self)
+
+    @abc.abstractmethod
+    def enlarge(self, nbytes: int) -> None:
+        """Replace the ring's parts by larger ones. Every rank calls it together, with no reduction under way."""
+
+    # What has to be ordered besides counters, for a reduction by its number. On the CPU, that is nothing.
+
+    def before_post(self, sequence: int) -> None:
+        """Run when this rank has staged it, before its counter says so."""
+
+    def before_read(self, sequence: int) -> None:
+        """Run when all ranks have posted it, before this rank reads their parts."""
+
+    def before_release(self, sequence: int) -> None:
+        """Run when this rank has read it, before its counter says so."""
+
+    def before_reuse(self, sequence: int) -> None:
+        """Run when all ranks have read it, before this rank writes to its stretch."""
+
+    # Reductions
+
+    @abc.abstractmethod
+    def _part(
+        self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a view of what ``rank`` staged, from byte ``offset`` of the stretch on."""
+
+    @abc.abstractmethod
+    def _flags(self, stretch: Stretch, num_params: int) -> list[memoryview]:
+        """Return where each rank writes which gradients it has, one byte each, for all hosts to read."""
+
+    def _flags_nbytes(self, num_params: int) -> int:
+        """Return how many bytes at the beginning of a stretch its flags take."""
+        return 0
+
+    @property
+    def record(self) -> FlightRecord | None:
+        return self.memory.record
+
+    def staged_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
+        payload_nbytes = self.size * bucket.shard_numel * wire_dtype.itemsize
+        return self._flags_nbytes(len(bucket.params)) + payload_nbytes
+
+    def summed_nbytes(self, bucket: BucketLayout, wire_dtype: torch.dtype) -> int:
+        return self._flags_nbytes(len(bucket.params)) + super().summed_nbytes(bucket, wire_dtype)
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._ring.nbytes
+
+    def prepare(self, staged_nbytes: Sequence[int]) -> None:
+        self._ring.prepare(staged_nbytes)
+
+    def reduce_scatter(
+        self,
+        bucket: BucketLayout,
+        grads: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        how: Sum,
+    ) -> Work:
+        wire, numel = how.wire_dtype, bucket.shard_numel
+        # Returns once all ranks have read what this stretch held before, so it may be overwritten.
+        stretch = self._ring.claim(self.staged_nbytes(bucket, wire), how.label)
+        start = self._flags_nbytes(len(grads))
+        # For all ranks, into this rank's part alone. The gradients may be freed after it.
+        staged = self._part(stretch, self.rank, start, self.size * numel, wire)
+        copy_in_gradients(bucket, grads, staged, divisor=how.scaling.before)
+        present = [grad is not None for grad in grads]
+        start += self.rank * numel * wire.itemsize
+        return self._post(stretch, start, present, out, how, divisor=how.scaling.after)
+
+    def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Work:
+        wire, numel, start = how.wire_dtype, total.numel(), self._flags_nbytes(len(present))
+        stretch = self._ring.claim(start + numel * wire.itemsize, how.label)
+        self._part(stretch, self.rank, start, numel, wire).copy_(total)
+        return self._post(stretch, start, present, total, how, divisor=1.0)
+
+    def _post(
+        self,
+        stretch: Stretch,
+        start: int,
+        present: Sequence[bool],
+        out: torch.Tensor,
+        how: Sum,
+        *,
+        divisor: float,
+    ) -> Work:
+        """Tell the others what is staged. ``out`` gets the sum of all ranks' terms, from byte ``start`` of the stretch on."""
+        flags = self._flags(stretch, len(present))
+        flags[self.rank][:] = bytes(present)
+
+        # The ring calls it once all ranks have posted this stretch, before it tells them that this
+        # rank has read it.
+        def finish() -> tuple[bool, ...]:
+            parts = (
+                self._part(stretch, rank, start, out.numel(), how.wire_dtype)
+                for rank in range(self.size)
+            )
+            # On this rank's device: a view if it is there, else a copy.
+            terms = [part.to(out.device, non_blocking=True) for part in parts]
+            add_in_order(terms, out, divisor=divisor)
+            return tuple(map(any, zip(*flags, strict=True)))
+
+        return self._ring.post(stretch, finish, how.label)
+
+    def agree(self, bits: int, num_bits: int) -> int:
+        return self.memory.agree(bits, num_bits)
+
+    def abandon(self) -> None:
+        self._ring.abandon()

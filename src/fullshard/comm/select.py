@@ -96,7 +96,9 @@ def select_comm(
     if choice is CommChoice.AUTO and device.type == "cuda" and not _share_a_gpu(group, device):
         return _process_group(group, device, "no two ranks share a GPU")
     is_demanded = choice is CommChoice.PEER_MEMORY
-    comm = _offloaded(device, shards_on) or _peer_memory(group, device, replicas, again=is_demanded)
+    comm: Comm | str = f"shards are on {shards_on}, and computing is on {device}"
+    if shards_on in (None, device):
+        comm = _peer_memory(group, device, replicas, again=is_demanded)
     if isinstance(comm, Comm):
         return comm
     return _without_peer_memory(group, device, choice, comm)
@@ -135,13 +137,6 @@ def _process_group(group: dist.ProcessGroup, device: torch.device, reason: str) 
     comm.compare_ranks()
     comm.name += f"; {reason}"
     return comm
-
-
-def _offloaded(device: torch.device, shards_on: torch.device | None) -> str | None:
-    """Return why offloaded shards cannot be peer memory; None if they are not offloaded."""
-    if shards_on is None or shards_on == device:
-        return None
-    return f"shards are on {shards_on}, and computing is on {device}"
 
 
 def _peer_memory(

@@ -32,13 +32,11 @@ import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for 
 from fullshard.errors import AllocationError
 from fullshard.peers import flight_record, status_board
 from fullshard.peers.agreed_order import AgreedOrder
-from fullshard.peers.diagnosis import loss_through
 from fullshard.peers.flight_record import Fence, FlightRecord, keep_record, known_record
 from fullshard.peers.groups import exchange_through_group, exchange_through_store, timeout_s
-from fullshard.peers.liveness import loss
-from fullshard.peers.status_board import StatusSlots, give_up
+from fullshard.peers.status_board import StatusSlots
 from fullshard.peers.store import files_for_store
-from fullshard.peers.waits import WaitReporter
+from fullshard.peers.waits import WaitReporter, loss
 from fullshard.peers.watchdog import has_watchdog, watchdog
 
 _WORDS_PER_RANK = 8  # a cache line, so that writing a counter does not slow down another rank's
@@ -66,7 +64,7 @@ class UnavailableError(Exception):
 class _Introduction:
     """A rank's message to the others, before they share memory.
 
-    control_fd: descriptor of the control memory, from rank 0 alone.
+    control_fd: descriptor of the control memory, from rank 0 alone; else -1.
     problem: why this rank cannot share memory; None if it can.
     files: how many it may open, and how many it needs for the store that ranks met in; None if it needs none,
         as it has connected before, or that is not known.
@@ -76,13 +74,13 @@ class _Introduction:
     global_rank: int
     pid: int
     host: str
-    control_fd: int | None
+    control_fd: int
     problem: str | None
     files: tuple[int, int] | None
 
 
 class SharedMemory:
-    """A group of ranks on one host that map the same memory. Build it with `connect`.
+    """A group of ranks on one host that map the same memory.
 
     Each rank writes these words, and all ranks read them:
 
@@ -98,107 +96,78 @@ class SharedMemory:
 
     def __init__(
         self,
-        introductions: list[_Introduction],
-        rank: int,
-        control: memoryview,
-        pidfds: dict[int, int],
-        timeout_s: float,
-        name: str,
-    ) -> None:
-        """control: memory as `_CONTROL_NBYTES` says. pidfds: one per other rank, by rank.
-
-        name: of the process group.
-        """
-        self.rank = rank
-        self.size = len(introductions)
-        self.timeout_s = timeout_s
-        self._peers = introductions
-        self._control = control
-        counters_nbytes = self.size * _COUNTERS_NBYTES
-        record_end = counters_nbytes + self.size * flight_record.NBYTES
-        self._words = control[:counters_nbytes].cast("q")
-        self._fence = Fence()
-        self._arrivals = 0
-        # With more ranks than cores, spinning would keep the rank that is waited for from running.
-        self._spin_s = _SPIN_S if self.size <= (os.cpu_count() or 1) else 0.0
-        self._pidfds = select.poll()
-        self._rank_of_pidfd = {pidfd: peer for peer, pidfd in pidfds.items()}
-        for pidfd in self._rank_of_pidfd:
-            self._pidfds.register(pidfd, select.POLLIN)
-        ranks = [peer.global_rank for peer in introductions]
-        self._name = name
-        self._entries = control[counters_nbytes:record_end]
-        self.slots = StatusSlots(rank, ranks, control[record_end:], self._fence)
-        self.pids = {peer.global_rank: peer.pid for peer in introductions}
-        self._watchdog = watchdog()
-
-    @functools.cached_property
-    def record(self) -> FlightRecord:
-        """The flight record of the group, in this memory."""
-        made = FlightRecord(self.rank, self.slots.ranks, self._entries, self._fence, self._name)
-        made.slots, made.pids = self.slots, self.pids
-        return made
-
-    def __del__(self) -> None:
-        for pidfd in getattr(self, "_rank_of_pidfd", ()):
-            with contextlib.suppress(OSError):
-                os.close(pidfd)
-
-    @classmethod
-    def connect(
-        cls,
         group: dist.ProcessGroup,
         exchange: Callable[[Any, dist.ProcessGroup], list[Any]] = exchange_through_group,
-    ) -> "SharedMemory":
-        """Connect the group's ranks. Every rank must call it.
+    ) -> None:
+        """Connect the group's ranks. Every rank must call it. exchange: returns every rank's value, in rank order.
 
         Raises UnavailableError on every rank if one of them cannot share memory, AllocationError if one may
         open too few files to be connected at all.
-
-        exchange: returns every rank's value, in rank order.
         """
-        rank, size = group.rank(), group.size()
-        nbytes = size * _CONTROL_NBYTES
-        control: memoryview | None = None
-        fd, host_id, problem = None, "", _platform_problem()
+        self.rank, self.size = group.rank(), group.size()
+        self.timeout_s = timeout_s(group)
+        self._name = group.group_name
+        self._pidfds: dict[int, int] = {}  # of other ranks, by their global numbers
+        nbytes = self.size * _CONTROL_NBYTES
+        fd, host_id, problem = -1, "", _platform_problem()
         files = None if has_watchdog() else _files()
         # A limit may be that of one rank alone. So a failure becomes a value that all ranks get,
         # and all go the same way; an exception here would leave the others in the exchange.
         try:
             if problem is None:
                 host_id = host.identity()
-                fd = _create_file(nbytes) if rank == 0 else None
+                fd = _create_file(nbytes) if self.rank == 0 else -1
         except OSError as error:
             problem = f"cannot share memory: {error}"
-        mine = _Introduction(rank, dist.get_rank(), os.getpid(), host_id, fd, problem, files)
-        introductions: list[Any] = exchange(mine, group)
+        mine = _Introduction(self.rank, dist.get_rank(), os.getpid(), host_id, fd, problem, files)
         try:
-            _check_files(introductions)
-        except AllocationError:
-            if fd is not None:
-                os.close(fd)
-            raise
-        problem = _common_problem(introductions)
-        pidfds: dict[int, int] = {}
-        if problem is None:
+            self._peers: list[_Introduction] = exchange(mine, group)
+            _check_files(self._peers)
+            problem = _common_problem(self._peers)
             try:
-                control = _open_peer_file(introductions[0].pid, introductions[0].control_fd, nbytes)
-                for peer in introductions:
-                    if peer.rank != rank:
-                        # A peer that lives waits in the exchange below, so its pid has not gone to
-                        # another process.
-                        pidfds[peer.rank] = os.pidfd_open(peer.pid)
+                if problem is None:
+                    first = self._peers[0]
+                    control = _open_peer_file(first.pid, first.control_fd, nbytes)
+                    for peer in self._peers:
+                        if peer.rank != self.rank:
+                            # A peer that lives waits in the exchange below, so its pid has not gone to
+                            # another process.
+                            self._pidfds[peer.global_rank] = os.pidfd_open(peer.pid)
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot open a peer's memory: {error}"
-        problems = [p for p in exchange(problem, group) if p is not None]
-        # After the exchange, since only then all ranks have opened it.
-        if fd is not None:
-            os.close(fd)
-        if problems or control is None:
-            for pidfd in pidfds.values():
-                os.close(pidfd)
+            problems = [each for each in exchange(problem, group) if each is not None]
+        finally:  # after the exchange, since only then all ranks have opened it
+            if fd >= 0:
+                os.close(fd)
+        if problems:
             raise UnavailableError(problems[0])
-        return cls(introductions, rank, control, pidfds, timeout_s(group), group.group_name)
+        counters_nbytes = self.size * _COUNTERS_NBYTES
+        record_end = counters_nbytes + self.size * flight_record.NBYTES
+        self._words = control[:counters_nbytes].cast("q")
+        self._entries = control[counters_nbytes:record_end]
+        ranks = [peer.global_rank for peer in self._peers]
+        self.slots = StatusSlots(self.rank, ranks, control[record_end:])
+        self.pids = {peer.global_rank: peer.pid for peer in self._peers}
+        self._fence = Fence()
+        self._arrivals = 0
+        # With more ranks than cores, spinning would keep the rank that is waited for from running.
+        self._spin_s = _SPIN_S if self.size <= (os.cpu_count() or 1) else 0.0
+        self._exits = select.poll()
+        for pidfd in self._pidfds.values():
+            self._exits.register(pidfd, select.POLLIN)
+        watchdog()  # started now, while all ranks are here
+
+    @functools.cached_property
+    def record(self) -> FlightRecord:
+        """The flight record of the group, in this memory."""
+        made = FlightRecord(self.rank, self.slots.ranks, self._entries, self._name)
+        made.slots, made.pids = self.slots, self.pids
+        return made
+
+    def __del__(self) -> None:
+        for pidfd in getattr(self, "_pidfds", {}).values():
+            with contextlib.suppress(OSError):
+                os.close(pidfd)
 
     def allocate(self, nbytes: int, label: str, detail: str = "") -> memoryview:
         """Map zeroed memory that all ranks share. Every rank must call it with the same size.
@@ -302,9 +271,9 @@ class SharedMemory:
 
     def _wait_for_late(self, counter: int, value: int, label: str) -> None:
         """Wait as `wait_all`, for ranks that are far behind: latency matters less, causes more."""
-        reporter = WaitReporter(label, self.timeout_s)
+        reporter = WaitReporter(label, self.timeout_s, self.record)
         checked = 0.0
-        with self._watchdog.waiting(label, (self.record.key,)):
+        with watchdog().waiting(label, (self.record.key,)):
             while late := self._late(counter, value):
                 time.sleep(200e-6)
                 now = time.perf_counter()
@@ -312,32 +281,27 @@ class SharedMemory:
                     checked = now
                     # Before looking who is gone: a rank that has seen that paths differ raises and
                     # may leave, and the difference is the better error.
-                    self.record.compare()
-                    self._watchdog.check()
-                    self._check_alive(counter, value, label)
                     reporter.check({peer: self.pids.get(peer) for peer in late})
+                    self._check_alive(counter, value, label)
 
     def _late(self, counter: int, value: int) -> list[int]:
         """Return the global ranks whose counter is below ``value``."""
         return [peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value]
 
     def _check_alive(self, counter: int, value: int, label: str) -> None:
-        """Raise PeerLostError if a rank that has not arrived has exited or given up."""
+        """Raise PeerLostError if a rank that has not arrived has exited, or given up as it lost another."""
         # First who has exited, then what their counters say, which are final then. In the other
         # order, a rank that arrives and exits in between would be taken for lost.
-        lost = [self._rank_of_pidfd[fd] for fd, _ in self._pidfds.poll(0)]
+        ready = {pidfd for pidfd, _ in self._exits.poll(0)}
         # A rank that arrived before it exited has done its part; only late ones are missed.
-        missed = [rank for rank in sorted(lost) if self.get(rank, counter) < value]
-        # Before the missed ones: a rank that gave up may have exited too, but is not the cause.
-        for peer in self._peers:
-            cause = self.slots.gave_up(peer.rank)
-            if cause is not None and self.get(peer.rank, counter) < value:
-                give_up(cause)
-                own = self._peers[self.rank].global_rank
-                raise loss_through(peer.global_rank, cause, label, own)
+        late = self._late(counter, value)
+        missed = {rank for rank in late if self._pidfds.get(rank) in ready}
+        for rank in late:
+            status = self.slots.read(rank)
+            if status is not None and status.is_loss:
+                missed.add(rank)
         if missed:
-            give_up(self._peers[missed[0]].global_rank)
-            raise loss([self._peers[rank].global_rank for rank in missed], label)
+            raise loss(missed, label)
 
 
 # The flight record of a group
@@ -360,10 +324,10 @@ def _make_record(group: dist.ProcessGroup, backend: str) -> FlightRecord:
     shared: SharedMemory | None = None
     try:
         if backend == "gloo":
-            return SharedMemory.connect(group).record
+            return SharedMemory(group).record
         if backend == "nccl":
             # Its collectives want a device, which may be another one later.
-            shared = SharedMemory.connect(group, exchange_through_store)
+            shared = SharedMemory(group, exchange_through_store)
     except AllocationError:
         raise
     # RuntimeError of a store that cannot exchange anything, as that of fake process groups.
@@ -380,7 +344,7 @@ def _make_record(group: dist.ProcessGroup, backend: str) -> FlightRecord:
         watchdog().board.serve_other_hosts()
     record.order = AgreedOrder.of(record, group)
     if shared is None and record.order is not None:
-        watchdog().board.meet(ranks)
+        watchdog().board.connections.meet(ranks)
     return record
 
 
@@ -449,22 +413,16 @@ def _create_file(nbytes: int) -> int:
 
 def _open_peer_file(pid: int, fd: int, nbytes: int) -> memoryview:
     """Map a file that another process (or this one) has open, until nobody refers to it. Raises OSError."""
-    mapped = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return _map(mapped, nbytes)
-    finally:
-        os.close(mapped)
-
-
-def _map(fd: int, nbytes: int) -> memoryview:
-    """Map a file. Not by Python's `mmap`, which keeps a descriptor open for as long, of which a process may have few."""
+    # Not by Python's `mmap`, which keeps a descriptor open for as long, of which a process may have few.
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     # All pages now, since a page fault later costs more than copying a page.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    mapped = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, mapped, 0)
+    os.close(mapped)
     if address == ctypes.c_void_p(-1).value:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from fullshard.comm.scratch import Scratch
+from fullshard.comm.packing import Scratch
 from fullshard.process_hooks import raise_heap_threshold, skip_frames
 from fullshard.torch_private import (
     WithoutTransforms,

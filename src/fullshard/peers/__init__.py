@@ -6,7 +6,7 @@
     status_board      carries what ranks say of themselves (status): memory, store, connections
     divergence        finds where records differ, and brings one rank's words to all
     diagnosis         judges and words what is wrong, from statuses, entries and trails (paths) alone
-    waits, liveness   reports of slow ranks; the names of those that are gone
+    waits             reports of slow ranks; the names of those that are gone
 
 Below them: stacks (where a thread is), store (asked in calls that end in time), groups (process groups and their backends).
 """

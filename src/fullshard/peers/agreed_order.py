@@ -18,7 +18,7 @@ difference. In a program whose steps are alike, ranks ask in the first one only.
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -30,9 +30,8 @@ from fullshard.peers.groups import (
     is_gloo,
     timeout_s,
 )
-from fullshard.peers.liveness import check_alive, loss, naming_lost_ranks
 from fullshard.peers.store import StoreInTime, connected_store
-from fullshard.peers.waits import WaitReporter
+from fullshard.peers.waits import WaitReporter, loss, lost_ranks, naming_lost_ranks
 from fullshard.peers.watchdog import watchdog
 
 logger = logging.getLogger("fullshard")
@@ -121,9 +120,9 @@ class AgreedOrder:
         self.num_asked += 1
         answer = f"{self._prefix}/{place}"
         count = f"{answer}/{checksum:08x}"
-        reporter = WaitReporter(what, self._timeout_s)
+        reporter = WaitReporter(what, self._timeout_s, record)
         others = [rank for rank in self._ranks if rank != dist.get_rank()]
-        started = time.monotonic()
+        started = looked = time.monotonic()
         has_shown = False
 
         def look() -> None:
@@ -131,54 +130,39 @@ class AgreedOrder:
             if not has_shown and time.monotonic() - started > _STILL_S:
                 has_shown = True
                 show(watchdog().board, record, place)
-            watchdog().check()
             reporter.check(dict.fromkeys(others))
 
         store = self._store.during(look)  # it may be out of reach itself
+        pause = _FIRST_PAUSE_S
+        # Asked again and again: where the store's own wait is not over in time, it prints warnings.
+        longest = max(_LONGEST_PAUSE_S, len(self._ranks) * _PAUSE_PER_RANK_S)
         with watchdog().waiting(what, (record.key,)):
-            if store.add(count, 1) == len(self._ranks):
+            is_last = store.add(count, 1) == len(self._ranks)
+            if is_last:
                 store.set(answer, "")
                 # All ranks are here, so none still waits for the answer before this one.
                 for key in self._last_keys:
                     store.delete_key(key)
-            else:
-                self._wait_for(answer, store, look, others, group, what)
+            while not is_last and answer not in store:
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+                now = time.monotonic()
+                if now - started < _LATE_S or now - looked < _LOOK_EVERY_S:
+                    continue
+                looked = now
+                if lost := lost_ranks(group, within_s=0.0):
+                    raise loss(lost, what)
+                # Those that have ended will not come to ask, unless they have before.
+                gone = _ended(others) if now - started > _STILL_S else ()
+                if gone and answer not in store:
+                    raise loss(gone, what)
+                look()
         self._last_keys = (answer, count)
 
-    def _wait_for(
-        self,
-        answer: str,
-        store: StoreInTime,
-        look: Callable[[], None],
-        others: list[int],
-        group: dist.ProcessGroup,
-        what: str,
-    ) -> None:
-        started = looked = time.monotonic()
-        pause = _FIRST_PAUSE_S
-        # Asked again and again: where the store's own wait is not over in time, it prints warnings.
-        longest = max(_LONGEST_PAUSE_S, len(self._ranks) * _PAUSE_PER_RANK_S)
-        while not store.check([answer]):
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-            now = time.monotonic()
-            if now - started < _LATE_S or now - looked < _LOOK_EVERY_S:
-                continue
-            looked = now
-            check_alive(group, what)
-            if (
-                now - started > _STILL_S
-                and (gone := self._ended(others))
-                and not store.check([answer])
-            ):
-                raise loss(gone, what)
-            look()
 
-    @staticmethod
-    def _ended(others: list[int]) -> set[int]:
-        """Return the ranks that have ended, and so will not come to ask, unless they have before."""
-        words = {rank: watchdog().board.last_words(rank) for rank in others}
-        # Not one that is about to raise an error: this rank's watchdog will raise the same here, once all who
-        # have to are ready to. A rank that ends breaks the calls of others.
-        gone = {rank for rank, each in words.items() if each is not None and each.has_ended}
-        return gone | watchdog().board.lost(others)
+def _ended(others: Sequence[int]) -> set[int]:
+    words = {rank: watchdog().board.last_words(rank) for rank in others}
+    # Not one that is about to raise an error: this rank's watchdog will raise the same here, once all who
+    # have to are ready to. A rank that ends breaks the calls of others.
+    gone = {rank for rank, each in words.items() if each is not None and each.has_ended}
+    return gone | watchdog().board.lost(others)

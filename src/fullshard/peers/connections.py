@@ -15,7 +15,6 @@ anything, and the system gives the connection up by itself, after 7 s (`_PROBES`
 """
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -23,17 +22,14 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
 from fullshard.host import read_addresses
+from fullshard.peers.store import tcp_store
 from fullshard.process_hooks import AFTER_FORK
-from fullshard.torch_private import default_store
 
 logger = logging.getLogger("fullshard")
 
-_DOOR = "door"  # under which ranks say where they can be reached
-_FIND_S = 1.0  # for what it has said to be read
 _CONNECT_S = 2.0
 _TRY_EVERY_S = 2.0  # to connect to a rank that is out of reach
 # Seconds of silence, seconds between probes, and their number. Not every system has all of them.
@@ -42,42 +38,41 @@ _HELLO_NBYTES = 64
 _HELLO_S = 1.0  # for whoever connects to say who it is
 _MOST_STRANGERS = 8  # that may be about to say so; a rank that is sent away comes again
 
-
-class Doors(Protocol):
-    """Where ranks say how they can be reached, and find others: the `StatusBoard`."""
-
-    def post_lines(self, key: str, lines: Sequence[str]) -> None: ...
-
-    def read_lines(
-        self, key: str, ranks: Collection[int], timeout_s: float
-    ) -> dict[int, Sequence[str]]: ...
+# Where a rank can be reached: what whoever comes has to say, the port, and the address.
+Door = tuple[str, int, str]
 
 
 class Connections:
-    """The ranks that this one is connected to. board: where ranks find each other."""
+    """The ranks that this one is connected to. find: returns where a rank can be reached; KeyError if nobody knows."""
 
-    def __init__(self, rank: int, board: Doors) -> None:
+    def __init__(self, rank: int, find: Callable[[int], Door]) -> None:
         self._rank = rank
-        self._board = board
+        self._find = find
         self._server: socket.socket | None = None
         self._token = secrets.token_hex(16)
         self._ranks: dict[socket.socket, int] = {}
         # Those who have not said who they are, and since when.
         self._strangers: dict[socket.socket, float] = {}
         self._closed: set[int] = set()  # whose connection was closed since they were looked for
-        self._unreached: set[int] = set()
+        self.unreached: set[int] = set()  # whose connection broke, though they may live
         self._tried_at = 0.0  # when those were looked for last
         _all.add(self)
         # A worker that loads data, say, would keep its parent's connections open.
         AFTER_FORK.add(_close_all, "connections to other hosts are the parent's")
 
-    def open(self) -> None:
-        """Say where this rank can be reached, unless it has."""
+    def open(self) -> Door | None:
+        """Return where this rank can be reached from now on; None if it was open, or cannot be reached."""
+        for address in own_addresses() if self._server is None else ():
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            # Not with what the host's name stands for elsewhere.
+            with contextlib.suppress(OSError):
+                server = socket.create_server((address, 0), family=family, backlog=_MOST_STRANGERS)
+                server.setblocking(False)
+                self._server = server
+                return self._token, server.getsockname()[1], address
         if self._server is None:
-            try:
-                self._open()
-            except OSError as reason:
-                logger.info("rank %d cannot be reached by others: %s", self._rank, reason)
+            logger.info("rank %d cannot be reached by others: no address to listen at", self._rank)
+        return None
 
     def meet(self, ranks: Sequence[int]) -> None:
         """Connect this rank to the next one of a group. To be called once all ranks of the group are open.
@@ -89,13 +84,8 @@ class Connections:
             return
         try:
             self._connect(following)
-        except (OSError, KeyError, ValueError) as reason:
+        except (OSError, KeyError) as reason:
             logger.info("rank %d is not connected to rank %d: %s", self._rank, following, reason)
-
-    @property
-    def unreached(self) -> frozenset[int]:
-        """Ranks whose connection to this one broke, though they may live."""
-        return frozenset(self._unreached)
 
     def ended(self) -> set[int]:
         """Return the ranks that have ended since this was asked last. To be called often."""
@@ -109,42 +99,40 @@ class Connections:
         for each in known:
             if each.fileno() in ready:
                 self._read(each)
-        return self._looked_for(now) if self._closed or self._unreached else set()
+        ended: set[int] = set()
+        broken = self._closed | self.unreached
+        if not broken or now - self._tried_at < _TRY_EVERY_S:
+            return ended
+        for rank in broken:
+            try:
+                self._connect(rank)
+            except (OSError, KeyError) as reason:
+                if rank in self._closed or isinstance(reason, ConnectionRefusedError):
+                    ended.add(rank)
+        self._closed.clear()
+        self.unreached -= ended
+        self._tried_at = time.monotonic()
+        return ended
 
     def close(self) -> None:
         """Close all connections, as the end of the process would."""
-        server = [self._server] if self._server is not None else []
-        for each in [*self._ranks, *self._strangers, *server]:
+        for each in [*self._ranks, *self._strangers, *filter(None, [self._server])]:
             each.close()
-        self._server, self._ranks, self._strangers, self._unreached = None, {}, {}, set()
-
-    def _open(self) -> None:
-        for address in own_addresses():
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            try:
-                server = socket.create_server((address, 0), family=family, backlog=_MOST_STRANGERS)
-            except OSError:
-                continue  # what the host's name stands for elsewhere
-            server.setblocking(False)
-            self._server = server
-            door = [self._token, str(server.getsockname()[1]), address]
-            self._board.post_lines(_DOOR, door)
-            return
-        raise OSError("this host has no address that others are known to reach")
+        self._server, self._ranks, self._strangers, self.unreached = None, {}, {}, set()
 
     def _connect(self, rank: int) -> None:
-        token, port, host = self._board.read_lines(_DOOR, [rank], _FIND_S)[rank]
-        connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-        connection.sendall(json.dumps([token, self._rank]).encode().ljust(_HELLO_NBYTES))
+        token, port, host = self._find(rank)
+        connection = socket.create_connection((host, port), timeout=_CONNECT_S)
+        connection.sendall(f"{token} {self._rank}".encode().ljust(_HELLO_NBYTES))
         _watch(connection)
         self._ranks[connection] = rank
-        self._unreached.discard(rank)
+        self.unreached.discard(rank)
 
     def _let_in(self, now: float) -> None:
         """Accept who has come, and send away who has not said in time who it is."""
         for each, since in list(self._strangers.items()):
             if now - since > _HELLO_S:
-                self._drop(each, self._closed)
+                self._drop(each)
         if self._server is None:
             return
         with contextlib.suppress(OSError):  # nobody more; or it may open no more files now
@@ -160,43 +148,26 @@ class Connections:
         except BlockingIOError:
             return
         except OSError:  # reset, or nobody answers
-            self._drop(connection, self._unreached)
+            self.unreached |= self._drop(connection)
             return
-        if connection in self._strangers:
-            with contextlib.suppress(ValueError, TypeError):
-                token, rank = json.loads(received)
-                if token == self._token:
-                    self._strangers.pop(connection)
-                    self._ranks[connection] = int(rank)
-                    self._unreached.discard(int(rank))
-                    return
+        token, _, rank = received.partition(b" ")
+        if connection in self._strangers and token == self._token.encode():
+            del self._strangers[connection]
+            self._ranks[connection] = int(rank)
+            self.unreached.discard(int(rank))
+            return
         # Closed; or a rank that has said more than who it is, which none does.
-        self._drop(connection, self._closed)
+        self._closed |= self._drop(connection)
 
-    def _drop(self, connection: socket.socket, among: set[int]) -> None:
+    def _drop(self, connection: socket.socket) -> set[int]:
+        """Close a connection. Returns the rank behind it, if that was the last one to it."""
         connection.close()
         self._strangers.pop(connection, None)
         rank = self._ranks.pop(connection, None)
-        if rank is not None and rank not in self._ranks.values():
-            among.add(rank)
-            self._tried_at = 0.0
-
-    def _looked_for(self, now: float) -> set[int]:
-        """Connect again to ranks whose connection broke; return those that have ended."""
-        ended: set[int] = set()
-        if now - self._tried_at < _TRY_EVERY_S:
-            return ended
-        for rank in self._closed | self._unreached:
-            try:
-                self._connect(rank)
-            # KeyError: the store does not tell its address.
-            except (OSError, KeyError, ValueError) as reason:
-                if rank in self._closed or isinstance(reason, ConnectionRefusedError):
-                    ended.add(rank)
-        self._closed.clear()
-        self._unreached -= ended
-        self._tried_at = time.monotonic()
-        return ended
+        if rank is None or rank in self._ranks.values():
+            return set()
+        self._tried_at = 0.0
+        return {rank}
 
 
 def own_addresses() -> list[str]:
@@ -208,15 +179,13 @@ def own_addresses() -> list[str]:
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     interfaces = read_addresses() if any(chosen) else {}
     found = [interfaces[name] for name in chosen if name in interfaces]
-    with contextlib.suppress(OSError, AttributeError):  # of stores without a host
-        store: Any = default_store()
-        while (inner := getattr(store, "underlying_store", None)) is not None:
-            store = inner
-        kind = socket.SOCK_DGRAM
-        family, _, _, _, address = socket.getaddrinfo(store.host, store.port, type=kind)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # chooses a route, and sends nothing
-            found.append(str(probe.getsockname()[0]))
+    with contextlib.suppress(OSError):
+        if (store := tcp_store()) is not None:
+            kind = socket.SOCK_DGRAM
+            family, _, _, _, address = socket.getaddrinfo(store.host, store.port, type=kind)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # chooses a route, and sends nothing
+                found.append(str(probe.getsockname()[0]))
     with contextlib.suppress(OSError):
         named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         found += [str(address[0]) for *_, address in named]

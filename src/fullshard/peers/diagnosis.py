@@ -74,16 +74,15 @@ def describe_difference(
 
     entries: moments and texts by global rank. trails: of some ranks.
     """
-    parted = [first_difference(trails)]
-    parted += [_lacking(names, *found) for found in without_gradients(trails).items()]
-    parted += [_in_models(names, trails)]
-    return " ".join(
-        [
-            f"Ranks took different paths. At place {place} of what their group does together: {said(entries)}.",
-            *filter(None, parted),
-            _REMEDIES[_kind_of({text.partition(": ")[2] for text in entries.values()})],
-        ]
-    )
+    lacking = [_lacking(names, *found) for found in without_gradients(trails).items()]
+    sentences = [
+        f"Ranks took different paths. At place {place} of what their group does together: {said(entries)}.",
+        first_difference(trails),
+        *lacking,
+        _in_models(names, trails),
+        _REMEDIES[_kind_of({text.partition(": ")[2] for text in entries.values()})],
+    ]
+    return " ".join(filter(None, sentences))
 
 
 def describe_lines(lines_of: dict[int, Sequence[str]]) -> str:
@@ -110,11 +109,10 @@ def _in_models(names: Names, trails: Mapping[int, Sequence[Event]]) -> str:
     """Say in which models ranks are, if there are several, whose units may have the same names."""
     if len(names.models) < 2:
         return ""
-    numbers = {rank: trail[-1].model for rank, trail in trails.items() if trail}
     texts = {
-        rank: f"{number + 1} ({names.models[number]})"
-        for rank, number in numbers.items()
-        if number < len(names.models)
+        rank: f"{trail[-1].model + 1} ({names.models[trail[-1].model]})"
+        for rank, trail in trails.items()
+        if trail and trail[-1].model < len(names.models)
     }
     seen = [f"{ranks} in {text}" for ranks, text in by_text(texts)]
     return f"Of {len(names.models)} models: {', '.join(seen)}." if seen else ""
@@ -134,18 +132,10 @@ def _kind_of(texts: Collection[str]) -> str:
     return "paths" if any(": reduce-scatter" in text for text in texts) else "calls"
 
 
-class Mismatch(NamedTuple):
-    """A place at which flight records differ. key: of the group. entries: moments and texts, by rank."""
+def first_mismatch(tails: Mapping[int, Tails]) -> tuple[str, int, Mapping[int, str]] | None:
+    """Return a group's key, the first place at which its flight records differ, and moments and texts there by rank.
 
-    key: str
-    place: int
-    entries: Mapping[int, str]
-
-
-def first_mismatch(tails: Mapping[int, Tails]) -> Mismatch | None:
-    """Return the first place at which flight records differ. tails: by rank.
-
-    None if none differ as far as they are known.
+    tails: by rank. None if none differ as far as they are known.
     """
     for key in dict.fromkeys(key for each in tails.values() for key in each):
         at: dict[int, dict[int, tuple[int, str]]] = {}
@@ -154,7 +144,7 @@ def first_mismatch(tails: Mapping[int, Tails]) -> Mismatch | None:
                 at.setdefault(place, {})[rank] = checksum, text
         for place, entries in sorted(at.items()):
             if len({checksum for checksum, _ in entries.values()}) > 1:
-                return Mismatch(key, place, {rank: text for rank, (_, text) in entries.items()})
+                return key, place, {rank: text for rank, (_, text) in entries.items()}
     return None
 
 
@@ -219,17 +209,12 @@ def _waits(one: RankStatus, other: RankStatus, key: str) -> bool:
     if mine.issued != its.issued:
         return False
     # Both have issued equally many, so this one's last is paired with the other's last. They are no pair
-    # if the program calls different functions,
+    # if the program calls different functions, in this group as far as is known,
     has_ops = one.op != "" and other.op not in ("", one.op)
-    if has_ops and other.is_blocked and _may_be_in(one, key) and _may_be_in(other, key):
+    if has_ops and other.is_blocked and all(key in (e.waited or (key,)) for e in (one, other)):
         return bool(one.waited or other.waited)
     # or if the other one's is fullshard's, which has entered more than this one.
-    is_other_kind = one.state is State.CALLS and other.in_group == key
-    return is_other_kind and its.place > mine.place
-
-
-def _may_be_in(status: RankStatus, key: str) -> bool:
-    return key in status.waited or not status.waited  # empty: nobody knows
+    return one.state is State.CALLS and other.in_group == key and its.place > mine.place
 
 
 def find_stuck(statuses: Mapping[int, RankStatus], world_size: int) -> set[int]:
@@ -241,16 +226,14 @@ def find_stuck(statuses: Mapping[int, RankStatus], world_size: int) -> set[int]:
             if found:  # a rank that waits for nobody we know of may yet go on
                 waits[rank] = found
     # Ranks that wait for one that may go on may go on themselves, and so forth.
-    while True:
-        free = {
-            rank
-            for rank, others in waits.items()
-            if any(other not in waits and not statuses[other].has_gone for other in others)
-        }
-        if not free:
-            return set(waits)
+    while free := [
+        rank
+        for rank, others in waits.items()
+        if any(other not in waits and not statuses[other].has_gone for other in others)
+    ]:
         for rank in free:
             del waits[rank]
+    return set(waits)
 
 
 def ended_without(status: RankStatus, statuses: Mapping[int, RankStatus]) -> set[int]:
@@ -335,14 +318,6 @@ def loss(
     if all(status is not None and not status.error for status in words.values()):
         return DivergenceError(f"Ranks do not end together: {what}. {_LEAVE_TOGETHER}")
     return PeerLostError(f"{what}. {_RESTART}")
-
-
-def loss_through(rank: int, lost: int, label: str, own_rank: int) -> PeerLostError:
-    """Return the error for a rank that gave up, as it had lost another one."""
-    return PeerLostError(
-        f"{label} (rank {own_rank}): rank {lost} died or left, so rank {rank} gave up. The cause is in rank {lost}'s own "
-        "output; restart from the last checkpoint."
-    )
 
 
 def out_of_reach(label: str, own_rank: int, words: str, *, has_store: bool) -> CommError:

@@ -8,11 +8,11 @@ place where these differ, one rank of each kind shows its trail too, so that the
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
-from fullshard.peers.diagnosis import describe_difference, describe_lines, first_mismatch
+from fullshard.errors import DivergenceError
+from fullshard.peers.diagnosis import Verdict, describe_difference, describe_lines, first_mismatch
 from fullshard.peers.flight_record import FlightRecord, flight_records
-from fullshard.peers.paths import Event, from_lines, to_lines
+from fullshard.peers.paths import Event
 from fullshard.peers.status import RankStatus
 from fullshard.peers.status_board import StatusBoard
 
@@ -22,15 +22,7 @@ _TRAILS_S = 2.5  # for ranks to say what they ran
 _ANSWER_S = 1.0  # for ranks to say what is behind a digest
 
 
-class Difference(NamedTuple):
-    """What ranks differ in. about: the flight record's key and the place. ranks: that will raise it too."""
-
-    about: str
-    text: str
-    ranks: frozenset[int] = frozenset()
-
-
-def settle(board: StatusBoard, rank: int, record: FlightRecord, place: int) -> Difference:
+def settle(board: StatusBoard, rank: int, record: FlightRecord, place: int) -> Verdict:
     """Return in what ranks that share memory differ at a place, in one rank's words on all of them.
 
     rank: this one. Waits for the others to come to the place as well, and to the words of the lowest one.
@@ -51,10 +43,10 @@ def settle(board: StatusBoard, rank: int, record: FlightRecord, place: int) -> D
     text = next((told for other in entries if (told := told_by(other))), "")
     text = text or _explained(board, record, place, entries, record.trails)
     record.settled_at = place
-    return Difference(about, text)
+    return Verdict(DivergenceError(text), about)
 
 
-def find(board: StatusBoard, rank: int, statuses: Mapping[int, RankStatus]) -> Difference | None:
+def find(board: StatusBoard, rank: int, statuses: Mapping[int, RankStatus]) -> Verdict | None:
     """Return in what flight records differ that share no memory, once for each place; None if in nothing.
 
     rank: this one. statuses: of all ranks, as far as they have posted one.
@@ -66,7 +58,7 @@ def find(board: StatusBoard, rank: int, statuses: Mapping[int, RankStatus]) -> D
         record = apart.get(key) if status.is_final else None
         if record is not None and record.settled_at < int(at) <= record.place:
             record.settled_at = int(at)
-            return Difference(status.about, status.error)
+            return Verdict(DivergenceError(status.error), status.about)
     tails = {
         other: {
             key: [entry for entry in tail if entry[0] > apart[key].settled_at]
@@ -77,32 +69,30 @@ def find(board: StatusBoard, rank: int, statuses: Mapping[int, RankStatus]) -> D
     }
     # Its own from further back: those that others show may be of long ago.
     tails[rank] = {key: record.tail(sys.maxsize) for key, record in apart.items()}
-    found = first_mismatch(tails)
-    if found is None or rank not in found.entries:
+    if (found := first_mismatch(tails)) is None or rank not in found[2]:
         return None
-    record, place = apart[found.key], found.place
+    key, place, entries = found
+    record = apart[key]
     # One rank of each that has entered something else shows its trail, the same on all ranks.
     first_with: dict[str, int] = {}
-    for other, text in sorted(found.entries.items()):
+    for other, text in sorted(entries.items()):
         first_with.setdefault(text, other)
 
     def trails() -> dict[int, list[Event]]:
         # Others show theirs once they find the difference, by a clock of their own.
-        key = _trail_key(record, place)
-        lines = board.read_lines(key, set(first_with.values()), _TRAILS_S)
-        return {other: from_lines(each) for other, each in lines.items()}
+        return board.shown(f"{_about(record, place)}/trail", {*first_with.values()}, _TRAILS_S)
 
     if rank in first_with.values():
-        _show_trail(board, record, place)
-    text = _explained(board, record, place, found.entries, trails)
+        show(board, record, place)
+    text = _explained(board, record, place, entries, trails)
     record.settled_at = place
-    return Difference(_about(record, place), text, frozenset(found.entries))
+    return Verdict(DivergenceError(text), _about(record, place), entries)
 
 
 def show(board: StatusBoard, record: FlightRecord, place: int) -> None:
-    """Show others what is behind this rank's entry at a place, in case it differs from theirs."""
+    """Show others what is behind this rank's entry at a place and which units it has run, in case they differ."""
     _show_lines(board, record, place)
-    _show_trail(board, record, place)
+    board.show(f"{_about(record, place)}/trail", record.trail_of(record.rank))
 
 
 def _explained(
@@ -118,7 +108,7 @@ def _explained(
     if lines is not None and len(heads) == 1:
         own = record.ranks[record.rank]
         others = [rank for rank in entries if rank != own]
-        found = {own: lines, **board.read_lines(_about(record, place), others, _ANSWER_S)}
+        found = {own: lines, **board.shown(_about(record, place), others, _ANSWER_S)}
         if text := describe_lines(dict(sorted(found.items()))):
             return text
     return describe_difference(place, entries, trails(), record.names)
@@ -129,19 +119,10 @@ def _about(record: FlightRecord, place: int) -> str:
     return f"{record.key}/{place}"
 
 
-def _trail_key(record: FlightRecord, place: int) -> str:
-    return f"{_about(record, place)}/trail"
-
-
 def _show_lines(board: StatusBoard, record: FlightRecord, place: int) -> None:
     """Show others what this rank has entered by its digest at a place, if it has."""
     if (lines := record.lines_at(place)) is not None:
-        board.post_lines(_about(record, place), lines)
-
-
-def _show_trail(board: StatusBoard, record: FlightRecord, place: int) -> None:
-    """Show others which units this rank has run."""
-    board.post_lines(_trail_key(record, place), to_lines(record.trail_of(record.rank)))
+        board.show(_about(record, place), list(lines))
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:

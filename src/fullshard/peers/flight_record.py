@@ -20,7 +20,7 @@ others the last that it entered (`tail`): see `divergence`.
 [Note: Entries] An entry is a word (the place in its upper half, a checksum of the text in its lower
 half), the moment (step and phase), and the text. A rank writes its own word before it reads the
 others', with a full memory fence in between (see `shared_memory`, Note: Ordering). So of two ranks
-at one place, at least one sees the other's word. A slot is used again every 64 places; a word with
+at one place, at least one sees the other's word. A slot is used again after so many places as are kept; a word with
 another place is no evidence of anything.
 """
 
@@ -28,11 +28,11 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from fullshard.errors import DivergenceError
+from fullshard.errors import DivergenceError, FullshardError
 from fullshard.peers.diagnosis import Names, describe_difference
 from fullshard.peers.paths import Event, Moment, StepPhase
 
@@ -47,12 +47,16 @@ _STRIDE = _ENTRY_NBYTES // _WORD_NBYTES  # from one entry to the next, in words
 _PLACES = (1 << 31) - 1  # places are counted modulo 2**31, so that a signed word has room for them
 # Of a trail, the words after its first, which counts them.
 _TRAIL_KEPT = 511
-_ENTRIES_NBYTES = _KEPT * _ENTRY_NBYTES
 _STEPS, _MODELS, _UNITS = (1 << 23) - 1, (1 << 12) - 1, (1 << 23) - 1
 _EMPTY = 1 << 23  # a unit whose backward has left no gradient
 _SHOWN = 16  # entries in a tail
 
-NBYTES = _ENTRIES_NBYTES + (1 + _TRAIL_KEPT) * _WORD_NBYTES  # size of one rank's part
+
+def _part_nbytes(kept: int) -> int:
+    return kept * _ENTRY_NBYTES + (1 + _TRAIL_KEPT) * _WORD_NBYTES
+
+
+NBYTES = _part_nbytes(_KEPT)  # size of one rank's part of shared memory
 
 
 class Fence:
@@ -87,13 +91,6 @@ class Entry(NamedTuple):
         return f"{self.moment}: {self.text}"
 
 
-class Order(Protocol):
-    """Makes ranks that share no memory agree on each entry: see `agreed_order`."""
-
-    def follow(self, record: "FlightRecord", place: int, checksum: int, what: str) -> None:
-        """Return once all ranks enter this at this place, or are known to."""
-
-
 class FlightRecord:
     """The entries of one group's ranks, and their trails.
 
@@ -101,49 +98,42 @@ class FlightRecord:
     ranks: global rank of each rank of the group, for messages.
     memory: shared by all ranks and zeroed: `NBYTES` per rank, one rank's part after the other.
         None if ranks share no memory: then only this rank's part exists.
-    fence: keeps later reads of this thread from moving before its earlier writes.
     name: of the process group, the same on all its ranks.
     """
 
     def __init__(
-        self,
-        rank: int,
-        ranks: Sequence[int],
-        memory: memoryview | None,
-        fence: Fence | None = None,
-        name: str = "",
+        self, rank: int, ranks: Sequence[int], memory: memoryview | None = None, name: str = ""
     ) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
         self.key = group_key(name, self.ranks)
-        self._fence = fence
-        # Ranks whose parts are there, this one among them: the only one if nothing is shared.
-        self._parts = list(range(len(ranks))) if memory is not None else [rank]
-        self._text = (memoryview(bytearray(NBYTES)) if memory is None else memory).cast("B")
+        self._kept = _KEPT_ALONE if memory is None else _KEPT
+        size = _part_nbytes(self._kept)
+        # By rank, the words at which the parts begin that are there.
+        parts = [rank] if memory is None else range(len(ranks))
+        self._base = {part: number * size // _WORD_NBYTES for number, part in enumerate(parts)}
+        self._own = self._base[rank]
+        self._others = [base for part, base in self._base.items() if part != rank]
+        self.is_shared = bool(self._others) or len(ranks) == 1
+        self._text = (memoryview(bytearray(size)) if memory is None else memory).cast("B")
         self._words = self._text.cast("q")
+        self._fence = Fence()
         self.place = 0
         # Encoded entries: the same ones come in every step, and encoding costs more than entering.
         self._known: dict[tuple[str, int], tuple[int, bytes]] = {}
-        self._base = {
-            part: number * (NBYTES // _WORD_NBYTES) for number, part in enumerate(self._parts)
-        }
-        self._own = self._base[rank]
-        self._others = [self._base[part] for part in self._parts if part != rank]
         self.slots: Any = None  # the group's `StatusSlots`, which live as long
         self.pids: dict[int, int] = {}  # by global rank, of ranks whose processes can be looked at
         self._lines: tuple[int, Callable[[], Sequence[str]]] = (0, list)  # of a place, the last
         self._moment = 0
-        # Entries of a rank that shares no memory, by slot: checksum, moment, text.
-        self._alone = [(0, 0, b"")] * _KEPT_ALONE
-        self.order: Order | None = None  # for ranks that share no memory
+        self.order: Any = None  # an `AgreedOrder`, for ranks that share no memory
         self.is_on_device = False  # whether what is entered runs there, behind the host
         # The last place at which ranks differed and have been told. What they do after an error that the
         # program catches is compared from there.
         self.settled_at = 0
         self.thread = threading.main_thread().ident  # that runs the model
-        self._trail = self._own + _ENTRIES_NBYTES // _WORD_NBYTES
+        self._trail = self._kept * _STRIDE  # in words, from the beginning of a part
         self._num_noted = 0
-        self._names: dict[tuple[int, int], str] = {}
+        self._units: dict[tuple[int, int], str] = {}  # names, by model and unit
         self._models: list[str] = []
         self._parameters: dict[str, list[str]] = {}
         self.names = Names(self._models, self._parameters)
@@ -155,20 +145,18 @@ class FlightRecord:
         """Enter what this rank does next; all ranks must do the same at the same place.
 
         nbytes: bytes that it moves, on which ranks have to agree as well. Raises DivergenceError if
-        another rank has entered something else at this place.
+        another rank has entered something else at this place; where ranks share no memory, returns
+        once all ranks enter this at this place, or are known to.
         """
         known = self._known.get((what, nbytes))
         if known is None:
-            known = self._known[what, nbytes] = _encoded(what, nbytes)
+            text = (f"{what} ({nbytes} bytes)" if nbytes else what).encode()
+            # The checksum is of the whole text, so entries that differ only beyond the cut still differ.
+            known = zlib.crc32(text), text[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
+            self._known[what, nbytes] = known
         checksum, text = known
         self.place = place = self.place + 1
-        fence = self._fence
-        if fence is None:  # nobody else reads it
-            self._alone[place % _KEPT_ALONE] = checksum, self._moment, text
-            if self.order is not None:
-                self.order.follow(self, place, checksum, what)
-            return
-        offset = place % _KEPT * _STRIDE
+        offset = place % self._kept * _STRIDE
         word = (place & _PLACES) << 32 | checksum
         words, first = self._words, self._own + offset
         start = (first + _ENTRY_WORDS) * _WORD_NBYTES
@@ -176,15 +164,18 @@ class FlightRecord:
         self._text[start : start + _TEXT_NBYTES] = text
         words[first + 1] = self._moment
         words[first] = word
+        if self.order is not None:
+            self.order.follow(self, place, checksum, what)
+            return
         # Without it this rank could read the others' words before its own is visible. If two ranks
         # did so, neither would see the other's: see [Note: Entries].
-        fence.release()
-        fence.acquire()
+        self._fence.release()
+        self._fence.acquire()
         for other in self._others:
             # A word of another place is of a rank that has yet to come here, or is long past it.
             seen = words[other + offset]
             if seen != word and seen >> 32 == place & _PLACES:
-                self._refuse(place)
+                raise refusal[-1](self, place)
 
     def enter_compared(self, what: str, digest: int, lines: Callable[[], Sequence[str]]) -> None:
         """Enter something by its digest. lines: what the digest is of, for the error if ranks differ."""
@@ -197,28 +188,23 @@ class FlightRecord:
         A rank calls it while it waits: others may have entered something since it did.
         """
         if self._others:
-            oldest = max(self.settled_at, self.place - _KEPT) + 1
-            for place in range(oldest, self.place + 1):
+            for place in range(max(self.settled_at, self.place - self._kept) + 1, self.place + 1):
                 if len(set(self._at(place).values())) > 1:
-                    self._refuse(place)
-
-    @property
-    def is_shared(self) -> bool:
-        return bool(self._others) or len(self.ranks) == 1
+                    raise refusal[-1](self, place)
 
     def tail(self, most: int = _SHOWN) -> list[tuple[int, int, str]]:
         """Return this rank's last entries, oldest first: place, checksum, moment and text."""
-        kept = _KEPT_ALONE if self._fence is None else _KEPT
-        first = max(self.settled_at, self.place - min(most, kept)) + 1
+        first = max(self.settled_at, self.place - min(most, self._kept)) + 1
         entries = (self._entry(self.rank, place) for place in range(first, self.place + 1))
         return [(each.place, each.checksum, str(each)) for each in entries]
 
     def last_of(self, part: int) -> Entry | None:
-        """Return the last entry of a rank of the group whose part is in reach."""
-        if part not in self._base or self._fence is None:
+        """Return the last entry of a rank of the group; None if it has none, or its part is not in reach."""
+        if part not in self._base:
             return None
-        places = [self._words[self._base[part] + slot * _STRIDE] >> 32 for slot in range(_KEPT)]
-        return self._entry(part, max(places)) if max(places) > 0 else None
+        words = (self._words[self._base[part] + slot * _STRIDE] for slot in range(self._kept))
+        place = max(word >> 32 for word in words)
+        return self._entry(part, place) if place > 0 else None
 
     # What ranks may do differently
 
@@ -229,8 +215,8 @@ class FlightRecord:
         """
         number = len(self._models) & _MODELS
         self._models.append(kind)
-        self._names.update({(number, unit): name for unit, (name, _) in enumerate(units)})
-        for name, parameters in units:
+        for unit, (name, parameters) in enumerate(units):
+            self._units[number, unit] = name
             self._parameters.setdefault(name, []).extend(parameters)
         return number
 
@@ -247,11 +233,10 @@ class FlightRecord:
         is_empty: its backward, noted before, has left no gradient.
         """
         # The word before the count: whoever sees the count reads a whole word.
-        count = self._num_noted
-        self._words[self._trail + 1 + count % _TRAIL_KEPT] = (
-            self._moment | unit & _UNITS | is_empty * _EMPTY
-        )
-        self._words[self._trail] = self._num_noted = count + 1
+        count, trail = self._num_noted, self._own + self._trail
+        word = self._moment | unit & _UNITS | is_empty * _EMPTY
+        self._words[trail + 1 + count % _TRAIL_KEPT] = word
+        self._words[trail] = self._num_noted = count + 1
 
     @property
     def progress(self) -> int:
@@ -265,44 +250,32 @@ class FlightRecord:
 
     def trail_of(self, part: int) -> list[Event]:
         """Return the units that a rank of the group has run, as far as they are kept."""
-        trail = self._base[part] + _ENTRIES_NBYTES // _WORD_NBYTES
+        trail = self._base[part] + self._trail
         count = self._words[trail]
         # One fewer than is kept: the rank may be writing over the oldest.
-        words = (
-            self._words[trail + 1 + number % _TRAIL_KEPT]
-            for number in range(max(0, count - _TRAIL_KEPT + 1), count)
-        )
-        return [
-            Event(_moment_of(word), word >> 24 & _MODELS, self._name_of(word), not word & _EMPTY)
-            for word in words
-        ]
+        numbers = range(max(0, count - _TRAIL_KEPT + 1), count)
+        events = []
+        for word in [self._words[trail + 1 + number % _TRAIL_KEPT] for number in numbers]:
+            model, unit = word >> 24 & _MODELS, word & _UNITS
+            name = self._units.get((model, unit), f"unit {unit}")
+            events.append(Event(_moment_of(word), model, name, not word & _EMPTY))
+        return events
 
     # Messages
 
-    def _name_of(self, word: int) -> str:
-        return self._names.get((word >> 24 & _MODELS, word & _UNITS), f"unit {word & _UNITS}")
-
     def _at(self, place: int) -> dict[int, int]:
         """Return, by rank, the words of the ranks whose slot holds an entry of this place."""
-        offset = place % _KEPT * _STRIDE
+        offset = place % self._kept * _STRIDE
         words = ((part, self._words[base + offset]) for part, base in self._base.items())
         return {part: word for part, word in words if word >> 32 == place & _PLACES}
 
     def _entry(self, part: int, place: int) -> Entry:
-        if self._fence is None:
-            checksum, word, text = self._alone[place % _KEPT_ALONE]
-            shown = text.rstrip(b"\0").decode(errors="replace")
-            return Entry(place, checksum, _moment_of(word), shown)
-        first = self._base[part] + place % _KEPT * _STRIDE
+        first = self._base[part] + place % self._kept * _STRIDE
         start = (first + _ENTRY_WORDS) * _WORD_NBYTES
         text = bytes(self._text[start : start + _TEXT_NBYTES]).rstrip(b"\0")
         checksum = self._words[first] & ((1 << 32) - 1)
         moment = _moment_of(self._words[first + 1])
         return Entry(place, checksum, moment, text.decode(errors="replace"))
-
-    def _refuse(self, place: int) -> None:
-        """Raise DivergenceError with what each rank has entered at a place, alike on all ranks."""
-        raise _settle[-1](self, place)
 
     def lines_at(self, place: int) -> Sequence[str] | None:
         """Return what this rank has entered by its digest at a place; None if it was nothing such."""
@@ -315,23 +288,17 @@ class FlightRecord:
 
     def trails(self) -> dict[int, list[Event]]:
         """Return by global rank the units that ranks in reach have run."""
-        return {self.ranks[part]: self.trail_of(part) for part in self._parts}
+        return {self.ranks[part]: self.trail_of(part) for part in self._base}
 
 
-def explained(record: FlightRecord, place: int) -> DivergenceError:
+def _explained(record: FlightRecord, place: int) -> DivergenceError:
     """Return the error for ranks that differ at a place, in the words of this rank alone."""
-    return DivergenceError(
-        describe_difference(place, record.entries_at(place), record.trails(), record.names)
-    )
+    entries = record.entries_at(place)
+    return DivergenceError(describe_difference(place, entries, record.trails(), record.names))
 
 
 # What makes the error for ranks that differ, of which the last is asked: the watchdog's has all ranks raise the same.
-_settle: list[Callable[[FlightRecord, int], DivergenceError]] = [explained]
-
-
-def settle_by(settle: Callable[[FlightRecord, int], DivergenceError]) -> None:
-    """Let this function make the error for ranks that differ."""
-    _settle[1:] = [settle]
+refusal: list[Callable[[FlightRecord, int], FullshardError]] = [_explained]
 
 
 def key_of(group: dist.ProcessGroup) -> str:
@@ -384,10 +351,3 @@ _of_groups = weakref.WeakKeyDictionary()
 
 def _moment_of(word: int) -> Moment:
     return Moment(word >> 40 & _STEPS, StepPhase(word >> 36 & 15))
-
-
-def _encoded(what: str, nbytes: int) -> tuple[int, bytes]:
-    """Return the checksum and the text of an entry, cut or padded to its size."""
-    text = (f"{what} ({nbytes} bytes)" if nbytes else what).encode()
-    # The checksum is of the whole text, so entries that differ only beyond the cut still differ.
-    return zlib.crc32(text), text[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")

@@ -84,12 +84,8 @@ def backend_names(group: dist.ProcessGroup) -> set[str]:
 
 
 def any_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device whose tensors the group can move, the CPU if possible.
-
-    group: None means the default group, of all ranks.
-    """
-    group = dist.group.WORLD if group is None else group
-    types = [device.type for device in getattr(group, "_device_types", ())]
+    """Return a device whose tensors the group can move, the CPU if possible. None is the default group."""
+    types = _device_types(group)
     if not types or "cpu" in types:
         return torch.device("cpu")
     return torch.device(types[0], torch.accelerator.current_device_index())
@@ -97,8 +93,12 @@ def any_device(group: dist.ProcessGroup | None) -> torch.device:
 
 def moves(group: dist.ProcessGroup | None, device_type: str) -> bool:
     """Return whether a group can move tensors of a type of device. None is the default group."""
+    return device_type in _device_types(group)
+
+
+def _device_types(group: dist.ProcessGroup | None) -> list[str]:
     group = dist.group.WORLD if group is None else group
-    return device_type in {device.type for device in getattr(group, "_device_types", ())}
+    return [device.type for device in getattr(group, "_device_types", ())]
 
 
 def timeout_s(group: dist.ProcessGroup) -> float:
@@ -186,22 +186,30 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     told = exchange_through_group((_can_connect(group.size()), _numbers[-1]), group)
     number = max(number for _, number in told) + 1
     _numbers[:] = [number]
-    with naming_groups(f"fullshard {number} of {group.group_name}") as can_name:
-        if not (can_name and all(able for able, _ in told)):
-            mark_own(group)
-            return group
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=datetime.timedelta(seconds=timeout_s(group)),
-            backend="gloo",
+    made = None
+    if all(able for able, _ in told):
+        name, ranks = f"{number} of {group.group_name}", dist.get_process_group_ranks(group)
+        made = _named_group(name, ranks, group, backend="gloo", **keeping_order(group))
+    mark_own(made or group)
+    if made is not None:
+        _own[group] = made
+    return made or group
+
+
+def _named_group(
+    name: str, ranks: Sequence[int], like: dist.ProcessGroup, **options: Any
+) -> dist.ProcessGroup | None:
+    """Return a new group that waits as long as another; None if it cannot be made without ranks outside of it."""
+    with naming_groups(f"fullshard {name}") as can_name:
+        if not can_name:
+            return None
+        return dist.new_group(
+            [*ranks],
+            timeout=datetime.timedelta(seconds=timeout_s(like)),
             use_local_synchronization=True,  # ranks outside the group do not come here
             group_desc="fullshard",
-            **keeping_order(group),
+            **options,
         )
-    assert made is not None
-    mark_own(made)
-    _own[group] = made
-    return made
 
 
 def keeping_order(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -224,16 +232,9 @@ def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     key = tuple(ranks)
     if key not in groups:
         _times_made[key] += 1
-        with naming_groups(f"fullshard {_times_made[key]} over {key}") as can_name:
-            if not can_name:
-                return None
-            made = dist.new_group(
-                [*ranks],
-                timeout=datetime.timedelta(seconds=timeout_s(world)),
-                use_local_synchronization=True,
-                group_desc="fullshard",
-            )
-        assert made is not None
+        made = _named_group(f"{_times_made[key]} over {key}", ranks, world)
+        if made is None:
+            return None
         if is_gloo(made):
             mark_own(made)
         groups[key] = made

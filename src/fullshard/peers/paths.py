@@ -7,7 +7,6 @@ has found one, the first difference tells where to look.
 
 import enum
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,16 +21,8 @@ class StepPhase(enum.IntEnum):
     BACKWARD = 4
 
     def __str__(self) -> str:
-        return _PHASES[self]
-
-
-_PHASES = {
-    StepPhase.BETWEEN: "after the step's passes",
-    StepPhase.FORWARD: "forward",
-    StepPhase.EVALUATION: "evaluation",
-    StepPhase.LOSS: "between forward and backward",
-    StepPhase.BACKWARD: "backward",
-}
+        words = {"BETWEEN": "after the step's passes", "LOSS": "between forward and backward"}
+        return words.get(self.name, self.name.lower())
 
 
 class Moment(NamedTuple):
@@ -56,22 +47,6 @@ class Event(NamedTuple):
     model: int
     unit: str
     has_gradients: bool = True
-
-
-def to_lines(trail: Iterable[Event]) -> list[str]:
-    """Return a trail as text, for ranks of other hosts."""
-    return [
-        json.dumps([*event.moment, event.model, event.unit, event.has_gradients]) for event in trail
-    ]
-
-
-def from_lines(lines: Iterable[str]) -> list[Event]:
-    """Return the trail that `to_lines` has made text of."""
-    trail = []
-    for line in lines:
-        step, phase, model, unit, has_gradients = json.loads(line)
-        trail.append(Event(Moment(step, StepPhase(phase)), model, unit, has_gradients))
-    return trail
 
 
 def first_difference(trails: Mapping[int, Sequence[Event]]) -> str | None:
@@ -110,7 +85,7 @@ def without_gradients(trails: Mapping[int, Sequence[Event]]) -> dict[str, list[i
     by_step = {rank: _by_step(events) for rank, events in trails.items()}
     found: dict[str, set[int]] = {}
     for step in _common(by_step)[-1:]:
-        backwards = {rank: _Backward.of(each[step]) for rank, each in by_step.items()}
+        backwards = {rank: _backward(each[step]) for rank, each in by_step.items()}
         for other in backwards.values():
             for number, unit in enumerate(other.units):
                 lacking = {rank for rank, own in backwards.items() if own.lacks(unit, number)}
@@ -125,24 +100,23 @@ class _Backward(NamedTuple):
     empty: set[str]
     ran: set[str]
 
-    @staticmethod
-    def of(events: Sequence[Event]) -> "_Backward":
-        empty = {event.unit for event in events if not event.has_gradients}
-        done = [event.unit for event in events if event.moment.phase is StepPhase.BACKWARD]
-        ran = {event.unit for event in events if event.moment.phase is StepPhase.FORWARD}
-        return _Backward([unit for unit in done if unit not in empty], empty, ran)
-
     def lacks(self, unit: str, number: int) -> bool:
         """Whether it has no gradients of a unit that another rank ran as the ``number``-th."""
         is_past = unit in self.ran and number < len(self.units) and unit not in self.units
         return unit in self.empty or is_past
 
 
+def _backward(events: Sequence[Event]) -> _Backward:
+    empty = {event.unit for event in events if not event.has_gradients}
+    done = [event.unit for event in events if event.moment.phase is StepPhase.BACKWARD]
+    ran = {event.unit for event in events if event.moment.phase is StepPhase.FORWARD}
+    return _Backward([unit for unit in done if unit not in empty], empty, ran)
+
+
 def _common(by_step: Mapping[int, Mapping[tuple[int, int], object]]) -> list[tuple[int, int]]:
     """Return the steps that all of several ranks have, in order."""
-    if len(by_step) < 2:
-        return []
-    return sorted(set.intersection(*(set(each) for each in by_step.values())))
+    steps = map(set, by_step.values())
+    return sorted(set.intersection(*steps)) if len(by_step) > 1 else []
 
 
 def _by_step(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
@@ -150,9 +124,8 @@ def _by_step(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
     found: dict[tuple[int, int], list[Event]] = {}
     for event in events:
         found.setdefault((event.moment.step, event.model), []).append(event)
-    oldest = events[0] if events else None
-    if oldest is not None and oldest.moment.step > 1:
-        found.pop((oldest.moment.step, oldest.model), None)
+    if events and events[0].moment.step > 1:
+        del found[events[0].moment.step, events[0].model]
     return found
 
 

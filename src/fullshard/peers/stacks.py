@@ -13,7 +13,7 @@ import threading
 import traceback
 import types
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fullshard.errors import FullshardError
 from fullshard.host import process_state
 from fullshard.peers.flight_record import flight_records, key_of
-from fullshard.peers.status import GroupCounts
+from fullshard.peers.status import GroupCounts, State
 from fullshard.torch_private import distributed_world
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -40,34 +40,22 @@ _BETWEEN_TWO |= {"recv_object_list", "_coalescing_manager"}
 _MEETING_ALL = {"new_group", "_new_group_with_tag", "_store_based_barrier", "init_process_group"}
 # The innermost Python function of a thread that waits for a backward.
 _BACKWARD, _AUTOGRAD = "_engine_run_backward", _TORCH + "autograd" + os.sep
-
-
 _PY_SPY_S = 5.0
 _STATES = {"T": "is stopped by a signal (kill -CONT goes on)", "t": "is stopped by a debugger"}
 _STATES |= {"D": "waits for a disk or a file system", "Z": "has ended"}
 
 
-class Call(NamedTuple):
-    """A function of torch.distributed that blocks.
-
-    op: the collective that it is blocked in. meets_all: all ranks of the job have to call it. groups:
-    keys of those it may be blocked in; empty if that is unknown.
-    """
-
-    name: str
-    op: str
-    meets_all: bool
-    groups: tuple[str, ...]
-
-
-def call_of(frame: types.FrameType | None) -> Call | None:
-    """Return the function of torch.distributed in which a thread is blocked; None if it is in none."""
+def call_of(frame: types.FrameType | None) -> dict[str, Any] | None:
+    """Return what a `RankStatus` says of the function of torch.distributed in which a thread is blocked; None if it is in none."""
     while frame is not None and _is_in(frame, _TORCH) and not _is_in(frame, _DISTRIBUTED):
         frame = frame.f_back  # operators, which have frames of their own
     if frame is None or not _is_in(frame, *_BLOCKING):
         return None
     names, public = [], ""
-    groups = _groups_of(frame)
+    # A coalesced or functional one names its group in another way.
+    group = frame.f_locals.get("group", ()) if "work" in frame.f_locals else ()
+    group = dist.group.WORLD if group is None else group
+    waited = (key_of(group),) if isinstance(group, dist.ProcessGroup) else ()
     while frame is not None and _is_in(frame, _TORCH):
         name = frame.f_code.co_name
         names.append(name)
@@ -86,20 +74,13 @@ def call_of(frame: types.FrameType | None) -> Call | None:
         if _is_in(frame, _OURS):
             ours = frame.f_code.co_name
         frame = frame.f_back
-    full = f"{name}, for fullshard's {ours}" if ours else name
-    op = next(each for each in names if each not in _WRAPPERS)
-    return Call(full, op, bool(_MEETING_ALL & set(names)), groups)
-
-
-def _groups_of(frame: types.FrameType) -> tuple[str, ...]:
-    """Return the key of the group in whose collective a function of torch.distributed is."""
-    if "work" not in frame.f_locals or "group" not in frame.f_locals:
-        return ()  # a coalesced or functional one, which names its group in another way
-    group = frame.f_locals["group"]
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        return ()
-    return (key_of(group),)
+    return {
+        "state": State.CALLS,
+        "where": f"{name}, for fullshard's {ours}" if ours else name,
+        "op": next(each for each in names if each not in _WRAPPERS),
+        "waited": waited,
+        "meets_all": bool(_MEETING_ALL & set(names)),
+    }
 
 
 def _is_in(frame: types.FrameType, *prefixes: str) -> bool:
@@ -130,22 +111,15 @@ def runs_program_beside(thread: int) -> bool:
     return any(
         _is_program(frame) and "site-packages" not in frame.f_code.co_filename
         for ident, innermost in sys._current_frames().items()
-        if ident not in (thread, threading.get_ident()) and not _waits_for_backward(innermost)
+        if ident not in (thread, threading.get_ident())
+        if innermost.f_code.co_name != _BACKWARD or not _is_in(innermost, _AUTOGRAD)
         for frame, _ in traceback.walk_stack(innermost)
     )
 
 
-def _waits_for_backward(frame: types.FrameType) -> bool:
-    return frame.f_code.co_name == _BACKWARD and _is_in(frame, _AUTOGRAD)
-
-
 def stack_of(frame: types.FrameType | None) -> tuple[str, ...]:
-    if frame is None:
-        return ()
-    return tuple(
-        f'  File "{each.filename}", line {each.lineno}, in {each.name}\n    {each.line}'
-        for each in traceback.extract_stack(frame)
-    )
+    lines = () if frame is None else traceback.format_stack(frame)
+    return tuple(each.removesuffix("\n") for each in lines)
 
 
 def counts_of_groups() -> dict[str, GroupCounts]:
@@ -163,14 +137,8 @@ def counts_of_groups() -> dict[str, GroupCounts]:
     return found
 
 
-def describe_error(error: BaseException) -> str:
-    lines = traceback.extract_tb(error.__traceback__)
-    at = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
-    return f"{type(error).__name__}: {error}{at}"[:1000]
-
-
 def is_of_distributed(error: BaseException | None) -> bool:
-    """Whether an error comes from a call of torch.distributed, such as that of a broken connection."""
+    """Return whether an error comes from a call of torch.distributed, such as that of a broken connection."""
     if not isinstance(error, RuntimeError) or isinstance(error, FullshardError):
         return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -197,14 +165,8 @@ def raise_in(thread: int, error: FullshardError) -> None:
 def look_at_process(pid: int) -> tuple[str, str]:
     """Return what a process of this host does, and its Python stack or how to get it."""
     state = _STATES.get(process_state(pid), "lives, and says nothing: it moves, or holds the GIL")
-    return state, _stack_by_py_spy(pid)
-
-
-def _stack_by_py_spy(pid: int) -> str:
-    """Return another process' Python stack, or why there is none."""
-    command = shutil.which("py-spy")
-    if command is None:
-        return f" For its stack, install py-spy and run: py-spy dump --pid {pid}"
+    if (command := shutil.which("py-spy")) is None:
+        return state, f" For its stack, install py-spy and run: py-spy dump --pid {pid}"
     try:
         done = subprocess.run(
             [command, "dump", "--nonblocking", "--pid", str(pid)],
@@ -214,5 +176,5 @@ def _stack_by_py_spy(pid: int) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f" py-spy cannot tell its stack: {error}"
-    return f" Its stack, by py-spy:\n{done.stdout or done.stderr}".rstrip()
+        return state, f" py-spy cannot tell its stack: {error}"
+    return state, f" Its stack, by py-spy:\n{done.stdout or done.stderr}".rstrip()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-import json
+import pickle
 from collections.abc import Mapping, Sequence
 
 # Statuses that a rank has to post unchanged before it counts as blocked; two a second.
@@ -99,41 +99,25 @@ class RankStatus:
     def has_gone(self) -> bool:
         return self.has_ended or self.is_final  # it will take part in nothing any more
 
-    def is_like(self, other: "RankStatus | None") -> bool:
-        """Whether it differs in nothing but the beat and what follows from a verdict."""
-        fields = ("state", "where", "at", "groups")
-        return other is not None and all(getattr(self, n) == getattr(other, n) for n in fields)
-
     def __str__(self) -> str:
         moment = f" ({self.moment})" if self.moment else ""
-        called = f", called at {self.at}" if self.at else ""
-        if self.state is State.WAITS:
-            return f"waiting in {self.where}{moment}{called}"
-        if self.state is State.CALLS:
-            return f"in {self.where}{moment}{called}"
+        at = f" at {self.at}" if self.at else ""
         if self.state is State.LEFT:
             return f"without its process groups, which were destroyed{moment}"
         if self.state is State.ENDED:
             return f"ended{moment}" + (f" with {self.error}" if self.error else "")
-        return f"running{moment}" + (f", at {self.at}" if self.at else "")
+        if self.state is State.RUNS:
+            return f"running{moment}" + (f",{at}" if at else "")
+        waits = "waiting " * (self.state is State.WAITS)
+        return f"{waits}in {self.where}{moment}" + (f", called{at}" if at else "")
 
-    def to_text(self, most_nbytes: int) -> bytes:
-        """Return it as JSON of at most so many bytes: with less of the stack, then with less of the rest."""
-        fields = dataclasses.asdict(self)
-        stack = list(self.stack)
-        while len(text := json.dumps(fields, default=list).encode()) > most_nbytes:
-            if stack:
-                fields["stack"] = stack = stack[len(stack) // 2 + 1 :]
+    def to_bytes(self, most_nbytes: int) -> bytes:
+        """Pickle it into at most so many bytes: with less of the stack, then with less of the rest."""
+        status = self
+        while len(data := pickle.dumps(status)) > most_nbytes:
+            if stack := status.stack:
+                status = dataclasses.replace(status, stack=stack[len(stack) // 2 + 1 :])
             else:
-                fields |= {"error": self.error[:2000], "groups": {}, "tails": {}}
-        return text
-
-    @staticmethod
-    def from_text(text: bytes) -> "RankStatus":
-        """Return the status that `to_text` has made text of."""
-        fields = json.loads(text)
-        fields["state"] = State(fields["state"])
-        fields["groups"] = {key: GroupCounts(**counts) for key, counts in fields["groups"].items()}
-        for name in ("stack", "waited", "on_device", "unreached"):
-            fields[name] = tuple(fields[name])
-        return RankStatus(**fields)
+                short = status.error[: len(status.error) // 2]
+                status = dataclasses.replace(status, error=short, groups={}, tails={})
+        return data

@@ -4,37 +4,32 @@ Whoever reads a status does not know how it travelled. There are three ways:
 
     slots in shared memory  ranks of one host; can be read even after a rank has ended
     the store               that all ranks met in: statuses of ranks that share no memory, who is lost, roll calls, and
-                            lines that ranks show each other
+                            what ranks show each other
     connections             of ranks of several hosts: nothing is sent, but they break when a process ends
 
 [Note: Torn statuses] A reader may come while the owner writes. So a slot begins with the length and a
-checksum of its text, written last; what does not fit them is no status, and is read again later.
-The word after them only ever goes from 0 to the global number of a lost rank, plus one.
+checksum of what is in it, written last; what does not fit them is no status, and is read again later.
 """
 
 import contextlib
-import json
+import pickle
 import threading
 import time
 import weakref
 import zlib
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from fullshard.errors import CommError
 from fullshard.peers.connections import Connections
-from fullshard.peers.flight_record import Fence
 from fullshard.peers.status import RankStatus
 from fullshard.peers.store import StoreInTime, connected_store, store_in_time
 
 NBYTES = 8192  # of a rank's slot
-_HEAD_NBYTES = 16  # length and checksum of the text; for which lost rank this one has given up
+_HEAD_NBYTES = 8  # length and checksum of what follows
 _FEW_RANKS = 16
 _ANSWER_S = 5.0  # of the store
-_KEY = "fullshard/status/{}/{}"  # epoch, rank
-_LINES = "fullshard/lines"
-_EPOCHS = "fullshard/epochs/{}"
-_LOST = "fullshard/lost/{}"  # there if a rank is, under whose number there is another key
-_ROLL = "fullshard/roll/{}"  # counts roll calls of an epoch
+_FIND_S = 1.0  # for a rank to have said where it can be reached
 _ROLL_EVERY_S = 1.0  # at which a rank that has others on other hosts looks whether it is asked for
 _ROLL_CALL_S = 2.5  # for ranks to say that they are there, after a connection broke
 
@@ -45,49 +40,32 @@ class StatusSlots:
     ranks: their global numbers. memory: `NBYTES` per rank, zeroed.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], memory: memoryview, fence: Fence) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], memory: memoryview) -> None:
         self.ranks = tuple(ranks)
         self._rank = rank
         self._memory = memory.cast("B")
         self._heads = self._memory.cast("q")
-        self._fence = fence
         _slots.add(self)
 
-    def post(self, text: bytes) -> None:
-        """Show a text in this rank's slot."""
+    def post(self, data: bytes) -> None:
+        """Show a status in this rank's slot."""
         start = self._rank * NBYTES
         self._heads[start // 8] = 0
-        self._memory[start + _HEAD_NBYTES : start + _HEAD_NBYTES + len(text)] = text
-        self._heads[start // 8] = len(text) << 32 | zlib.crc32(text)
+        self._memory[start + _HEAD_NBYTES : start + _HEAD_NBYTES + len(data)] = data
+        self._heads[start // 8] = len(data) << 32 | zlib.crc32(data)
 
-    def read(self, rank: int) -> bytes | None:
+    def read(self, rank: int) -> RankStatus | None:
         """Return what a rank of the group, by its global number, shows; None if it is nothing."""
         start = self.ranks.index(rank) * NBYTES
         head = self._heads[start // 8]
-        length = head >> 32
-        if not 0 < length <= NBYTES - _HEAD_NBYTES:
+        data = bytes(self._memory[start + _HEAD_NBYTES :][: head >> 32])
+        if not data or zlib.crc32(data) != head & ((1 << 32) - 1):
             return None
-        text = bytes(self._memory[start + _HEAD_NBYTES : start + _HEAD_NBYTES + length])
-        return text if zlib.crc32(text) == head & ((1 << 32) - 1) else None
-
-    def give_up(self, lost_rank: int) -> None:
-        """Show that this rank will not come where others wait for it, as a rank was lost, by its global number."""
-        self._fence()  # after all that it has done until then
-        self._heads[self._rank * NBYTES // 8 + 1] = lost_rank + 1
-
-    def gave_up(self, part: int) -> int | None:
-        """Return because of which lost rank a rank of the group gave up; None if it has not."""
-        lost = self._heads[part * NBYTES // 8 + 1]
-        return lost - 1 if lost else None
+        status: RankStatus = pickle.loads(data)
+        return status
 
 
 _slots: "weakref.WeakSet[StatusSlots]" = weakref.WeakSet()
-
-
-def give_up(lost_rank: int) -> None:
-    """Tell ranks of this host that may wait for this process that it will not come, as a rank was lost."""
-    for slots in list(_slots):
-        slots.give_up(lost_rank)
 
 
 class StatusBoard:
@@ -108,9 +86,11 @@ class StatusBoard:
         # All ranks count alike.
         self._epoch = 0
         with contextlib.suppress(Exception):
-            self._epoch = int(store_in_time(_ANSWER_S).add(_EPOCHS.format(rank), 1))
+            self._epoch = int(store_in_time(_ANSWER_S).add(f"fullshard/epochs/{rank}", 1))
         self.has_other_hosts = False  # whether some rank met here shares no memory with this one
-        self._connections = Connections(rank, self)
+        self.connections = Connections(
+            rank, lambda other: self.shown("door", [other], _FIND_S)[other]
+        )
         self._untold: set[int] = set()  # ranks of which all are to know that they have ended
         self._answered = 0  # the last roll call that this rank has answered
         self._answered_at = 0.0
@@ -118,11 +98,8 @@ class StatusBoard:
     def serve_other_hosts(self) -> None:
         """Let ranks that share no memory with this one reach it."""
         self.has_other_hosts = True
-        self._connections.open()
-
-    def meet(self, ranks: Sequence[int]) -> None:
-        """Connect the ranks of a group, all of which serve each other. Every rank of the group must call it."""
-        self._connections.meet(ranks)
+        if (door := self.connections.open()) is not None:
+            self.show("door", door)
 
     def keep_up(self) -> None:
         """Do what others wait for: answer roll calls, tell who has ended, send what the store did not take.
@@ -133,9 +110,12 @@ class StatusBoard:
         if self.has_other_hosts and now - self._answered_at > _ROLL_EVERY_S:
             self._answered_at = now
             self._answer_roll()
-        self._untold |= self._connections.ended()
+        self._untold |= self.connections.ended()
         for rank in list(self._untold):
-            if self.last_words(rank) is not None or self._post_lost(rank):
+            with contextlib.suppress(Exception):  # of the store, which is told later
+                if self.last_words(rank) is None:
+                    self._asked().set(self._key("lost", rank), "")
+                    self._asked().set(self._key("lost"), "")
                 self._untold.discard(rank)
         with self._lock:
             self._send_owed()
@@ -143,36 +123,35 @@ class StatusBoard:
     def close(self) -> None:
         """Post nothing more, and close connections, as the end of the process would."""
         self._is_over = True
-        self._connections.close()
+        self.connections.close()
 
     # What ranks say of themselves
 
     def post(self, status: RankStatus, *, to_store: bool = True, is_last: bool = False) -> None:
         """Show this rank's status to all ranks that can see it; after the last one, none any more."""
-        text = status.to_text(NBYTES - _HEAD_NBYTES)
+        data = status.to_bytes(NBYTES - _HEAD_NBYTES)
         with self._lock:
             if self._is_over:
                 return
             self._is_over = is_last
             for slots in list(_slots):
-                slots.post(text)
+                slots.post(data)
             if to_store and self.needs_store:
-                self._owed = text
+                self._owed = data
                 self._send_owed()
 
     def read(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
         """Return the statuses of these ranks, of those that have posted one."""
         asked = set(ranks)
-        texts: dict[int, bytes] = {}
+        found: dict[int, RankStatus] = {}
         for slots in list(_slots):
             for rank in asked & set(slots.ranks):
-                if (text := slots.read(rank)) is not None:
-                    texts[rank] = text
-        missing = sorted(asked - set(texts))
-        if missing and self.needs_store:
+                if (status := slots.read(rank)) is not None:
+                    found[rank] = status
+        if (missing := sorted(asked - set(found))) and self.needs_store:
             with contextlib.suppress(Exception):
-                texts |= self._read_store(missing)
-        return {rank: RankStatus.from_text(texts[rank]) for rank in sorted(texts)}
+                found |= self._read_store(missing)
+        return dict(sorted(found.items()))
 
     def last_words(self, rank: int) -> RankStatus | None:
         """Return what a rank that has left or ended has said last; None if it has said nothing."""
@@ -189,15 +168,15 @@ class StatusBoard:
     @property
     def unreached(self) -> frozenset[int]:
         """Ranks that do not answer this one over their own connection, though they may live."""
-        return self._connections.unreached
+        return frozenset(self.connections.unreached)
 
     def lost(self, ranks: Collection[int]) -> set[int]:
         """Return those of ``ranks`` that share no memory with some rank, and have ended without a word."""
         if self.has_other_hosts or self.needs_store:
             with contextlib.suppress(Exception):
-                key = _LOST.format(self._epoch)
-                if self._connected().check([key]):
-                    return {rank for rank in ranks if self._connected().check([f"{key}/{rank}"])}
+                store = self._asked()
+                if self._key("lost") in store:
+                    return {rank for rank in ranks if self._key("lost", rank) in store}
         return set()
 
     def missing(self, ranks: Collection[int]) -> set[int] | None:
@@ -208,77 +187,66 @@ class StatusBoard:
         if not self.has_other_hosts:
             return set()
         with contextlib.suppress(Exception):
-            number = int(self._connected().add(_ROLL.format(self._epoch), 1))
-            answered = self.read_lines(f"roll/{number}", ranks, _ROLL_CALL_S)
-            self._connected().check([_LINES])
+            number = int(self._asked().add(self._key("roll"), 1))
+            answered = self.shown(f"roll/{number}", ranks, _ROLL_CALL_S)
+            self._asked().check([self._key("roll")])
             return set(ranks) - set(answered)
         return None
 
-    # Lines under a key, for whoever asks
+    # What ranks show under a key, for whoever asks
 
-    def post_lines(self, key: str, lines: Sequence[str]) -> None:
-        """Show lines of this rank to whoever asks for the key."""
+    def show(self, key: str, value: Any) -> None:
+        """Show a value of this rank, which can be pickled, to whoever asks for the key."""
         with contextlib.suppress(Exception):
-            self._connected().set(self._lines_key(key, self._rank), json.dumps(list(lines)))
+            self._asked().set(self._key("shown", key, self._rank), pickle.dumps(value))
 
-    def read_lines(
-        self, key: str, ranks: Collection[int], timeout_s: float
-    ) -> dict[int, Sequence[str]]:
+    def shown(self, key: str, ranks: Collection[int], timeout_s: float) -> dict[int, Any]:
         """Return what these ranks show under the key, waiting for it so long."""
-        found: dict[int, Sequence[str]] = {}
+        found: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(Exception):
+            store = self._asked()
             while len(found) < len(ranks) and time.monotonic() < deadline:
                 for rank in set(ranks) - set(found):
-                    if self._connected().check([self._lines_key(key, rank)]):
-                        found[rank] = json.loads(self._connected().get(self._lines_key(key, rank)))
+                    if (place := self._key("shown", key, rank)) in store:
+                        found[rank] = pickle.loads(store.get(place))
                 time.sleep(0.02)
         return found
 
     # The store
 
-    def _lines_key(self, key: str, rank: int) -> str:
-        return f"{_LINES}/{self._epoch}/{key}/{rank}"
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, ("fullshard", self._epoch, *parts)))
 
-    def _connected(self) -> StoreInTime:
-        if self._store is None or self._is_store_gone:
+    def _asked(self) -> StoreInTime:
+        if self._store is None or self._is_store_gone:  # it may have died with its rank
             raise CommError(
                 "The store that the ranks met in has gone, or takes no second connection."
             )
         return self._store
 
     def _send_owed(self) -> None:
-        if self._store is None or self._is_store_gone:  # it may have died with its rank
-            self._owed = None
-        elif self._owed is not None:
+        if self._owed is not None:
             with contextlib.suppress(Exception):
-                self._store.set(_KEY.format(self._epoch, self._rank), self._owed)
+                self._asked().set(self._key("status", self._rank), self._owed)
                 self._owed = None
 
-    def _read_store(self, ranks: Sequence[int]) -> dict[int, bytes]:
-        store = self._connected()
+    def _read_store(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
+        store = self._asked()
+        keys = {rank: self._key("status", rank) for rank in ranks}
         # One question for all if there are many: of a thousand ranks, each may ask.
-        if not store.check([_KEY.format(self._epoch, rank) for rank in ranks]):
-            if len(ranks) > _FEW_RANKS:
-                return {}
-            ranks = [rank for rank in ranks if store.check([_KEY.format(self._epoch, rank)])]
-        keys = [_KEY.format(self._epoch, rank) for rank in ranks]
-        return dict(zip(ranks, store.multi_get(keys), strict=True)) if keys else {}
-
-    def _post_lost(self, rank: int) -> bool:
-        """Tell all ranks that one has ended without a word. Returns whether the store knows it now."""
-        with contextlib.suppress(Exception):
-            self._connected().set(f"{_LOST.format(self._epoch)}/{rank}", "")
-            self._connected().set(_LOST.format(self._epoch), "")
-            return True
-        return False
+        if not store.check([*keys.values()]):
+            few = keys.items() if len(keys) <= _FEW_RANKS else ()
+            keys = {rank: key for rank, key in few if key in store}
+        data = store.multi_get([*keys.values()]) if keys else ()
+        return {rank: pickle.loads(each) for rank, each in zip(keys, data, strict=True)}
 
     def _answer_roll(self) -> None:
         """Say that this rank is there, to all who have asked since the last time."""
         if self._store is None or self._is_store_gone:
             return
         try:
-            asked = int(self._store.add(_ROLL.format(self._epoch), 0))
+            asked = int(self._store.add(self._key("roll"), 0))
         except CommError:  # no answer now, as while a link is down
             return
         except Exception:
@@ -287,5 +255,5 @@ class StatusBoard:
             self._is_store_gone = True
             return
         for number in range(self._answered + 1, asked + 1):
-            self.post_lines(f"roll/{number}", [])
+            self.show(f"roll/{number}", None)
         self._answered = asked

@@ -39,6 +39,9 @@ class StoreInTime:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return functools.partial(self._ask, getattr(self._store, name))
 
+    def __contains__(self, key: str) -> bool:
+        return bool(self.check([key]))
+
     def during(self, meanwhile: Callable[[], None]) -> "StoreInTime":
         """Return the same store, which calls this while an answer is waited for."""
         return StoreInTime(self._store, self._limit_s, meanwhile)
@@ -69,15 +72,20 @@ class StoreInTime:
         return answers[0]
 
 
+def tcp_store() -> dist.TCPStore | None:
+    """Return the store that the ranks met in, without its prefixes; None if it is of another kind."""
+    store: Any = default_store()
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store if isinstance(store, dist.TCPStore) else None
+
+
 def files_for_store() -> int:
     """Return how many files this process needs to open for a connection of each rank to the store that they met in.
 
     One of its own, and the other ends of all where the store is in this process. Raises OSError where none can be opened.
     """
-    store: Any = default_store()
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    if not isinstance(store, dist.TCPStore):
+    if (store := tcp_store()) is None:
         return 0
     return 1 + (dist.get_world_size() if is_listening(store.port) else 0)
 

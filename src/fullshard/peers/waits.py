@@ -1,26 +1,50 @@
-"""Waits for other ranks: what is reported of slow ones, when a rank gives up, and how it waits for Gloo.
+"""Waits for other ranks: what is reported of slow ones, who is named as gone, when a rank gives up, how it waits for Gloo.
 
 Who has said something of itself (see `watchdog`) is quoted. Of a rank that is silent though its process lives, the system tells
 a little: whether it is stopped, and its stack if py-spy is installed.
+
+The error of a collective says that a connection broke, but not whose. So each rank announces its
+process in the store that the ranks met in, and after an error a rank looks which of the processes
+on its host are gone.
 
 Gloo pairs collectives by their order alone, so ranks on different paths could wait for ever or exchange the wrong bytes. While a
 rank waits for it, it compares flight records, and asks its watchdog.
 """
 
+import contextlib
 import datetime
 import logging
+import os
+import re
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.errors import CommError, PeerLostError, PeerTimeoutError
-from fullshard.peers.flight_record import FlightRecord, key_of, last_entry_of
+import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
+from fullshard.errors import (
+    CommError,
+    DivergenceError,
+    FullshardError,
+    PeerLostError,
+    PeerTimeoutError,
+)
+from fullshard.peers import diagnosis
+from fullshard.peers.flight_record import (
+    FlightRecord,
+    key_of,
+    known_record,
+    last_entry_of,
+    latest_moment,
+)
 from fullshard.peers.paths import name_ranks
 from fullshard.peers.stacks import look_at_process
 from fullshard.peers.status import RankStatus
+from fullshard.peers.store import store_in_time
 from fullshard.peers.watchdog import watchdog
+from fullshard.torch_private import default_group
 
 logger = logging.getLogger("fullshard")
 
@@ -30,26 +54,42 @@ _FRAMES_SHOWN = 12
 # Between two comparisons: rare enough to cost nothing, often enough that ranks on different paths
 # end in a second with an error that says so.
 _COMPARE_EVERY = datetime.timedelta(seconds=0.5)
+# How long to look for a process that is gone: a dying one closes its connections before it ends.
+_GRACE_S = 1.0
+_ANSWER_S = 5.0  # of the store
+_PROCESS = "fullshard/process/{}"
+_CAME = "fullshard/came/{}/{}"  # by the group and the rank: to how many calls
+# In errors that may mean that a rank is gone. Gloo raises plain RuntimeErrors, so their words are all there is to go by.
+_OF_CONNECTIONS = "connection|closed by peer|timed out|timeout|socket|remote process"
+
+
+# Ranks that are late
 
 
 class WaitReporter:
-    """Reports of one wait for others. label: what the rank waits in. timeout_s: when it gives up.
+    """Looks around in one wait for others. label: what the rank waits in. timeout_s: when it gives up.
 
     Ranks that are out of reach may come back, as after a link did: they are reported at once, and given up like others.
+    record: in which others may enter something else meanwhile; None if there is none.
     """
 
-    def __init__(self, label: str, timeout_s: float) -> None:
+    def __init__(self, label: str, timeout_s: float, record: FlightRecord | None) -> None:
         self._label = label
         self._timeout_s = timeout_s
+        self._record = record
         self._started = time.perf_counter()
         self._next_report_s = _SLOW_S
         self._unreached: set[int] = set()  # that have been reported
 
     def check(self, late: Mapping[int, int | None]) -> None:
-        """Report ranks that are late, now and then. Raises the error of `end` if it took too long.
+        """Report ranks that are late, now and then; to be called often.
 
-        late: by global rank, its process on this host; None if that is unknown.
+        late: by global rank, its process on this host; None if that is unknown. Raises DivergenceError if a rank has
+        taken another path, what the watchdog has found, and the error of `end` if it took too long.
         """
+        if self._record is not None:
+            self._record.compare()
+        watchdog().check()
         waited = time.perf_counter() - self._started
         if waited > self._timeout_s:
             raise self.end(late)
@@ -57,14 +97,11 @@ class WaitReporter:
         if waited > self._next_report_s or unreached - self._unreached:
             self._next_report_s *= _LONGER
             self._unreached = unreached
-            logger.warning("%s", self._describe(late, waited))
+            logger.warning("%s", self._describe(late))
 
     def end(self, late: Mapping[int, int | None]) -> CommError:
         """Return the error for ranks that did not come in time: lost if one does not answer at all."""
-        waited = time.perf_counter() - self._started
-        text = (
-            f"{self._describe(late, waited)}\nGiving up, as the process group's timeout is over. "
-        )
+        text = f"{self._describe(late)}\nGiving up, as the process group's timeout is over. "
         if late.keys() & watchdog().board.unreached:
             return PeerLostError(
                 f"{text}Look at that rank's host and the network; restart from the last checkpoint."
@@ -73,7 +110,8 @@ class WaitReporter:
             f"{text}If that rank is only slow, allow more: init_process_group(timeout=...)."
         )
 
-    def _describe(self, late: Mapping[int, int | None], waited: float) -> str:
+    def _describe(self, late: Mapping[int, int | None]) -> str:
+        waited = time.perf_counter() - self._started
         head = f"rank {dist.get_rank()} has waited {waited:.0f} s in {self._label}"
         if not late:
             return f"{head}. All ranks are there, so what they send is still on its way."
@@ -81,8 +119,7 @@ class WaitReporter:
         # Of ranks that this one is not connected to, others may know.
         statuses = board.read(range(dist.get_world_size()))
         said = {rank: by for by, each in statuses.items() for rank in each.unreached}
-        said |= dict.fromkeys(board.unreached, dist.get_rank())
-        are_alive = all(late.values()) and not late.keys() & said.keys()
+        are_alive = all(late.values()) and not late.keys() & (said.keys() | board.unreached)
         parts = [f"{head} for {name_ranks(late)}, {'alive but ' * are_alive}not here yet."]
         for rank, pid in sorted(late.items()):
             if rank in board.unreached:
@@ -128,16 +165,13 @@ def wait_comparing(
     """
     if _ends_soon(work):
         return
-    reporter = WaitReporter(label, timeout_s)
+    reporter = WaitReporter(label, timeout_s, record)
     keys: tuple[str, ...] = () if record is None else (record.key,)
     if moving is not None:
         keys += (key_of(moving),)
     in_group = "" if moving is not None or record is None else record.key
     with watchdog().waiting(label, keys, in_group=in_group):
         while True:
-            if record is not None:
-                record.compare()
-            watchdog().check()
             late = _late(record, moving)
             reporter.check(late)
             try:
@@ -169,11 +203,112 @@ def _late(record: FlightRecord | None, moving: dist.ProcessGroup | None) -> dict
     Each with its process on this host, if that is known.
     """
     if record is None or not record.is_shared:
-        ranks = dist.get_process_group_ranks(moving) if record is None else list(record.ranks)
+        ranks = dist.get_process_group_ranks(moving) if record is None else record.ranks
         return dict.fromkeys(rank for rank in ranks if rank != dist.get_rank())
-    found: dict[int, int | None] = {}
-    for part, rank in enumerate(record.ranks):
-        entry = record.last_of(part)
-        if part != record.rank and (entry is None or entry.place < record.place):
-            found[rank] = record.pids.get(rank)
-    return found
+    last = {part: record.last_of(part) for part in range(len(record.ranks)) if part != record.rank}
+    late = [p for p, entry in last.items() if entry is None or entry.place < record.place]
+    return {record.ranks[part]: record.pids.get(record.ranks[part]) for part in late}
+
+
+# Ranks that are gone
+
+
+# Default groups that this process was announced in. Once per group serves all units; once per unit
+# would be hundreds of writes per rank to one store.
+_announced: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+
+def announce() -> None:
+    """Write to the store which process this rank is, unless that was done already."""
+    # It only serves messages. With an unusual store, or without /proc, these lack the rank's name.
+    with contextlib.suppress(Exception):
+        world = default_group()
+        if world not in _announced:
+            process = f"{host.identity()} {os.getpid()}"
+            store_in_time(_ANSWER_S).set(_PROCESS.format(dist.get_rank()), process)
+            _announced.add(world)
+
+
+def leave_word(group: dist.ProcessGroup, number: int) -> None:
+    """Leave word in the store that this rank has come to call ``number`` of those that a group counts."""
+    with contextlib.suppress(Exception):  # as above
+        store_in_time(_ANSWER_S).set(_CAME.format(group.group_name, group.rank()), str(number))
+
+
+def absent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
+    """Return the ranks of a group that have not come to a call; none if the store does not tell."""
+    with contextlib.suppress(Exception):
+        store = store_in_time(_ANSWER_S)
+        keys = {rank: _CAME.format(group.group_name, rank) for rank in range(group.size())}
+        came = {rank: int(store.get(key)) for rank, key in keys.items() if key in store}
+        return [rank for rank in keys if came.get(rank, -1) < number]
+    return []
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(group: dist.ProcessGroup, label: str) -> Iterator[None]:
+    """Turn the error of a failed collective into one that names the ranks that are gone: see `name_lost_ranks`."""
+    try:
+        yield
+    except RuntimeError as error:
+        name_lost_ranks(error, group, label)
+        raise
+
+
+def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -> None:
+    """Raise an error that names the ranks that are gone; return if this one is not about communication.
+
+    Raises PeerLostError if there are any, DivergenceError if ranks were doing different things, and
+    CommError with the backend's own words otherwise. For ``except`` clauses on paths where entering a
+    context would cost too much.
+    """
+    words = str(error)
+    is_of_connection = isinstance(error, dist.DistError) or re.search(_OF_CONNECTIONS, words, re.I)
+    if isinstance(error, CommError | DivergenceError) or not is_of_connection:
+        return
+    if (record := known_record(group)) is not None:
+        # First: a rank that saw that paths differ may have left, and is not the cause.
+        record.compare()
+    board = watchdog().board
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    gone = lost_ranks(group) or [rank for rank in others if board.last_words(rank) is not None]
+    # On other hosts: those whose connection broke too are there to say so, the lost one is not.
+    missing = set() if gone else board.missing(others)
+    if gone or missing:
+        raise loss(gone or missing or (), label) from error
+    has_store = missing is not None or 0 not in others
+    said = label if has_store else _now(label)
+    raise diagnosis.out_of_reach(said, dist.get_rank(), words, has_store=has_store) from error
+
+
+def loss(ranks: Iterable[int], label: str) -> FullshardError:
+    """Return the error for ranks that are gone while this one waits for them in ``label``.
+
+    Ranks that wait for this one learn whom it has lost, instead of losing it.
+    """
+    words = {rank: watchdog().board.last_words(rank) for rank in sorted(ranks)}
+    error = diagnosis.loss(words, {rank: last_entry_of(rank) for rank in words}, _now(label))
+    watchdog().tell(error)
+    return error
+
+
+def _now(label: str) -> str:
+    return f"{label} ({moment})" if (moment := latest_moment()) else label
+
+
+def lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[int]:
+    """Return the group's ranks on this host whose processes are gone, waiting so long for one."""
+    processes: dict[int, int] = {}
+    with contextlib.suppress(Exception):  # the store may have died with its rank
+        store = store_in_time(_ANSWER_S)
+        for rank in dist.get_process_group_ranks(group):
+            if (key := _PROCESS.format(rank)) in store:
+                where, _, pid = store.get(key).decode().rpartition(" ")
+                if where == host.identity():  # elsewhere the pid may be another process
+                    processes[rank] = int(pid)
+    deadline = time.monotonic() + within_s
+    while True:
+        lost = [rank for rank, pid in processes.items() if not host.is_running(pid)]
+        if lost or not processes or time.monotonic() >= deadline:
+            return lost
+        time.sleep(0.02)

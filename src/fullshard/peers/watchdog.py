@@ -25,9 +25,10 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -40,13 +41,12 @@ from fullshard.peers.flight_record import (
     flight_records,
     key_of,
     latest_moment,
-    settle_by,
+    refusal,
 )
 from fullshard.peers.groups import abort
 from fullshard.peers.stacks import (
     call_of,
     counts_of_groups,
-    describe_error,
     is_of_distributed,
     line_in_program,
     raise_in,
@@ -61,6 +61,7 @@ from fullshard.torch_private import default_group, distributed_world
 logger = logging.getLogger("fullshard")
 
 _TICK_S = 0.5
+_PAUSE_S = 0.1  # between two looks whether others have gone
 _STILL_S = 1.0  # without progress, before a rank says what it does
 _HOLD_S = 1.5  # for other ranks to come to their verdicts too
 _GRACE_S = 4.0  # for a call of torch.distributed to end after the verdict
@@ -72,35 +73,25 @@ _OUTLAST_S = 5.0  # for others to read that rank 0 has ended, whose process may 
 _EXIT_CODE = 1
 
 
-class _Waiting(NamedTuple):
-    """A wait in a collective of fullshard's. groups: `RankStatus.waited`, in_group: as there."""
-
-    label: str
-    groups: tuple[str, ...]
-    in_group: str
-
-
 class Watchdog:
     """What this process knows of standing still. One per process: `watchdog()`."""
 
     def __init__(self) -> None:
-        self._rank = dist.get_rank()
-        self._group = weakref.ref(default_group())
-        self.board = StatusBoard(self._rank, dist.get_world_size())
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self.group = weakref.ref(default_group())
+        self.board = StatusBoard(self._rank, self._world_size)
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
         self._verdict: FullshardError | None = None  # for `check` to raise
         self._delivered: FullshardError | None = None  # left with the interpreter, and when
         self._delivered_at: float | None = None
-        self._final = ""  # an error that all ranks raise which wait for this one
-        self._about = ""  # the flight record and place at which ranks differ, if it is of that
-        self._is_loss = False  # whether it is of a lost rank
-        self._waits: dict[int, _Waiting] = {}  # by thread
+        # Of its statuses: an error that all ranks raise which wait for this one (`_final_of`).
+        self._final: dict[str, Any] = {}
+        self._waits: dict[int, dict[str, Any]] = {}  # by thread, of its status
         self._progress = -1
         self._still_since = time.monotonic()
         self._last: RankStatus | None = None
         self._groups: dict[str, GroupCounts] = {}
-        self._world_size = dist.get_world_size()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread, once."""
@@ -110,9 +101,6 @@ class Watchdog:
         # Before the interpreter ends, and also in children of multiprocessing, which call no
         # function of `atexit`. The thread must not be in C++ when the interpreter ends.
         before_exit(self._end, why="the thread fullshard-watchdog ends before the interpreter")
-
-    def serves(self, group: dist.ProcessGroup) -> bool:
-        return self._group() is group
 
     def stop(self) -> None:
         """End the thread, without a word."""
@@ -132,7 +120,12 @@ class Watchdog:
         """
         thread = threading.get_ident()
         before = self._waits.get(thread)
-        self._waits[thread] = _Waiting(label, groups, in_group)
+        self._waits[thread] = {
+            "state": State.WAITS,
+            "where": label,
+            "waited": groups,
+            "in_group": in_group,
+        }
         try:
             yield
         finally:
@@ -147,17 +140,18 @@ class Watchdog:
         if verdict is not None:
             raise verdict
 
-    def settle(self, record: FlightRecord, place: int) -> DivergenceError:
-        """Return the error for ranks that differ at a place, in one rank's words on all of them.
-
-        Ranks that wait for this one will raise it as well.
-        """
+    def settle(self, record: FlightRecord, place: int) -> FullshardError:
+        """Return the error for ranks that differ at a place, in one rank's words on all of them."""
         found = divergence.settle(self.board, self._rank, record, place)
-        self._final, self._about = found.text, found.about
+        self.tell(found.error, found.about)
+        return found.error
+
+    def tell(self, error: FullshardError, about: str = "") -> None:
+        """Have ranks that wait for this one raise the error that it is about to raise. about: `RankStatus.about`."""
+        self._final = _final_of(error, about)
         # What was entered before the error is no progress since.
         self._progress, self._still_since = _progress(), time.monotonic()
         self.board.post(self._look())
-        return DivergenceError(found.text)
 
     # The thread
 
@@ -174,16 +168,19 @@ class Watchdog:
             self._progress, self._still_since = progress, now
             if self._last is not None or self._final:
                 # Takes it back. A status of a rank that has moved says nothing true any more.
-                self._last, self._final, self._about = None, "", ""
+                self._last, self._final = None, {}
                 self.board.post(RankStatus(self._rank, State.RUNS, groups=self._groups))
             return
         if now - self._still_since < _STILL_S:
             return
-        status = self._look()
-        is_same = status.is_like(self._last)
-        if is_same and self._last is not None:
-            status = dataclasses.replace(status, beat=self._last.beat + 1)
-        is_news = self._last is not None and status.unreached != self._last.unreached
+        status, last = self._look(), self._last
+        is_same = last is not None and all(
+            getattr(status, name) == getattr(last, name)
+            for name in ("state", "where", "at", "groups")
+        )
+        if last is not None and is_same:
+            status = dataclasses.replace(status, beat=last.beat + 1)
+        is_news = last is not None and status.unreached != last.unreached
         self._last = status
         # What is posted stays true until it is taken back, so a store is told seldom.
         self.board.post(status, to_store=is_news or status.beat in _TOLD_AT)
@@ -199,10 +196,8 @@ class Watchdog:
         """Deliver a verdict if the ranks' flight records differ, or this rank can never go on."""
         statuses = self.board.read(range(self._world_size))
         statuses[self._rank] = own
-        verdict = self._find_verdict(own, statuses)
-        if verdict is not None:
-            self._about = verdict.about or self._about
-            self._deliver(verdict.error, own, verdict.ranks)
+        if (verdict := self._find_verdict(own, statuses)) is not None:
+            self._deliver(verdict, own)
         elif own.beat == _REPORTED_AT and own.on_device and self._rank == min(statuses):
             seconds = _STILL_S + _TICK_S * own.beat
             if text := describe_still(statuses, self._world_size, seconds):
@@ -210,65 +205,57 @@ class Watchdog:
 
     def _find_verdict(self, own: RankStatus, statuses: dict[int, RankStatus]) -> Verdict | None:
         """Return what follows for this rank. statuses: of all that have posted one; those of killed ranks are added."""
-        if own.is_blocked:
-            for record in flight_records():
-                try:
-                    record.compare()
-                except DivergenceError as error:
-                    return Verdict(error)
+        for record in flight_records() if own.is_blocked else ():
+            try:
+                record.compare()
+            except DivergenceError as error:
+                return Verdict(error, self._final.get("about", ""))
         if (found := divergence.find(self.board, self._rank, statuses)) is not None:
-            return Verdict(DivergenceError(found.text), found.about, found.ranks)
+            return found
         for record in flight_records():
-            for rank in self._killed(record, statuses) if record.is_on_device else ():
+            if not record.is_on_device:
+                continue
+            pids = record.pids  # of ranks of this host
+            silent = {r for r in record.ranks if r not in statuses or not statuses[r].has_gone}
+            killed = {rank for rank in silent & pids.keys() if not is_running(pids[rank])}
+            for rank in killed | self.board.lost(silent):
                 counts = {record.key: GroupCounts(len(record.ranks), 0, 0)}
                 said = "a signal, or by os._exit"
                 statuses[rank] = RankStatus(rank, State.ENDED, groups=counts, error=said)
         return judge(own, statuses, self._world_size)
 
-    def _killed(self, record: FlightRecord, statuses: Mapping[int, RankStatus]) -> set[int]:
-        """Return the ranks of a flight record that have ended without a word."""
-        silent = {
-            rank for rank in record.ranks if rank not in statuses or not statuses[rank].has_gone
-        }
-        here = {rank for rank in silent & record.pids.keys() if not is_running(record.pids[rank])}
-        return here | self.board.lost(silent)
-
-    def _deliver(self, verdict: FullshardError, own: RankStatus, stuck: Iterable[int] = ()) -> None:
-        """Have the rank raise a verdict. stuck: ranks that will find one too."""
+    def _deliver(self, verdict: Verdict, own: RankStatus) -> None:
+        """Have the rank raise a verdict."""
+        error = verdict.error
         if own.state is not State.WAITS:
             # Before others learn of it: one that ends breaks this rank's call.
-            self._delivered, self._delivered_at = verdict, time.monotonic()
-            raise_in(self._thread_looked_at(), verdict)
-            # Its own, and one of torch.distributed's too if it is on the device.
-            self._free_device(own.on_device)
+            self._delivered, self._delivered_at = error, time.monotonic()
+            raise_in(self._threads()[0], error)
+            # Collectives that the device waits in: the host goes on then that waits for the device. Its own, and one
+            # of torch.distributed's too if it is on the device.
+            for group in list(distributed_world.pg_map):
+                if key_of(group) in own.on_device:
+                    with contextlib.suppress(Exception):
+                        abort(group)
         if own.state is State.RUNS:  # perhaps waiting for its device, and so not to be reached
-            logger.error("rank %d, at %s: %s", self._rank, own.at, verdict)
-        if isinstance(verdict, DivergenceError):
-            self._final = str(verdict)
-            self.board.post(
-                dataclasses.replace(own, error=self._final, is_final=True, about=self._about)
-            )
+            logger.error("rank %d, at %s: %s", self._rank, own.at, error)
+        if isinstance(error, DivergenceError):
+            self._final = _final_of(error, verdict.about)
+            self.board.post(dataclasses.replace(own, **self._final))
         if own.state is State.WAITS:
-            self._hold(set(stuck) - {self._rank})
-            self._verdict = verdict
+            # Others that are stuck find a verdict too, before this rank raises and may end.
+            self._wait_until_gone({*verdict.ranks} - {self._rank}, _HOLD_S, self._ended.wait)
+            self._verdict = error
 
-    def _free_device(self, keys: Collection[str]) -> None:
-        """End groups' collectives on the device, so that the host goes on that waits for the device."""
-        for group in list(distributed_world.pg_map):
-            if key_of(group) in keys:
-                with contextlib.suppress(Exception):
-                    abort(group)
-
-    def _hold(self, others: set[int]) -> None:
-        """Wait for other stuck ranks to find their verdicts, before this one raises and may end."""
-        deadline = time.monotonic() + _HOLD_S
-        while time.monotonic() < deadline and not self._ended.wait(_TICK_S / 5):
-            if self._have_gone(others):
+    def _wait_until_gone(
+        self, ranks: Collection[int], limit_s: float, pause: Callable[[float], object]
+    ) -> None:
+        """Wait for others to end or to say that they will take part no more. pause: returns True to give up."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and not pause(_PAUSE_S):
+            found = self.board.read(ranks)
+            if all(rank in found and found[rank].has_gone for rank in ranks):
                 return
-
-    def _have_gone(self, ranks: set[int]) -> bool:
-        found = self.board.read(ranks)
-        return all(rank in found and found[rank].has_gone for rank in ranks)
 
     def _give_up(self, status: RankStatus) -> None:
         """End the process: its thread is in a call that neither returns nor fails."""
@@ -287,59 +274,40 @@ class Watchdog:
 
     # What this rank does
 
-    @property
-    def _usual_thread(self) -> int:
-        """The thread that runs the model."""
-        threads = [record.thread for record in flight_records()]
-        return next((each for each in threads if each is not None), threading.get_ident())
-
-    def _thread_looked_at(self) -> int:
-        usual, waiting = self._usual_thread, list(self._waits)
-        return usual if usual in waiting or not waiting else waiting[0]
+    def _threads(self) -> tuple[int, int]:
+        """Return the thread that is looked at, which waits if one does, and the one that runs the model."""
+        known = [each.thread for each in flight_records() if each.thread is not None]
+        usual, waiting = [*known, threading.get_ident()][0], list(self._waits)
+        return (usual if usual in waiting or not waiting else waiting[0]), usual
 
     def _look(self) -> RankStatus:
         """Return a status of what this rank does now."""
-        thread = self._thread_looked_at()
-        waiting = self._waits.get(thread)
+        thread, usual = self._threads()
         frames = sys._current_frames()
         frame = frames.get(thread)
-        state, where, op, meets_all = State.RUNS, "", "", False
-        waited: tuple[str, ...] = ()
-        if self._group() is None or not dist.is_initialized():
-            state = State.LEFT
-        elif waiting is not None:
-            state, where, waited = State.WAITS, waiting.label, waiting.groups
-        elif (call := call_of(frame)) is not None:
-            state, where, op, waited = State.CALLS, call.name, call.op, call.groups
-            meets_all = call.meets_all
-        if state is not State.LEFT:
+        doing: dict[str, Any] = {"state": State.LEFT}
+        if self.group() is not None and dist.is_initialized():
+            doing = self._waits.get(thread) or call_of(frame) or {"state": State.RUNS}
             self._groups = counts_of_groups()
-        status = RankStatus(
+        records = flight_records()
+        # A thread of autograd's runs no line of the program's, but one that called backward does.
+        at, stack = line_in_program(frame) or line_in_program(frames.get(usual)), stack_of(frame)
+        # One of them may be of this call: it would keep itself, and all that its callers refer to.
+        del frame, frames
+        return RankStatus(
             self._rank,
-            state,
             beat=1,
-            where=where,
-            op=op,
-            # A thread of autograd's runs no line of the program's, but one that called backward does.
-            at=line_in_program(frame) or line_in_program(frames.get(self._usual_thread)),
+            at=at,
             moment=latest_moment(),
             groups=self._groups,
-            waited=waited,
-            in_group="" if waiting is None else waiting.in_group,
-            tails={each.key: each.tail() for each in flight_records() if not each.is_shared},
+            tails={each.key: each.tail() for each in records if not each.is_shared},
             has_threads=runs_program_beside(thread),
-            meets_all=meets_all,
-            on_device=tuple(each.key for each in flight_records() if each.is_on_device),
-            error=self._final,
-            is_final=bool(self._final),
-            about=self._about,
+            on_device=tuple(each.key for each in records if each.is_on_device),
             unreached=tuple(sorted(self.board.unreached)),
-            stack=stack_of(frame),
+            stack=stack,
+            **doing,
+            **self._final,
         )
-        # This function's own frame is among them and refers to them, which only the garbage collector
-        # would end. Until then the variables of all frames live on, with what the model computed.
-        del frame, frames
-        return status
 
     # The end
 
@@ -353,12 +321,19 @@ class Watchdog:
             logger.error("rank %d: that call failed because ranks part: %s", self._rank, cause)
             error = cause
         if isinstance(error, DivergenceError | PeerLostError) and not self._final:
-            self._final, self._is_loss = str(error), isinstance(error, PeerLostError)
-        self._say_last("" if error is None or is_ordinary else describe_error(error))
+            self._final = _final_of(error)
+        text = ""
+        if error is not None and not is_ordinary:
+            last = traceback.extract_tb(error.__traceback__)[-1:]
+            at = "".join(f" ({frame.filename}:{frame.lineno})" for frame in last)
+            text = f"{type(error).__name__}: {error}{at}"[:1000]
+        self._say_last(text)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _TICK_S)
         if self._rank == 0 and self.board.has_other_hosts:
-            self._outlast_others()
+            # The store may go with this process. Others read first that this rank has ended, or end too.
+            others = {*range(1, self._world_size)}
+            self._wait_until_gone(others - self.board.lost(others), _OUTLAST_S, time.sleep)
         self.board.close()
 
     def _cause_of_failure(self) -> FullshardError | None:
@@ -366,21 +341,10 @@ class Watchdog:
         if self._delivered is not None:
             return self._delivered
         with contextlib.suppress(Exception):
-            statuses = self.board.read(range(self._world_size))
-            for _, status in sorted(statuses.items()):
-                if status.rank != self._rank and status.is_final:
+            for rank, status in self.board.read(range(self._world_size)).items():
+                if rank != self._rank and status.is_final:
                     return final_error(status)
         return None
-
-    def _outlast_others(self) -> None:
-        """Wait for the others to end, or to read that this rank has: the store may go with this process."""
-        others = set(range(self._world_size)) - {self._rank}
-        others -= self.board.lost(others)
-        deadline = time.monotonic() + _OUTLAST_S
-        while time.monotonic() < deadline:
-            if self._have_gone(others):
-                return
-            time.sleep(_TICK_S / 5)
 
     def _say_last(self, error: str) -> None:
         if self._ended.is_set():
@@ -395,10 +359,7 @@ class Watchdog:
                 moment=latest_moment(),
                 groups=self._groups,
                 has_left=not has_groups,
-                error=self._final or error,
-                is_final=bool(self._final),
-                is_loss=self._is_loss,
-                about=self._about,
+                **{"error": error, **self._final},
             )
             self.board.post(last, is_last=True)
 
@@ -407,24 +368,29 @@ _watchdogs: dict[int, Watchdog] = {}
 
 
 def has_watchdog() -> bool:
-    """Whether this process has a watchdog for the default group that there is."""
+    """Return whether this process has a watchdog for the default group that there is."""
+    # A forked child has threads of its own; a new default group has other ranks.
     known = _watchdogs.get(os.getpid())
-    return known is not None and known.serves(default_group())
+    return known is not None and known.group() is default_group()
 
 
 def watchdog() -> Watchdog:
     """Return this process's watchdog, and start it. There has to be a default process group."""
     pid = os.getpid()
-    known = _watchdogs.get(pid)
-    # A forked child has threads of its own; a new default group has other ranks.
-    if known is None or not known.serves(default_group()):
-        if known is not None:
-            known.stop()
+    if not has_watchdog():
+        if pid in _watchdogs:
+            _watchdogs[pid].stop()
         _watchdogs.clear()
         _watchdogs[pid] = Watchdog()
-        settle_by(_watchdogs[pid].settle)
+        refusal[1:] = [_watchdogs[pid].settle]
         _watchdogs[pid].start()
     return _watchdogs[pid]
+
+
+def _final_of(error: FullshardError, about: str = "") -> dict[str, Any]:
+    """Return what of a status says that all ranks are to raise an error which wait for this one."""
+    is_loss = isinstance(error, PeerLostError)
+    return {"error": str(error), "is_final": True, "is_loss": is_loss, "about": about}
 
 
 def _progress() -> int:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fullshard.comm.interface import Comm, Reduction
+from fullshard.comm.interface import Comm, Work
 from fullshard.engine.gradients.deposits import BucketGradients, GradientShards
 from fullshard.engine.gradients.recipe import Recipe
 from fullshard.engine.observer import Observer
@@ -51,7 +51,7 @@ class BucketInFlight(NamedTuple):
 
     gradients: BucketGradients
     recipe: Recipe
-    reduction: Reduction
+    reduction: Work
     total: torch.Tensor
     shards: GradientShards | None
     takers: tuple[bool, ...] | None

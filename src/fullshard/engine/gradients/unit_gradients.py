@@ -37,7 +37,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.hooked import reduce_by_hook
+from fullshard.comm.collectives import reduce_by_hook
 from fullshard.comm.interface import Comm
 from fullshard.engine.gradients.accumulation import (
     FlatAccumulation,
