@@ -358,7 +358,7 @@ _MOST_LINES = {
     "optim": 800,
     "peers": 3350,
     "plan": 1600,
-    "state": 3500,
+    "state": 3350,
     "tools": 14750,
     "top": 2150,
     "watch": 1500,
