@@ -339,7 +339,7 @@ def test_file_map_matches_the_tree() -> None:
 # The most lines of source that each room may have; "top" are the files beside them. To raise one is no fault,
 # and asks for a sentence in the commit that says what users get for it. Lower it when a room has shrunk.
 _MOST_LINES = {
-    "batches": 700,
+    "batches": 600,
     "checkpoint": 7550,
     "comm": 3300,
     "debugging": 1350,
@@ -358,7 +358,7 @@ _MOST_LINES = {
     "optim": 800,
     "peers": 3050,
     "plan": 1600,
-    "state": 3500,
+    "state": 3350,
     "tools": 14750,
     "top": 2150,
     "watch": 1500,

@@ -37,52 +37,35 @@ class JoinedBatches(Generic[T]):
         self._batches = batches
         self._until_last = until_last
         self._group = group
-        self._begin()
-
-    def _begin(self) -> None:
         self.weight = 1.0
-        self._own: Iterator[T] | None = None
-        self._number = 0  # of this iteration among all of the process
-        self._num_taken = 0
-        self._is_over = False
-        self._last: list[T] = []  # this rank's last batch, once it has had one
 
     def __iter__(self) -> Iterator[T]:
         """Begin anew: the next epoch."""
-        self._begin()
-        return self
-
-    def __next__(self) -> T:
-        if self._is_over:
-            raise StopIteration
-        if self._own is None:
-            self._own, self._number = iter(self._batches), _next_number(self._group)
-        own = list(itertools.islice(self._own, 1)) if self.weight else []
-        have = _everyones(bool(own), self._number, self._group)
-        without = [rank for rank, has in have.items() if not has]
-        if without and (len(without) == len(have) or not self._until_last):
-            self._end(without, have)
-            raise StopIteration
-        if without and not self._num_taken:
-            self._is_over = True
-            raise StateError(
-                f"join: ranks {without} have no batch at all, so none that they could repeat until the last "
-                "rank is done. Give every rank a batch, or end with the first: until='first'."
-            )
-        self._num_taken += 1
-        self.weight = float(bool(own))
-        self._last = own or self._last
-        return self._last[0]
-
-    def _end(self, without: list[int], have: dict[int, bool]) -> None:
-        self._is_over = True
-        self._last = []
-        if len(without) < len(have):
-            logger.info(
-                "join: an epoch ended on all ranks after %d batches, since ranks %s had no more.",
-                self._num_taken,
-                without,
-            )
+        self.weight = 1.0
+        own, number = iter(self._batches), 1
+        if (known := self._group or dist.group.WORLD) is not None:
+            number = _counts[known] = _counts.get(known, 0) + 1
+        last: list[T] = []  # this rank's last batch, once it has had one
+        for num_taken in itertools.count():
+            new = list(itertools.islice(own, 1)) if self.weight else []
+            have = _everyones(bool(new), number, self._group)
+            without = [rank for rank, has in have.items() if not has]
+            if without and (len(without) == len(have) or not self._until_last):
+                if len(without) < len(have):
+                    logger.info(
+                        "join: an epoch ended on all ranks after %d batches, since ranks %s had no more.",
+                        num_taken,
+                        without,
+                    )
+                return
+            if without and not num_taken:
+                raise StateError(
+                    f"join: ranks {without} have no batch at all, so none that they could repeat until the last "
+                    "rank is done. Give every rank a batch, or end with the first: until='first'."
+                )
+            self.weight = float(bool(new))
+            last = new or last
+            yield last[0]
 
 
 def join(
@@ -115,15 +98,6 @@ def join(
     if until not in ("first", "last"):
         raise ShardingError(f"join: until is {until!r}. Pass 'first' or 'last'.")
     return JoinedBatches(batches, until_last=until == "last", group=group)
-
-
-def _next_number(group: dist.ProcessGroup | None) -> int:
-    """Return the number of a new iteration of a group's ranks; 1 without a process group."""
-    known = group or dist.group.WORLD
-    if known is None:
-        return 1
-    _counts[known] = _counts.get(known, 0) + 1
-    return _counts[known]
 
 
 def _everyones(has: bool, number: int, group: dist.ProcessGroup | None) -> dict[int, bool]:

@@ -10,8 +10,11 @@ scaled by ``w * ranks / total``, where the total contains what came before; and 
 left is scaled by ``total before / total``. Gradients are right after each backward, not only after the last.
 
 [Note: When a step begins] A total counts what gradients contain. It begins anew once they were dropped or
-zeroed, which `GradientMarks` notices: no call says where a step begins or ends. Ranks agree on it, since a
-rank may have nothing of a parameter but zeros.
+zeroed. Programs do that in many ways: through an optimizer, a module, or the parameter; by None or by zeros.
+None of them tells the engine, so each gradient is remembered after a backward, and looked at before the next
+one (`_Marks`). Object and version counters say at once that nobody touched it. Of one that was touched
+(zeroed, but perhaps clipped), the values tell. Ranks agree on it, since a rank may have nothing of a
+parameter but zeros.
 """
 
 import dataclasses
@@ -26,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fullshard.batches.marks import GradientMarks
 from fullshard.comm.outside_steps import run_collective
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of_unit
@@ -35,8 +38,8 @@ from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.engine.params.managed import manager_of
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
+from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError, ShardingError, StateError
-from fullshard.plan.mesh import MeshPlan
 from fullshard.process_hooks import BEFORE_STEP
 from fullshard.state.structure import units_of
 from fullshard.torch_private import queue_callback
@@ -80,7 +83,14 @@ def weighted_loss(
             f"weighted_loss: {type(model).__name__} is not sharded, so nothing averages its gradients over "
             "ranks. Pass the model that fully_shard, replicate or FullyShardedDataParallel was applied to."
         )
-    _check_divisors(units)
+    num_ranks = _widest(units).plan.data_parallel_size if units else 1
+    for unit in units:
+        divisor = unit.config.gradient_divide_factor or unit.mesh.plan.data_parallel_size
+        if unit.config.comm_hook is None and divisor != num_ranks:
+            raise StateError(
+                f"weighted_loss: {unit.label} divides its gradients by {divisor:g}, but {num_ranks} ranks see "
+                f"different data. Call set_gradient_divide_factor({num_ranks}) on its module."
+            )
     own = _checked(weight)
     weighted: torch.Tensor = _Weighted.apply(loss, own, model)  # type: ignore[no-untyped-call]
     return weighted
@@ -99,20 +109,6 @@ def _checked(weight: object) -> float | torch.Tensor:
     if not 0 <= value < math.inf:
         raise ShardingError(f"weighted_loss: weight is {weight!r}. Pass 0 or a positive number.")
     return value
-
-
-def _check_divisors(units: list[Unit]) -> None:
-    """Raise StateError unless every unit divides gradients by the number of ranks with other data."""
-    if not units:
-        return
-    num_ranks = _widest(units).data_parallel_size
-    for unit in units:
-        divisor = unit.config.gradient_divide_factor or unit.mesh.plan.data_parallel_size
-        if unit.config.comm_hook is None and divisor != num_ranks:
-            raise StateError(
-                f"weighted_loss: {unit.label} divides its gradients by {divisor:g}, but {num_ranks} ranks see "
-                f"different data. Call set_gradient_divide_factor({num_ranks}) on its module."
-            )
 
 
 class _Weighted(torch.autograd.Function):
@@ -137,6 +133,58 @@ class _Weighted(torch.autograd.Function):
 # What gradients contain, and backwards under way
 
 
+class _Marks:
+    """The gradients of some parameters, as they were when this was made."""
+
+    def __init__(self, trained: Sequence[torch.Tensor]) -> None:
+        self.trained = list(trained)  # kept, so that no other gets the id of one
+        self._seen = {
+            id(tensor): (weakref.ref(tensor.grad), _version(tensor.grad))
+            for tensor in trained
+            if tensor.grad is not None
+        }
+
+    def compare(
+        self, trained: Sequence[torch.Tensor], device: torch.device
+    ) -> tuple[torch.Tensor, bool]:
+        """Say what became of the gradients of some parameters since.
+
+        Returns rows of 1.0 or 0.0 by parameter, float64 on ``device``, each if it was there, and now
+
+            kept        it is there and not zero
+            gone        it was dropped or written to
+            untouched   nobody has written to it; of those with elements
+
+        and whether some may be kept while others are not.
+        """
+        kept, gone, untouched = ([0.0] * len(trained) for _ in range(3))
+        touched: list[tuple[int, torch.Tensor]] = []
+        for index, tensor in enumerate(trained):
+            if id(tensor) not in self._seen:
+                continue
+            grad, (known, version) = tensor.grad, self._seen[id(tensor)]
+            if grad is not None and grad is known() and _version(grad) == version:
+                kept[index] = 1.0
+                untouched[index] = float(_local(grad).numel() > 0)
+                continue
+            gone[index] = 1.0
+            if grad is not None:
+                touched.append((index, _local(grad)))
+        flags = torch.tensor([kept, gone, untouched], dtype=torch.float64, device=device)
+        for index, local in touched:
+            flags[0, index] = local.count_nonzero().to(device) > 0
+        return flags, any(gone) and (any(kept) or bool(touched))
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def _version(grad: torch.Tensor) -> int:
+    """Return how often a gradient was written to, as a whole and through this rank's part."""
+    return grad._version + (grad._local_tensor._version if isinstance(grad, DTensor) else 0)
+
+
 @dataclasses.dataclass(slots=True)
 class _Step:
     """What the weighted losses of one model have left so far.
@@ -146,7 +194,7 @@ class _Step:
     """
 
     total: torch.Tensor
-    marks: GradientMarks
+    marks: _Marks
 
 
 class _Pass(NamedTuple):
@@ -186,19 +234,19 @@ def _add_weight(
     trained = _trained([*modules, model], units)
     _begin_pass(keys)
     step = _step_of(keys, trained, device)
-    seen = step.marks.compare([*trained], device)
+    flags, may_be_mixed = step.marks.compare([*trained], device)
     own = torch.as_tensor(weight, dtype=torch.float64, device=device)
-    has_hidden = any(unit.gradients.has_hidden for unit in units)
+    has_hidden = any(unit.has_hidden_gradients for unit in units)
     waits = torch.tensor(float(has_hidden), dtype=torch.float64, device=device)
-    dropped = seen.gone * (1 - seen.kept)
-    facts = torch.cat(
-        [torch.stack([own.reshape(()), waits]), seen.kept, seen.gone, dropped, seen.untouched]
-    )
-    for group in _groups(units):
-        run_collective(dist.all_reduce, facts, group=group, label="weights of losses")
-    kept, gone, dropped, untouched = facts[2:].chunk(4)
+    dropped = flags[1] * (1 - flags[0])
+    facts = torch.cat([torch.stack([own.reshape(()), waits]), flags.flatten(), dropped])
+    mesh = _widest(units) if units else None
+    for group in () if mesh is None else (mesh.shard_group, mesh.replicate_group):
+        if group is not None:
+            run_collective(dist.all_reduce, facts, group=group, label="weights of losses")
+    kept, gone, untouched, dropped = facts[2:].chunk(4)
     names = [*trained.values()]
-    if seen.may_be_mixed:
+    if may_be_mixed:
         _refuse_mixed(names, kept.tolist(), gone.tolist())
     differing = _on_host((dropped > 0) & (untouched > 0))
     if device.type == "cpu":  # elsewhere at the end of the pass, when nobody has to wait for it
@@ -206,10 +254,10 @@ def _add_weight(
     goes_on = facts[1] + kept.sum() > 0
     before = torch.where(goes_on, step.total, 0.0)
     total = before + facts[0]
-    _rescale(units, trained, torch.where(goes_on & (total > 0), before / total, 1.0))
+    _rescale(units, [*trained], torch.where(goes_on & (total > 0), before / total, 1.0))
 
     def end() -> None:
-        step.total, step.marks = total, GradientMarks([*trained])
+        step.total, step.marks = total, _Marks([*trained])
         _passes.clear()
         _refuse_differing(names, differing())
 
@@ -223,7 +271,7 @@ def _add_weight(
     )
     # Once this pass is over, and the engine is done with it: its callback is queued between these two.
     queue_callback(functools.partial(queue_callback, end))
-    num_ranks = _widest(units).data_parallel_size if units else 1
+    num_ranks = 1 if mesh is None else mesh.plan.data_parallel_size
     return torch.where(total > 0, own * num_ranks / total, 0.0)
 
 
@@ -247,18 +295,18 @@ def _begin_pass(keys: Sequence[Iteration | nn.Module]) -> None:
 
 def _current() -> _Pass | None:
     """Return the weighted pass that runs; None if there is none, or an exception has ended it."""
-    return next((each for each in _passes if each.end() is not None), None)
+    return _passes[0] if _passes and _passes[0].end() is not None else None
 
 
 def _settle_failure() -> None:
     """Forget a weighted pass that an exception has ended. Raises StateError while it has left gradients."""
-    failed = next((each for each in _passes if each.end() is None), None)
-    if failed is None:
+    if not _passes or _current() is not None:
         return
+    (failed,) = _passes
     grads = (tensor.grad for each in failed.trained if (tensor := each()) is not None)
     units = (unit for each in failed.units if (unit := each()) is not None)
     if any(g is not None and g.count_nonzero() > 0 for g in grads) or any(
-        unit.gradients.has_hidden for unit in units
+        unit.has_hidden_gradients for unit in units
     ):
         raise StateError(
             "weighted_loss: an exception has ended the last weighted backward, and gradients of that step are "
@@ -295,13 +343,12 @@ class _Watcher(PassWatcher):
             return
         _settle_failure()
         step = _steps.get(iteration)
-        if step is None or not len(step.marks):
+        if step is None or not step.marks.trained:
             return
         units = iteration.units
-        trained = [param.holder.sharded for unit in units for param in unit.params]
-        trained = list(dict.fromkeys(trained))
-        seen = step.marks.compare(trained, units[0].device)
-        if bool(seen.kept.any()):
+        trained = [holder.sharded for unit in units for holder in unit.holders]
+        flags, _ = step.marks.compare(trained, units[0].device)
+        if bool(flags[0].any()):
             raise MisuseError(
                 "weighted_loss: this backward has no weight, but gradients of weighted losses are there, which it "
                 "would be added to. Weigh its loss too, add it to the weighted one before, or drop gradients."
@@ -326,7 +373,7 @@ def _roots(model: nn.Module) -> dict[Iteration, nn.Module]:
 def _trained(modules: Sequence[nn.Module], units: Sequence[Unit]) -> dict[torch.Tensor, str]:
     """Return what an optimizer updates, with its name: the same on all ranks, in the same order, units first."""
     names: dict[torch.Tensor, str]
-    names = {param.holder.sharded: param.name for unit in units for param in unit.params}
+    names = {param.holder.sharded: param.name for unit in units for param in unit.managed}
     for module in modules:
         for name, parameter in module.named_parameters():
             if manager_of(parameter) is None:
@@ -340,7 +387,7 @@ def _step_of(
     """Return what is known of a step of some models. Raises StateError for gradients that nobody weighed."""
     first, *others = (_steps.get(key) for key in keys)
     are_one = all(each is first for each in others)
-    if first is not None and are_one and len(first.marks) in (0, len(trained)):
+    if first is not None and are_one and len(first.marks.trained) in (0, len(trained)):
         return first
     for tensor, name in trained.items():
         if tensor.grad is not None and tensor.grad.count_nonzero() > 0:
@@ -349,32 +396,23 @@ def _step_of(
                 "other models. Drop gradients first, and weigh the losses of all backwards of a step, with the "
                 "same model."
             )
-    step = _Step(torch.zeros((), dtype=torch.float64, device=device), GradientMarks([]))
+    step = _Step(torch.zeros((), dtype=torch.float64, device=device), _Marks([]))
     for key in keys:
         _steps[key] = step
     return step
 
 
-def _widest(units: Sequence[Unit]) -> MeshPlan:
+def _widest(units: Sequence[Unit]) -> UnitMesh:
     """Return the place in the mesh that has all ranks which see different data."""
-    return max((unit.mesh.plan for unit in units), key=lambda plan: plan.data_parallel_size)
-
-
-def _groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
-    """Return the process groups of the axes over which ranks see different data."""
-    if not units:
-        return []
-    plan = _widest(units)
-    mesh = next(unit.mesh for unit in units if unit.mesh.plan is plan)
-    return [group for group in (mesh.shard_group, mesh.replicate_group) if group is not None]
+    return max((unit.mesh for unit in units), key=lambda mesh: mesh.plan.data_parallel_size)
 
 
 def _rescale(
-    units: Sequence[Unit], trained: Mapping[torch.Tensor, str], factor: torch.Tensor
+    units: Sequence[Unit], trained: Sequence[torch.Tensor], factor: torch.Tensor
 ) -> None:
     """Multiply all that earlier backwards have left."""
-    own = {id(param.holder.sharded) for unit in units for param in unit.params}
-    left = [tensor for unit in units for tensor in unit.gradients.accumulated]
+    own = {id(holder.sharded) for unit in units for holder in unit.holders}
+    left = [tensor for unit in units for tensor in unit.accumulated_gradients]
     left += [p.grad for p in trained if id(p) not in own and p.grad is not None]
     for device, tensors in itertools.groupby(left, key=lambda tensor: tensor.device):
         torch._foreach_mul_([*tensors], factor.to(device))

@@ -47,7 +47,6 @@ from fullshard.errors import CheckpointError, FullshardError
 from fullshard.peers.paths import by_text
 from fullshard.plan.boxes import tiling_fault
 from fullshard.state.structure import Structure
-from fullshard.state.unit_parts import holders_of
 from fullshard.versions import VERSION
 
 
@@ -190,7 +189,7 @@ def _moments(
             if record is not None:
                 text = f"{record.moment} ({record.place} operations of the group)"
                 places[record.key] = record.place, text
-                updates.setdefault(record.key, []).extend(map(num_updates, holders_of(unit)))
+                updates.setdefault(record.key, []).extend(map(num_updates, unit.holders))
     if places:
         groups = ", ".join(sorted(places))
         for section, optimizer in optimizers.items():

@@ -637,7 +637,17 @@ class Unit:
         """Drop or zero the gradients of the sharded parameters, which modules may not show now."""
         self.params.zero_gradients(set_to_none=set_to_none)
 
-    # What rooms above the engine read of parameters; `params` is the engine's alone
+    # What rooms above the engine read of gradients and parameters; `params` is the engine's alone
+
+    @property
+    def accumulated_gradients(self) -> list[torch.Tensor]:
+        """All that backwards have added up, each element once: gradients, and sums that wait."""
+        return self.gradients.accumulated
+
+    @property
+    def has_hidden_gradients(self) -> bool:
+        """True if sums wait that users do not see as ``.grad``, and so cannot drop there."""
+        return self.gradients.has_hidden
 
     @property
     def managed(self) -> Sequence[ManagedParameter]:

@@ -298,9 +298,9 @@ class StateDictMethods(nn.Module):
     def _register_state_dict_hooks(self) -> None:
         self._state_dict_settings = default_settings(StateDictType.FULL_STATE_DICT)
         module: Any = self  # whose methods have no types
-        module.register_state_dict_pre_hook(_before_saving)
+        module.register_state_dict_pre_hook(before_saving)
         module._register_state_dict_hook(_after_saving)
-        module._register_load_state_dict_pre_hook(_before_loading, with_module=True)
+        module._register_load_state_dict_pre_hook(before_loading, with_module=True)
         module.register_load_state_dict_post_hook(after_loading)
         for inner in {slot.module() for param in self._unit.managed for slot in param.slots}:
             if inner is not None:
@@ -340,10 +340,6 @@ def _restoring_settings(instances: Sequence[StateDictMethods]) -> Iterator[None]
             instance._state_dict_settings = settings
 
 
-def _before_saving(instance: Any, *_: Any) -> None:
-    before_saving(instance)
-
-
 def _warn_of_pieces(module: nn.Module, prefix: str, _: bool) -> None:
     unit = _units[module]() if module in _units else None
     if WRAPPED_MODULE in prefix or unit is None:
@@ -361,9 +357,3 @@ def _warn_of_pieces(module: nn.Module, prefix: str, _: bool) -> None:
 
 def _after_saving(instance: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     after_saving(instance, state_dict, prefix, instance._state_dict_settings)
-
-
-def _before_loading(
-    instance: Any, state_dict: dict[str, Any], prefix: str, *arguments: Any
-) -> None:
-    before_loading(instance, state_dict, prefix, errors=arguments[-1])

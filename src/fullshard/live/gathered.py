@@ -23,7 +23,6 @@ from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole import gather_one
 from fullshard.errors import StateError, UnsupportedError
-from fullshard.state.unit_parts import number_of
 
 
 @eager
@@ -108,7 +107,7 @@ def _gathered(param: torch.Tensor, manager: ManagedParameter, unit: Unit) -> tor
     assert state is not None
     if param is manager.unsharded and unit.is_unsharded and is_running(state, if_unknown=True):
         return param
-    index = number_of(unit, manager)
+    index = unit.managed.index(manager)
     if not (torch.is_grad_enabled() and manager.requires_grad):
         return gather_one(unit, index)
     # Autograd has to see an input that requires a gradient, and this one has no hooks of anybody.

@@ -107,7 +107,7 @@ def _own_memory(parameter: nn.Parameter) -> torch.Tensor:
 
 def _units(module: nn.Module) -> list[Unit]:
     module = whole_of(module)
-    refuse_others(module)
+    refuse_others([*module.named_modules()])
     for path, each in module.named_modules():
         if any(c.__module__.startswith(_TORCH_FSDP) for c in type(each).__mro__):
             raise UnsupportedError(

@@ -14,7 +14,7 @@ from fullshard.errors import StateError
 from fullshard.fsdp1.state_dicts import saving_sharded
 from fullshard.state.first_state import first_state, lacking_state, with_first_states
 from fullshard.state.optim import SaveOptions, Values, load, save
-from fullshard.state.optim_keys import trained_parameters
+from fullshard.state.optim_keys import trained_in
 from fullshard.state.structure import structure_of, whole_of
 from fullshard.state.unit_parts import UnitParts, parts_of
 from fullshard.state.unit_values import locals_of
@@ -39,7 +39,9 @@ def sharded_state(
         state["optimizer"] = save(
             model,
             optimizer,
-            with_first_states(optimizer, optimizer.state_dict(), set(trained_parameters(model))),
+            with_first_states(
+                optimizer, optimizer.state_dict(), {*trained_in(structure_of(model))}
+            ),
             SaveOptions(Values.DTENSORS),
         )
     return state
@@ -87,7 +89,7 @@ def _refuse_incomplete(
     """
     if "state" not in saved:
         return  # `load` refuses it
-    trained = trained_parameters(model)
+    trained = trained_in(structure_of(model))
     lacking = set(lacking_state(optimizer))
     missing: list[str] = []
     taken: set[str] = set()

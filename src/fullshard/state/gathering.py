@@ -9,7 +9,8 @@ those received: at most about three times ``bucket_nbytes``, and on ranks that r
 own message.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,9 @@ def gathered_wholes(
     ]
     views = [shares.get(h.name, []) for h in holdings]
     receiver = None if to_rank is None else ranks.index(to_rank)
-    wire = _Wire(group, len(ranks), receiver, _wire_device(facts, group) if many else None)
+    rank = dist.get_rank(group) if many else 0
+    travels_on = _wire_device(facts, group) if many else torch.device("cpu")
+    wire = _Wire(group, len(ranks), rank, receiver, travels_on)
     return _gather(list(holdings), views, tensors, wire, bucket_nbytes, device)
 
 
@@ -97,11 +100,11 @@ def _check(facts: Sequence[_Told], ranks: Sequence[int]) -> None:
     ranks: of the job, those that the facts are from.
     """
     for name in ("to_rank", "bucket_nbytes"):
-        asked = [getattr(each, name) for each in facts]
-        for rank, value in zip(ranks, asked, strict=True):
-            if value != asked[0]:
+        first = getattr(facts[0], name)
+        for rank, each in zip(ranks, facts, strict=True):
+            if (value := getattr(each, name)) != first:
                 raise StateError(
-                    f"{name} is {asked[0]!r} on rank {ranks[0]} and {value!r} on rank {rank}. Call this with the same "
+                    f"{name} is {first!r} on rank {ranks[0]} and {value!r} on rank {rank}. Call this with the same "
                     "arguments on all ranks of the group."
                 )
     to_rank, bucket_nbytes = facts[0].to_rank, facts[0].bucket_nbytes
@@ -111,14 +114,13 @@ def _check(facts: Sequence[_Told], ranks: Sequence[int]) -> None:
     if bucket_nbytes < 1:
         raise StateError(f"A bucket of {bucket_nbytes} bytes holds nothing. Give a positive size.")
     for rank, each in zip(ranks, facts, strict=True):
-        if each.tensors == facts[0].tensors:
-            continue
-        first, other = set(facts[0].tensors), set(each.tensors)
-        differing = sorted(str(fact[0]) for fact in first ^ other)[:3] or ["their order"]
-        raise StateError(
-            f"Ranks {ranks[0]} and {rank} hold different tensors: {', '.join(differing)}. Call this with the same "
-            "model on all ranks of the group."
-        )
+        if each.tensors != facts[0].tensors:
+            only_one = set(facts[0].tensors) ^ set(each.tensors)
+            differing = sorted(name for name, _, _ in only_one)[:3] or ["their order"]
+            raise StateError(
+                f"Ranks {ranks[0]} and {rank} hold different tensors: {', '.join(differing)}. Call this with the same "
+                "model on all ranks of the group."
+            )
     for index, (name, shape, _) in enumerate(facts[0].tensors):
         if fault := tiling_fault(shape, [box for each in facts for box in each.boxes[index]]):
             raise StateError(
@@ -158,18 +160,17 @@ def _gather(
         held = views[part.tensor][part.number]
         return held.view[part.box.within(held.box)]
 
-    def target_of(part: MessagePart) -> torch.Tensor:
-        return whole_of(part.tensor)[part.box.within(whole_box(tensors[part.tensor].shape))]
+    def put(part: MessagePart, message: torch.Tensor) -> None:
+        whole = whole_of(part.tensor)
+        own = part.rank == wire.rank
+        source = view_of(part) if own else _slot(message, part, whole.dtype)
+        whole[part.box.within(whole_box(tuple(whole.shape)))].copy_(source)
 
     for bucket in plan_buckets(tensors, num_ranks=wire.num_ranks, bucket_nbytes=bucket_nbytes):
         received = wire.exchange(bucket, view_of)
         if wire.receives:
             for part in bucket.parts:
-                if part.rank == wire.rank:
-                    target_of(part).copy_(view_of(part))
-                else:
-                    target = target_of(part)
-                    target.copy_(_slot(received[part.rank], part, target.dtype))
+                put(part, received[part.rank])
         received = []
         for index in bucket.complete:
             whole = whole_of(index) if wire.receives else None
@@ -184,79 +185,55 @@ def _slot(message: torch.Tensor, part: MessagePart, dtype: torch.dtype) -> torch
     return message[part.start : part.start + nbytes].view(dtype).view(part.box.shape)
 
 
-class _Wire:
-    """The exchange of messages among the ranks of a group.
+class _Wire(NamedTuple):
+    """The ranks of a group among whom messages are exchanged, and this one's number.
 
-    device: on which they travel; None for one rank alone. receives: whether this rank gets any.
+    to_rank: the only one that receives; None if all do. device: on which bytes travel.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        num_ranks: int,
-        to_rank: int | None,
-        device: torch.device | None,
-    ) -> None:
-        self.num_ranks = num_ranks
-        self.rank = dist.get_rank(group) if num_ranks > 1 else 0
-        self.device = device or torch.device("cpu")
-        self.receives = to_rank is None or to_rank == self.rank
-        self._to_rank = to_rank
-        self._group = group
+    group: dist.ProcessGroup | None
+    num_ranks: int
+    rank: int
+    to_rank: int | None
+    device: torch.device
 
-    def exchange(self, bucket: Bucket, view_of: Any) -> list[torch.Tensor]:
+    @property
+    def receives(self) -> bool:
+        return self.to_rank in (None, self.rank)
+
+    def exchange(
+        self, bucket: Bucket, view_of: Callable[[MessagePart], torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Send this rank's parts of a bucket; return the messages of all ranks as bytes.
 
         This rank's own is not among them where that saves sending it.
         """
-        if self.num_ranks == 1 or not any(self._sent(bucket)):
-            return [torch.empty(0, device="cpu")] * self.num_ranks
-        nbytes = self._sent(bucket)
-        if self._to_rank is not None:
-            return self._to_one(self._message(bucket, view_of, nbytes[self.rank]), nbytes)
+        nbytes = [0 if rank == self.to_rank else n for rank, n in enumerate(bucket.nbytes)]
         longest = max(nbytes)
-        if longest * self.num_ranks <= _MOST_PADDING * sum(nbytes):
+        if self.num_ranks == 1 or not longest:
+            return [torch.empty(0, device="cpu")] * self.num_ranks
+        is_even = longest * self.num_ranks <= _MOST_PADDING * sum(nbytes) and self.to_rank is None
+        message = self._empty(longest if is_even else nbytes[self.rank])
+        for part in bucket.parts:
+            if part.rank == self.rank != self.to_rank:
+                view = view_of(part)
+                _slot(message, part, view.dtype).copy_(view)
+        run = functools.partial(run_collective, group=self.group, label=_LABEL)
+        if is_even:
             received = self._empty(longest * self.num_ranks)
-            message = self._message(bucket, view_of, longest)
-            run_collective(all_gather, received, message, group=self._group, label=_LABEL)
+            run(all_gather, received, message)
             return list(received.split(longest))
-        messages = []
-        for rank, size in enumerate(nbytes):
-            own = rank == self.rank
-            message = self._message(bucket, view_of, size) if own else self._empty(size)
-            if size:
-                run_collective(
-                    dist.broadcast, message, group_src=rank, group=self._group, label=_LABEL
-                )
-            messages.append(message)
+        if self.to_rank is not None:
+            sent = [len(message) if rank == self.to_rank else 0 for rank in range(self.num_ranks)]
+            arriving = nbytes if self.receives else [0] * self.num_ranks
+            received = self._empty(sum(arriving))
+            run(dist.all_to_all_single, received, message, arriving, sent)
+            return list(received.split(arriving))
+        messages = [message if r == self.rank else self._empty(n) for r, n in enumerate(nbytes)]
+        for rank, each in enumerate(messages):
+            if len(each):
+                run(dist.broadcast, each, group_src=rank)
         return messages
-
-    def _sent(self, bucket: Bucket) -> list[int]:
-        return [0 if rank == self._to_rank else n for rank, n in enumerate(bucket.nbytes)]
-
-    def _to_one(self, message: torch.Tensor, nbytes: Sequence[int]) -> list[torch.Tensor]:
-        sent = [len(message) if rank == self._to_rank else 0 for rank in range(self.num_ranks)]
-        arriving = list(nbytes) if self.receives else [0] * self.num_ranks
-        received = self._empty(sum(arriving))
-        run_collective(
-            dist.all_to_all_single,
-            received,
-            message,
-            arriving,
-            sent,
-            group=self._group,
-            label=_LABEL,
-        )
-        return list(received.split(arriving))
-
-    def _message(self, bucket: Bucket, view_of: Any, nbytes: int) -> torch.Tensor:
-        message = self._empty(nbytes)
-        if self._to_rank != self.rank:
-            for part in bucket.parts:
-                if part.rank == self.rank:
-                    view = view_of(part)
-                    _slot(message, part, view.dtype).copy_(view)
-        return message
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)

@@ -11,6 +11,7 @@ Several ranks may hold the same box: replicas, and every rank of what is not sha
 numbered, so that each can write its share of it.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,19 +23,12 @@ from torch.nn.parameter import is_lazy
 
 from fullshard.engine.access import settle_to_read, settle_to_write
 from fullshard.engine.module_state import state_of
-from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError, StateError, UnsupportedError
 from fullshard.plan.boxes import whole_box
 from fullshard.plan.layout import Shape
 from fullshard.state.sharded_tensors import place_on, placement_of
 from fullshard.state.structure import Structure, structure_of
-from fullshard.state.unit_parts import (
-    HeldBox,
-    UnitParts,
-    forms_in,
-    parts_of,
-    slots_of,
-)
+from fullshard.state.unit_parts import HeldBox, UnitParts, forms_in, parts_of, slots_of
 
 _TORCH_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
@@ -113,18 +107,27 @@ def holdings_of(model: nn.Module, *, writes: str = "") -> list[Holding]:
 @torch.no_grad()
 def holdings_in(structure: Structure, *, writes: str = "") -> list[Holding]:
     """List what `holdings_of` lists of a model of this structure."""
-    _refuse_others(structure.modules)
-    if writes:
-        _refuse_lent(structure.modules, writes)
+    refuse_others(structure.modules)
+    for _, module in structure.modules if writes else ():
+        call = lent.get(module, writes)
+        if call != writes:
+            raise MisuseError(
+                f"{writes} is called inside {call}, at whose end the model gets its own values back, so what "
+                "is loaded would be lost. Call it before or after."
+            )
     for unit, _ in structure.units:
         if writes:
             settle_to_write(unit, writes)
         else:
             settle_to_read(unit)
-    found = [holding for unit, names in structure.units for holding in _of_unit(unit, names)]
-    managed = {id(param) for unit, _ in structure.units for param in forms_in(unit)}
-    found += _plain_parameters(structure, managed)
-    found += _buffers(structure)
+    found: list[Holding] = []
+    for unit, every_name in structure.units:
+        parts = parts_of(unit)
+        for index, names in enumerate(every_name):
+            if names:  # else its module was taken out of the model
+                local = plain_memory(parts.local(index).detach(), names[0])
+                found.append(unit_holding(parts, index, tuple(names), local))
+    found += _of_no_unit(structure)
     for holding in found:
         if any(held.view.is_meta for held in holding.boxes):
             raise StateError(
@@ -137,16 +140,6 @@ def holdings_in(structure: Structure, *, writes: str = "") -> list[Holding]:
     return sorted(found, key=lambda holding: order.get(holding.name, len(order)))
 
 
-def _refuse_lent(modules: Sequence[tuple[str, nn.Module]], writes: str) -> None:
-    for _, module in modules:
-        call = lent.get(module, writes)
-        if call != writes:
-            raise MisuseError(
-                f"{writes} is called inside {call}, at whose end the model gets its own values back, so what "
-                "is loaded would be lost. Call it before or after."
-            )
-
-
 def without_ddp(model: Any) -> Any:
     """Return what DistributedDataParallel wraps; anything else as it is. Names are those inside."""
     return model.module if is_ddp(model) else model
@@ -156,19 +149,13 @@ def is_ddp(model: Any) -> bool:
     return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
-def refuse_others(model: nn.Module) -> None:
-    """Raise UnsupportedError for a model that PyTorch's FullyShardedDataParallel has wrapped."""
-    _refuse_others([*model.named_modules()])
-
-
-def _refuse_others(modules: Sequence[tuple[str, nn.Module]]) -> None:
+def refuse_others(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise UnsupportedError if PyTorch's FullyShardedDataParallel wraps one of these modules."""
     others = {
         kind
         for kind in {type(module) for _, module in modules}
         if any(each.__module__.startswith(_TORCH_FSDP1) for each in kind.__mro__)
     }
-    if not others:
-        return
     for path, module in modules:
         if type(module) in others:
             raise UnsupportedError(
@@ -176,18 +163,6 @@ def _refuse_others(modules: Sequence[tuple[str, nn.Module]]) -> None:
                 "FullyShardedDataParallel, whose parts of parameters only it can tell. Wrap it with "
                 "fullshard's, or call fullshard.install() first."
             )
-
-
-def dtensor_boxes(value: DTensor) -> tuple[HeldBox, ...]:
-    """Return this rank's box of a DTensor, over its memory."""
-    place, local = place_on(value._spec), value._local_tensor
-    if tuple(local.shape) != place.box.shape:
-        raise StateError(
-            f"This rank's part of a DTensor has shape {tuple(local.shape)}, but its mesh and "
-            f"placements give it {place.box.shape}. Make it with distribute_tensor, which divides "
-            "evenly, or say its shape to DTensor.from_local."
-        )
-    return (HeldBox(place.box, local.detach()),) if local.numel() else ()
 
 
 def tensor_holding(name: str, tensor: torch.Tensor | HeldTensor) -> Holding:
@@ -201,12 +176,19 @@ def tensor_holding(name: str, tensor: torch.Tensor | HeldTensor) -> Holding:
     tensor = plain_memory(tensor.detach(), name)
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
-        boxes = dtensor_boxes(tensor)
-        return Holding((name,), shape, tensor.dtype, boxes, placement_of(tensor._spec))
+        box, local = place_on(tensor._spec).box, tensor._local_tensor
+        if tuple(local.shape) != box.shape:
+            raise StateError(
+                f"This rank's part of a DTensor has shape {tuple(local.shape)}, but its mesh and "
+                f"placements give it {box.shape}. Make it with distribute_tensor, which divides "
+                "evenly, or say its shape to DTensor.from_local."
+            )
+        held = (HeldBox(box, local.detach()),) if local.numel() else ()
+        return Holding((name,), shape, tensor.dtype, held, placement_of(tensor._spec))
     loaded, copied = None, tensor
     if tensor.is_conj() or tensor.is_neg():  # its memory has other values than it shows
         copied = tensor.resolve_conj().resolve_neg()
-        loaded = _copier(tensor, copied)
+        loaded = functools.partial(tensor.copy_, copied)
     boxes = (HeldBox(whole_box(shape), copied),) if tensor.numel() else ()
     return Holding((name,), shape, tensor.dtype, boxes, REPLICATED, after_loading=loaded)
 
@@ -254,72 +236,49 @@ def tell_loaded(holdings: Sequence[Holding]) -> None:
             first.copy_(first.clone())
 
 
-# One kind of tensor each
+class _Named(NamedTuple):
+    tensor: torch.Tensor
+    dtype: torch.dtype  # for whoever saves it
+    names: list[str]
 
 
-def _of_unit(unit: Unit, names: Sequence[Sequence[str]]) -> Iterator[Holding]:
-    parts = parts_of(unit)
-    for index, own_names in enumerate(names):
-        if own_names:  # else its module was taken out of the model
-            local = plain_memory(parts.local(index).detach(), own_names[0])
-            yield unit_holding(parts, index, tuple(own_names), local)
-
-
-def _plain_parameters(structure: Structure, managed: set[int]) -> Iterator[Holding]:
-    names: dict[int, list[str]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for prefix, module in structure.modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in managed:
-                names.setdefault(id(parameter), []).append(prefix + name)
-                parameters[id(parameter)] = parameter
-    for key, parameter in parameters.items():
-        own = tuple(dict.fromkeys(names[key]))
-        yield tensor_holding(own[0], parameter)._replace(names=own)
-
-
-def _buffers(structure: Structure) -> Iterator[Holding]:
-    """Yield persistent buffers, in the dtype that they had before mixed precision cast them."""
-    before = _dtypes_before_casts(structure)
-    seen: dict[int, list[str]] = {}
-    buffers: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
-    for prefix, module in structure.modules:
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set:
-                continue
-            seen.setdefault(id(buffer), []).append(prefix + name)
-            buffers[id(buffer)] = buffer, before.get((id(module), name), buffer.dtype)
-    for key, (buffer, dtype) in buffers.items():
-        names = tuple(dict.fromkeys(seen[key]))
-        if dtype == buffer.dtype:
-            holding = tensor_holding(names[0], buffer)
-            placement = BUFFER if holding.placement == REPLICATED else holding.placement
-            yield holding._replace(names=names, placement=placement, is_buffer=True)
-            continue
-        widened = buffer.detach().to(dtype)
-        holding = tensor_holding(names[0], widened)
-        yield holding._replace(
-            names=names,
-            placement=BUFFER,
-            after_loading=_copier(buffer.detach(), widened),
-            is_buffer=True,
-        )
-
-
-def _copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(source)
-
-
-def _dtypes_before_casts(structure: Structure) -> dict[tuple[int, str], torch.dtype]:
-    """Return the dtypes of buffers before mixed precision cast them, by id of the module and name."""
-    found = (state_of(module) for _, module in structure.modules)
-    states = dict.fromkeys(state for state in found if state is not None)
-    return {
+def _of_no_unit(structure: Structure) -> Iterator[Holding]:
+    """Yield plain parameters, and persistent buffers in the dtype before mixed precision cast them."""
+    managed = {id(param) for unit, _ in structure.units for param in forms_in(unit)}
+    states = dict.fromkeys(
+        state for _, m in structure.modules if (state := state_of(m)) is not None
+    )
+    before_casts = {
         (id(module), name): dtype
         for state in states
         for module, dtypes in state.buffer_dtypes.items()
         for name, dtype in dtypes.items()
     }
+    # By id: a tied parameter, or a buffer in several places, has several names.
+    parameters: dict[int, _Named] = {}
+    buffers: dict[int, _Named] = {}
+    for prefix, module in structure.modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in managed:
+                own = parameters.setdefault(id(parameter), _Named(parameter, parameter.dtype, []))
+                own.names.append(prefix + name)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                dtype = before_casts.get((id(module), name), buffer.dtype)
+                own = buffers.setdefault(id(buffer), _Named(buffer, dtype, []))
+                own.names.append(prefix + name)
+    for found in (parameters, buffers):
+        for tensor, dtype, every_name in found.values():
+            names = tuple(dict.fromkeys(every_name))
+            widened = tensor if dtype == tensor.dtype else tensor.detach().to(dtype)
+            holding = tensor_holding(names[0], widened)._replace(names=names)
+            if widened is not tensor:
+                copy_back = functools.partial(tensor.detach().copy_, widened)
+                holding = holding._replace(after_loading=copy_back, placement=REPLICATED)
+            if found is buffers:
+                placement = BUFFER if holding.placement == REPLICATED else holding.placement
+                holding = holding._replace(placement=placement, is_buffer=True)
+            yield holding
 
 
 def _names_in_order(structure: Structure) -> Iterator[str]:

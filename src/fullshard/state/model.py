@@ -42,9 +42,7 @@ from fullshard.state.unit_parts import (
     division_group,
     flat_shards,
     hide_pieces,
-    inner_specs,
     parts_of,
-    registered,
     show_pieces,
     slots_of,
 )
@@ -57,13 +55,12 @@ _PREFIX = f"{WRAPPED_MODULE}."
 # Saving
 
 
-def before_saving(module: nn.Module) -> None:
+def before_saving(module: nn.Module, *_: Any) -> None:
     """Register every parameter under its own name, so that keys come in the usual order."""
-    unit = _unit(module)
-    if unit.is_whole:
-        return
-    settle_to_read(unit)
-    _hooks(module).begin_saving()
+    hooks, unit = _hooks_and_unit(module)
+    if not unit.is_whole:
+        settle_to_read(unit)
+        hooks.begin_saving()
 
 
 @torch.no_grad()
@@ -74,7 +71,7 @@ def after_saving(
 
     Collective, except for LOCAL. Changes ``state_dict`` in place.
     """
-    hooks, unit = _hooks(module), _unit(module)
+    hooks, unit = _hooks_and_unit(module)
     if not unit.is_whole:
         hooks.end_saving()
     _rename(state_dict, f"{prefix}{_PREFIX}", prefix)
@@ -86,12 +83,20 @@ def after_saving(
         settings = default_settings(StateDictType.FULL_STATE_DICT)
     config, kind = settings.state_dict_config, settings.state_dict_type
     drops = isinstance(config, FullStateDictConfig) and config.rank0_only and not is_first(unit)
-    saved = _buffers(module, hooks.state, prefix, casts=kind is not StateDictType.LOCAL_STATE_DICT)
-    saved = {key: buffer for key, buffer in saved.items() if key in state_dict}  # persistent ones
+    buffers = _buffers(
+        module, hooks.state, prefix, casts=kind is not StateDictType.LOCAL_STATE_DICT
+    )
+    saved: dict[str, Any] = {
+        key: b for key, b in buffers.items() if key in state_dict
+    }  # persistent
     if kind is StateDictType.LOCAL_STATE_DICT:
         for _, key in _keys(module, unit, prefix):
             del state_dict[key]
-        saved |= _local_values(unit, prefix)
+        for position, (sizes, local) in enumerate(flat_shards(unit)):
+            starts = itertools.accumulate(sizes, initial=0)
+            boxes = [Box((start,), (size,)) for start, size in zip(starts, sizes, strict=False)]
+            key = f"{prefix}{_flat_key(position)}"
+            saved[key] = sharded_tensor(local, (sum(sizes),), boxes, division_group(unit))
     elif unit.is_whole and drops:  # this rank may show its flat parameter
         for key in (f"{prefix}{FLAT_PARAM}", *(key for _, key in _keys(module, unit, prefix))):
             state_dict.pop(key, None)
@@ -107,7 +112,7 @@ def after_saving(
 
 def _whole_values(unit: Unit) -> list[torch.Tensor]:
     if unit.is_whole:
-        current = registered(unit)
+        current = [param.slots[0].current for param in unit.managed]  # None inside a flat one
         shown = [p.detach().clone() for p in current if p is not None]
         if len(shown) < len(current):
             raise MisuseError(
@@ -116,9 +121,10 @@ def _whole_values(unit: Unit) -> list[torch.Tensor]:
             )
         return shown
     whole = [tensor.clone() for tensor in gather_whole(unit)]
+    specs = [param.form.unsharded for param in unit.managed]  # by tensor parallel
     return [
         tensor if spec is None else DTensor(tensor, spec, requires_grad=False)
-        for tensor, spec in zip(whole, inner_specs(unit), strict=True)
+        for tensor, spec in zip(whole, specs, strict=True)
     ]
 
 
@@ -129,34 +135,23 @@ def _row_values(unit: Unit, config: StateDictConfig) -> list[torch.Tensor | Shar
     return sharded_values(unit, indices, [*map(parts.local, indices)], dtensors=dtensors)
 
 
-def _local_values(unit: Unit, prefix: str) -> dict[str, torch.Tensor | ShardedTensor]:
-    values: dict[str, torch.Tensor | ShardedTensor] = {}
-    for position, (sizes, local) in enumerate(flat_shards(unit)):
-        starts = itertools.accumulate(sizes, initial=0)
-        boxes = [Box((start,), (size,)) for start, size in zip(starts, sizes, strict=False)]
-        value = sharded_tensor(local, (sum(sizes),), boxes, division_group(unit))
-        values[f"{prefix}{_flat_key(position)}"] = value
-    return values
-
-
 # Loading
 
 
 @torch.no_grad()
-def before_loading(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str]
-) -> None:
+def before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Put prefixes back, and replace values of any kind by this rank's pieces. Collective.
 
-    Changes ``state_dict`` in place. Values of another shape are described in ``errors``, for which
-    ``load_state_dict`` then raises RuntimeError on all ranks.
+    Changes ``state_dict`` in place. Values of another shape are described in the last of ``rest``, for
+    which ``load_state_dict`` then raises RuntimeError on all ranks.
     """
-    unit = _unit(module)
+    (hooks, unit), errors = _hooks_and_unit(module), rest[-1]
     if not unit.is_whole:
         settle_to_write(unit, "load_state_dict")
         show_pieces(unit)
     parts = parts_of(unit)
-    names = [f"{prefix}{_flat_key(position)}" for position in range(parts.num_buffers)]
+    num_buffers = len(unit.flat_shards)
+    names = [f"{prefix}{_flat_key(position)}" for position in range(num_buffers)]
     flat = {name: state_dict.pop(name) for name in names if name in state_dict}
     _rename(state_dict, prefix, f"{prefix}{_PREFIX}")
     keys = _keys(module, unit, f"{prefix}{_PREFIX}")
@@ -176,7 +171,7 @@ def before_loading(
     for index, key in keys:
         if index in pieces:
             state_dict[key] = pieces[index]
-    buffers = _buffers(module, _hooks(module).state, f"{prefix}{_PREFIX}", casts=False)
+    buffers = _buffers(module, hooks.state, f"{prefix}{_PREFIX}", casts=False)
     for key, buffer in buffers.items():
         if key in state_dict and not _fits(
             state_dict[key], tuple(buffer.shape), clean_name(key), errors
@@ -196,7 +191,7 @@ def _fits(value: Any, expected: tuple[int, ...], name: str, errors: list[str]) -
 
 def after_loading(module: nn.Module, incompatible: Any) -> None:
     """Hide pieces again, and rename missing and unexpected keys to the names before wrapping."""
-    unit = _unit(module)
+    _, unit = _hooks_and_unit(module)
     if not unit.is_whole:
         hide_pieces(unit)
         follow_changes(unit)
@@ -273,12 +268,8 @@ def _flat_key(position: int) -> str:
     return f"{FLAT_PARAM}_{position}" if position else FLAT_PARAM
 
 
-def _hooks(module: nn.Module) -> Hooks:
+def _hooks_and_unit(module: nn.Module) -> tuple[Hooks, Unit]:
     hooks = hooks_of(module)
     assert hooks is not None
-    return hooks
-
-
-def _unit(module: nn.Module) -> Unit:
-    (unit,) = _hooks(module).state.all_units
-    return unit
+    (unit,) = hooks.state.all_units
+    return hooks, unit

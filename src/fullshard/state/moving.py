@@ -5,6 +5,7 @@ ranks are sent, as bytes, so that any mix of dtypes fits into one collective. At
 what is held, what is wanted, one send buffer and one receive buffer.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,34 +63,17 @@ def move(
                 sent[receiver].append(here)
             else:
                 received[sender].append(there)
-    if kept[0]:
-        torch._foreach_copy_(*kept)
-    if size > 1:
-        _communicate(sent, received, group, device)
-
-
-def _bytes(view: torch.Tensor) -> torch.Tensor:
-    """Return a view of any strides as bytes, in one more dim."""
-    # `detach`: a parameter that requires grad has no view of another dtype.
-    return view.detach().unsqueeze(-1).view(torch.uint8)
-
-
-def _communicate(
-    sent: Sequence[Sequence[torch.Tensor]],
-    received: Sequence[Sequence[torch.Tensor]],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> None:
-    """Send and receive everything, by the other rank, in one all-to-all.
-
-    Ranks agree on the order within a message, because it is the order of their plans.
-    """
+    _copy(*kept)
+    if size == 1:
+        return
+    # Ranks agree on the order within a message, because it is the order of their plans.
     sent_nbytes, received_nbytes = (
         [sum(view.numel() for view in views) for views in by_rank] for by_rank in (sent, received)
     )
     outgoing = torch.empty(sum(sent_nbytes), dtype=torch.uint8, device=device)
     incoming = torch.empty(sum(received_nbytes), dtype=torch.uint8, device=device)
-    _copy(_slots(outgoing, sent), [view for views in sent for view in views])
+    leaving, arriving = [*itertools.chain(*sent)], [*itertools.chain(*received)]
+    _copy(_slots(outgoing, leaving), leaving)
     run_collective(
         dist.all_to_all_single,
         incoming,
@@ -99,12 +83,17 @@ def _communicate(
         group=group,
         label="exchanging parts of a state dict",
     )
-    _copy([view for views in received for view in views], _slots(incoming, received))
+    _copy(arriving, _slots(incoming, arriving))
 
 
-def _slots(message: torch.Tensor, by_rank: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def _bytes(view: torch.Tensor) -> torch.Tensor:
+    """Return a view of any strides as bytes, in one more dim."""
+    # `detach`: a parameter that requires grad has no view of another dtype.
+    return view.detach().unsqueeze(-1).view(torch.uint8)
+
+
+def _slots(message: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the places of views in a message, in their shapes."""
-    views = [view for views in by_rank for view in views]
     places = message.split([view.numel() for view in views])
     return [place.view(view.shape) for place, view in zip(places, views, strict=True)]
 

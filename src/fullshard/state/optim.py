@@ -17,16 +17,18 @@ import copy
 import dataclasses
 import enum
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.comm.outside_steps import broadcast_object, run_collective
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError
-from fullshard.state.agreement import Agreed, agree
+from fullshard.peers.groups import any_device
+from fullshard.state.agreement import agree
 from fullshard.state.optim_keys import (
     OptimInput,
     ParamKey,
@@ -35,9 +37,8 @@ from fullshard.state.optim_keys import (
     group_with,
     keys_of_parameters,
     names_of_trained,
-    parameters_by_key,
     refuse_strays,
-    trained_parameters,
+    trained_in,
 )
 from fullshard.state.optim_units import (
     UnitState,
@@ -48,9 +49,7 @@ from fullshard.state.optim_units import (
     report,
     take_apart,
 )
-from fullshard.state.spread import spread
-from fullshard.state.structure import units_of
-from fullshard.state.unit_parts import inner_specs, parts_of
+from fullshard.state.structure import Structure, structure_of
 from fullshard.state.unit_values import sharded_values, whole_values
 from fullshard.torch_private import ShardedTensor
 
@@ -86,7 +85,7 @@ class SaveOptions:
         if is_for_all or dist.get_rank(self.group) == 0:
             return True
         first = dist.get_process_group_ranks(self.group)[0]
-        specs = [spec for unit in units for spec in inner_specs(unit)]
+        specs = [param.form.unsharded for unit in units for param in unit.managed]
         return any(spec is not None and first in spec.mesh.mesh for spec in specs)
 
 
@@ -115,12 +114,15 @@ def save(
     Raises StateError if one rank lacks state that the others have, if state is neither a scalar nor of
     its parameter's shape, or if the optimizer trains what the model does not have.
     """
-    trained = trained_parameters(model)
+    structure = structure_of(model)
+    trained = trained_in(structure)
     if optim is not None:
         refuse_strays(optim, trained)
-    by_key = parameters_by_key(model, optim, state_dict, trained, optim_input)
+    is_named = any(isinstance(key, str) for key in list(state_dict["state"])[:1])
+    keys = keys_of_parameters(model, optim, trained, optim_input, is_named=is_named)
+    by_key = {key: parameter for parameter, key in keys.items()}
     saved: StateByName = {}
-    units = units_of(model)
+    units = [unit for unit, _ in structure.units]
     states = {id(unit): UnitState() for unit in units}
     for key, parameter in by_key.items():
         kept = state_dict["state"].get(key)
@@ -158,37 +160,27 @@ def _values_of_units(
     states, names: by id of the unit.
     """
     reports = [report(unit, states[id(unit)]) for unit in units]
-    agreed = agree(reports, [names[id(unit)] for unit in units], options.group)
+    everyones = agree(reports, [names[id(unit)] for unit in units], options.group)
     saved: StateByName = {}
-    for unit, each in zip(units, agreed, strict=True):
-        saved |= _values_of_unit(unit, states[id(unit)], names[id(unit)], each, options)
+    for unit, agreed in zip(units, everyones, strict=True):
+        locals_ = complete(unit, states[id(unit)], agreed.kinds)
+        indices, tensors = [index for index, _ in locals_], [*locals_.values()]
+        gathered: Sequence[Any]
+        if options.values is Values.WHOLE or (unit.is_flat and unit.mesh.shard_group is None):
+            gathered = whole_values(unit, indices, tensors, rank0_only=options.rank0_only)
+        else:
+            is_dtensors = options.values is Values.DTENSORS
+            gathered = sharded_values(unit, indices, tensors, dtensors=is_dtensors)
+        if not options.is_kept_here([unit]):
+            continue
+        values = dict(zip(locals_, gathered, strict=True))
+        for index, kinds in agreed.kinds.items():
+            own = {
+                name: copied(agreed.others[index][name]) if dtype is None else values[index, name]
+                for name, dtype in kinds.items()
+            }
+            saved[names[id(unit)][index]] = _to_cpu(own) if options.offload_to_cpu else own
     return saved
-
-
-def _values_of_unit(
-    unit: Unit, state: UnitState, names: Mapping[int, str], agreed: Agreed, options: SaveOptions
-) -> StateByName:
-    locals_ = complete(unit, state, agreed.kinds)
-    indices, tensors = [index for index, _ in locals_], [*locals_.values()]
-    gathered: Sequence[Any]
-    if options.values is Values.WHOLE or (parts_of(unit).is_flat and unit.mesh.shard_group is None):
-        gathered = whole_values(unit, indices, tensors, rank0_only=options.rank0_only)
-    else:
-        is_dtensors = options.values is Values.DTENSORS
-        gathered = sharded_values(unit, indices, tensors, dtensors=is_dtensors)
-    if not options.is_kept_here([unit]):
-        return {}
-    values = dict(zip(locals_, gathered, strict=True))
-    saved = {
-        names[index]: {
-            name: copied(agreed.others[index][name]) if dtype is None else values[index, name]
-            for name, dtype in kinds.items()
-        }
-        for index, kinds in agreed.kinds.items()
-    }
-    return (
-        {name: _to_cpu(each) for name, each in saved.items()} if options.offload_to_cpu else saved
-    )
 
 
 def _state_of_others(state_dict: StateDict, by_key: Mapping[ParamKey, nn.Parameter]) -> StateDict:
@@ -233,16 +225,18 @@ def load(
     Raises ShardingError for a dict without "state", or with values of other shapes.
     """
     if rank0_only:
-        state_dict = spread(state_dict, group)
+        state_dict = _spread(state_dict, group)
     if "state" not in state_dict:
         raise ShardingError(
             '`optim_state_dict` must have the keys "state" to be a valid optimizer state dict, but '
             f"it has {sorted(state_dict)}."
         )
-    trained = trained_parameters(model)
+    structure = structure_of(model)
+    trained = trained_in(structure)
     keys = keys_of_parameters(model, optim, trained, optim_input, is_named=is_named)
     kept: Mapping[Any, Any] = optim.state if is_named and optim is not None else {}
-    result: StateDict = {"state": _state_to_load(model, trained, keys, state_dict["state"], kept)}
+    loaded = _state_to_load(structure, trained, keys, state_dict["state"], kept)
+    result: StateDict = {"state": loaded}
     known = {name for entry in trained.values() for name in entry.names}
     for name, value in state_dict["state"].items():
         if name not in known:
@@ -257,7 +251,7 @@ def load(
 
 
 def _state_to_load(
-    model: nn.Module,
+    structure: Structure,
     trained: Mapping[nn.Parameter, Trained],
     keys: Mapping[nn.Parameter, ParamKey],
     source: Mapping[str, Any],
@@ -268,7 +262,7 @@ def _state_to_load(
     kept: by parameter, the state to use where this rank owns nothing of it.
     """
     names = names_of_trained(trained)
-    by_unit = {id(unit): cut(unit, names[id(unit)], source) for unit in units_of(model)}
+    by_unit = {id(unit): cut(unit, names[id(unit)], source) for unit, _ in structure.units}
     loaded: dict[Any, Any] = {}
     for parameter, entry in trained.items():
         if not any(name in source for name in entry.names):
@@ -282,3 +276,58 @@ def _state_to_load(
         elif parameter in kept:
             loaded[key] = copy.deepcopy(kept[parameter])
     return loaded
+
+
+class _Described(NamedTuple):
+    """A place for a tensor that is broadcast after the description of the dict."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _spread(state_dict: StateDict, group: dist.ProcessGroup | None) -> StateDict:
+    """Return the first rank's state dict on every rank, with tensors on the CPU. Collective.
+
+    An empty dict if it has no "state", so that all ranks can refuse it alike. Tensors travel one at
+    a time, which keeps the device's memory small.
+    """
+    label = "spreading an optimizer's state"
+    is_source = dist.get_rank(group) == 0
+    tensors: list[torch.Tensor] = []
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            tensors.append(value)
+            return _Described(value.shape, value.dtype)
+        return value
+
+    own = {}
+    if is_source and "state" in state_dict:
+        own = {**state_dict, "state": _mapped(state_dict["state"], describe)}
+    described: StateDict = broadcast_object(own, 0, group, label)
+    if "state" not in described:
+        return {}
+    remaining, device = iter(tensors), any_device(group)
+
+    def receive(value: Any) -> Any:
+        if not isinstance(value, _Described):
+            return value
+        tensor = (
+            next(remaining).to(device).contiguous()
+            if is_source
+            else torch.empty(value.shape, dtype=value.dtype, device=device)
+        )
+        run_collective(dist.broadcast, tensor, group=group, group_src=0, label=label)
+        return tensor.cpu()
+
+    return {**described, "state": _mapped(described["state"], receive)}
+
+
+def _mapped(state: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return state by name with a function applied to every value of it."""
+    return {
+        name: {key: function(value) for key, value in own.items()}
+        if isinstance(own, dict)
+        else function(own)
+        for name, own in state.items()
+    }

@@ -8,7 +8,7 @@ before sharding. A flat parameter stands for many such names.
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,11 +39,6 @@ class Trained:
     names: tuple[str, ...]
     unit: Unit | None = None
     indices: tuple[int, ...] = ()
-
-
-def trained_parameters(model: nn.Module) -> dict[nn.Parameter, Trained]:
-    """Return an entry for every parameter that an optimizer of the model may train."""
-    return trained_in(structure_of(model))
 
 
 def trained_in(structure: Structure) -> dict[nn.Parameter, Trained]:
@@ -95,16 +90,12 @@ def rekey(
     wanted = str if kind is OptimStateKeyType.PARAM_NAME else int
     if types == {wanted}:
         return state_dict
-    trained = trained_parameters(model)
+    trained = trained_in(structure_of(model))
     names = {
         key: trained[parameter].names[0]
         for key, parameter in _numbered(model, optim, optim_input).items()
     }
-    new: dict[Any, Any] = (
-        dict(names)
-        if kind is OptimStateKeyType.PARAM_NAME
-        else {name: key for key, name in names.items()}
-    )
+    new: dict[Any, Any] = {**names} if wanted is str else {name: key for key, name in names.items()}
     return {
         "state": {new[key]: own for key, own in state_dict["state"].items()},
         "param_groups": [
@@ -129,19 +120,6 @@ def names_of_trained(trained: Mapping[nn.Parameter, Trained]) -> dict[int, dict[
                 zip(entry.indices, entry.names, strict=True)
             )
     return names
-
-
-def parameters_by_key(
-    model: nn.Module,
-    optim: torch.optim.Optimizer | None,
-    state_dict: StateDict,
-    trained: Mapping[nn.Parameter, Trained],
-    optim_input: OptimInput,
-) -> dict[ParamKey, nn.Parameter]:
-    """Return the optimizer's parameters by the keys that its state dict has for them."""
-    is_named = any(isinstance(key, str) for key in list(state_dict["state"])[:1])
-    keys = keys_of_parameters(model, optim, trained, optim_input, is_named=is_named)
-    return {key: parameter for parameter, key in keys.items()}
 
 
 def keys_of_parameters(
@@ -176,10 +154,10 @@ def _numbered(
         return dict(enumerate(_listed(optim_input)))
     if optim is None:
         return dict(enumerate(model.parameters()))
-    return dict(enumerate(p for param_group in optim.param_groups for p in param_group["params"]))
+    return dict(enumerate(p for group in optim.param_groups for p in group["params"]))
 
 
-def _listed(optim_input: Any) -> Iterator[nn.Parameter]:
+def _listed(optim_input: Any) -> list[nn.Parameter]:
     try:
         given = list(optim_input)
     except TypeError as error:
@@ -189,9 +167,9 @@ def _listed(optim_input: Any) -> Iterator[nn.Parameter]:
     if not given:
         raise ShardingError("Optimizer input should not be empty")
     if all(isinstance(each, torch.Tensor) for each in given):
-        return iter(given)
+        return given
     if not all(isinstance(each, dict) for each in given):
         raise TypeError("Optimizer input should be an iterable of Tensors or dicts")
     if not all("params" in each for each in given):
         raise MisuseError('A parameter group should map "params" to a list of parameters.')
-    return iter([parameter for param_group in given for parameter in param_group["params"]])
+    return [parameter for group in given for parameter in group["params"]]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fullshard.engine.module_state import ModuleState, flat_states, state_of
+from fullshard.engine.module_state import flat_states, state_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import UnsupportedError
 from fullshard.plan.units import clean_name
@@ -73,7 +73,7 @@ def whole_of(model: nn.Module) -> nn.Module:
         if id(module) in modules
     }
     for state, name in around.items():
-        wrapper = _wrapper_of(model, state)
+        wrapper = next((m for m in state.modules if any(c is model for c in m.children())), None)
         if wrapper is None:
             raise UnsupportedError(
                 f"This {type(model).__name__} is a part of {state.all_units[0].label}, whose parameters are one "
@@ -82,7 +82,3 @@ def whole_of(model: nn.Module) -> nn.Module:
             )
         return wrapper
     return model
-
-
-def _wrapper_of(model: nn.Module, state: ModuleState) -> nn.Module | None:
-    return next((m for m in state.modules if any(c is model for c in m.children())), None)

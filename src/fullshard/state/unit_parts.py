@@ -14,7 +14,7 @@ their number in the unit.
 import functools
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.flat import HiddenParameter
-from fullshard.engine.params.managed import ManagedParameter, ShardHolder
+from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import StateError
@@ -32,7 +32,6 @@ from fullshard.faces.meshes import joined_mesh
 from fullshard.plan.boxes import Box, Division, boxes_of_run, chunks, whole_box
 from fullshard.plan.layout import BucketLayout, ParamLayout, Shape
 from fullshard.state.sharded_tensors import MeshBox, place_on, placement_of
-from fullshard.torch_private import DTensorSpec
 
 
 class HeldBox(NamedTuple):
@@ -66,55 +65,46 @@ class UnitParts:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.proxy(unit)
-        self.is_flat = unit.params.is_flat
+        self.is_flat = unit.is_flat
         # Whether an optimizer trains one flat parameter for all.
-        self.is_one_parameter = unit.params.flat is not None
+        self.is_one_parameter = unit.flat_parameter is not None
         # What was planned from; a parameter gets another form if its unit changes.
-        self.forms = tuple(param.form for param in unit.params)
+        self.forms = tuple(param.form for param in unit.managed)
         self.world_size = _world_size()
         self._placed: dict[int, Placed] = {}
         self._places: dict[int, MeshBox] = {}
-
-    @property
-    def num_buffers(self) -> int:
-        """How many flat buffers there are: one for each dtype, and for what is frozen."""
-        return len(self._unit.plan_layout().buckets)
 
     @functools.cached_property
     def _layouts(self) -> dict[int, tuple[BucketLayout, ParamLayout]]:
         buckets = self._unit.plan_layout().buckets
         return {place.index: (bucket, place) for bucket in buckets for place in bucket.params}
 
-    def is_current(self, params: Sequence[ManagedParameter]) -> bool:
-        forms = tuple([param.form for param in params])
-        return forms == self.forms and self.world_size == _world_size()
-
     # Memory
 
     def local(self, index: int) -> torch.Tensor:
         """Return this rank's part of a parameter."""
-        local: torch.Tensor = self._unit.params[index].local
+        local: torch.Tensor = self._unit.managed[index].local
         return local
 
     def new_local(
         self, index: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> torch.Tensor:
         """Return memory for a local, by default on the device of the unit."""
-        shape = self._unit.params[index].shard_shape
+        shape = self._unit.managed[index].shard_shape
         return torch.empty(shape, dtype=dtype, device=device or self._unit.device)
 
     def as_local(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of a local's elements in the local's shape."""
-        return tensor.view(self._unit.params[index].shard_shape)
+        return tensor.view(self._unit.managed[index].shard_shape)
 
     def as_shown(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """Return a local in the type in which users see shards: a DTensor, or as it is."""
-        shown: torch.Tensor = self._unit.params[index].wrap_shard(local)
+        shown: torch.Tensor = self._unit.managed[index].wrap_shard(local)
         return shown
 
     def cut(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's local of what the unit's ranks divide: a view where that can be."""
-        local: torch.Tensor = self._unit.params[index].own_part(whole)
+        local: torch.Tensor = self._unit.managed[index].own_part(whole)
         return local
 
     def local_in(self, index: int, key: str, value: torch.Tensor) -> torch.Tensor:
@@ -122,7 +112,7 @@ class UnitParts:
 
         key: its name. Raises StateError for a tensor of another size.
         """
-        param = self._unit.params[index]
+        param = self._unit.managed[index]
         local = value._local_tensor if isinstance(value, DTensor) else value
         if self.is_one_parameter:
             bucket, place = self._layouts[index]
@@ -151,7 +141,7 @@ class UnitParts:
         """Return the parameters of which this rank trains elements; of one flat parameter, all."""
         return {
             index
-            for index, param in enumerate(self._unit.params)
+            for index, param in enumerate(self._unit.managed)
             if self.is_one_parameter or param.sharded.numel()
         }
 
@@ -167,7 +157,7 @@ class UnitParts:
             box, numel = self._place(index).box, local.numel()
             if box.numel != numel:
                 raise StateError(
-                    f"{self._unit.params[index].name}: this rank's part has shape {tuple(local.shape)}, but "
+                    f"{self._unit.managed[index].name}: this rank's part has shape {tuple(local.shape)}, but "
                     f"its mesh and placements give it {box.shape}."
                 )
             view = local if local.shape == box.shape else local.view(box.shape)
@@ -194,11 +184,11 @@ class UnitParts:
     def region(self, index: int) -> Box:
         """Return what of a parameter the unit's ranks divide: all, or this rank's tensor-parallel part."""
         spec = self.forms[index].unsharded
-        return whole_box(self._unit.params[index].shape) if spec is None else place_on(spec).box
+        return whole_box(self._unit.managed[index].shape) if spec is None else place_on(spec).box
 
     def _flat_boxes(self, index: int, rank: int) -> tuple[Box, ...]:
         """Return the boxes of a flat parameter that a rank's pieces of it make up, in their order."""
-        shape, base = tuple(self._unit.params[index].shape), self.region(index).offset
+        shape, base = tuple(self._unit.managed[index].shape), self.region(index).offset
         bucket, place = self._layouts[index]
         return tuple(
             box.moved(base)
@@ -209,7 +199,7 @@ class UnitParts:
     def placed(self, index: int) -> Placed:
         """Return what follows of a parameter from the mesh alone."""
         if index not in self._placed:
-            param, mesh = self._unit.params[index], self._unit.mesh
+            param, mesh = self._unit.managed[index], self._unit.mesh
             spec = param.form.spec or param.form.unsharded
             shape = tuple(param.shape if spec is None else spec.shape)
             self._placed[index] = Placed(shape, _placement(mesh, param), *self._copies(index))
@@ -251,10 +241,14 @@ def parts_of(unit: Unit) -> UnitParts:
     Kept for rows, which follow from the mesh alone. A flat unit is planned anew: its pieces follow from
     dtypes too, which may change.
     """
-    if unit.params.is_flat:
+    if unit.is_flat:
         return UnitParts(unit)
     known = _parts.get(unit)
-    if known is None or not known.is_current(unit.params.all):
+    if (
+        known is None
+        or known.forms != tuple([param.form for param in unit.managed])
+        or known.world_size != _world_size()
+    ):
         known = _parts[unit] = UnitParts(unit)
     return known
 
@@ -278,38 +272,22 @@ def _world_size() -> int:
 
 def slots_of(unit: Unit) -> list[list[tuple[nn.Module | None, str]]]:
     """Return where each parameter is registered: modules, None for those that are gone, and names."""
-    return [[(slot.module(), slot.name) for slot in param.slots] for param in unit.params]
-
-
-def registered(unit: Unit) -> list[nn.Parameter | None]:
-    """Return what is registered in the first place of each parameter; None inside a flat one."""
-    return [param.slots[0].current for param in unit.params]
+    return [[(slot.module(), slot.name) for slot in param.slots] for param in unit.managed]
 
 
 def trained_of(unit: Unit) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
     """Return what an optimizer trains, with the parameters that each stands for."""
-    if unit.params.flat is not None:
-        return [(unit.params.flat.sharded, tuple(range(len(unit.params))))]
-    return [(param.sharded, (index,)) for index, param in enumerate(unit.params)]
+    if unit.flat_parameter is not None:
+        return [(unit.flat_parameter, tuple(range(len(unit.managed))))]
+    return [(param.sharded, (index,)) for index, param in enumerate(unit.managed)]
 
 
 def forms_in(unit: Unit) -> Iterator[nn.Parameter]:
     """Yield every form in which a unit's parameters may be registered."""
-    if unit.params.flat is not None:
-        yield unit.params.flat.sharded
-    for param in unit.params:
+    if unit.flat_parameter is not None:
+        yield unit.flat_parameter
+    for param in unit.managed:
         yield from (form for form in param.forms if form is not None)
-
-
-def holders_of(unit: Unit) -> list[ShardHolder]:
-    """Return the objects whose ``sharded`` optimizers update."""
-    holders: list[ShardHolder] = unit.params.holders
-    return holders
-
-
-def number_of(unit: Unit, param: ManagedParameter) -> int:
-    """Return which of a unit's parameters this is."""
-    return unit.params.all.index(param)
 
 
 def memory_of(unit: Unit) -> object:
@@ -317,24 +295,20 @@ def memory_of(unit: Unit) -> object:
     return None if unit.is_whole or unit.watch.have_moved else unit.params.buffers
 
 
-def inner_specs(unit: Unit) -> list[DTensorSpec | None]:
-    """Return how each parameter is a DTensor for modules: by tensor parallel; None for plain ones."""
-    return [param.form.unsharded for param in unit.params]
-
-
 def rank_sets(unit: Unit) -> set[frozenset[int]]:
     """Return the ranks of each mesh that a unit and its parameters are sharded over.
 
     All of the job where a unit's groups do not tell them.
     """
-    place, inner = unit.mesh, [spec.mesh for spec in inner_specs(unit) if spec is not None]
+    place, forms = unit.mesh, [param.form for param in unit.managed]
+    inner = [form.unsharded.mesh for form in forms if form.unsharded is not None]
     groups = [group for group in (place.shard_group, place.replicate_group) if group is not None]
     if place.mesh is None and len(groups) > 1:
         return {frozenset(range(dist.get_world_size()))}
     found = {frozenset(dist.get_process_group_ranks(group)) for group in groups}
     meshes: list[DeviceMesh | None] = [place.mesh, *inner]
     meshes += [joined_mesh(place, mesh) for mesh in inner]
-    meshes += [param.form.spec.mesh for param in unit.params if param.form.spec is not None]
+    meshes += [form.spec.mesh for form in forms if form.spec is not None]
     return found | {frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None}
 
 
@@ -350,12 +324,10 @@ class FlatShard(NamedTuple):
 
 def flat_shards(unit: Unit) -> list[FlatShard]:
     """Return the flat buffers of a unit, with this rank's shards in their own memory."""
-    if not unit.params:
+    if not unit.managed:
         return []
-    assert unit.params.buffers is not None
     rank, found = unit.mesh.plan.shard_rank, []
-    buckets = unit.plan_layout().buckets
-    for bucket, shard in zip(buckets, unit.params.buffers.flat_shards, strict=True):
+    for bucket, shard in zip(unit.plan_layout().buckets, unit.flat_shards, strict=True):
         stop = max(param.unsharded_offset + param.spec.numel for param in bucket.params)
         size = bucket.shard_numel
         sizes = [min(max(stop - n * size, 0), size) for n in range(bucket.shard_size)]

@@ -7,13 +7,13 @@ are divided over other ranks than the unit are made whole first.
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.comm.outside_steps import gather_objects
 from fullshard.engine.unit import Unit
@@ -41,7 +41,9 @@ def whole_values(
     rank0_only: all but the first of the ranks that divide them get None, and send without receiving.
     """
     group, parts = division_group(unit), parts_of(unit)
-    division = _divisions(parts)
+    # Looked up once a call: tensors of one parameter share a plan of what moves. Not kept for longer, as it
+    # grows with the number of ranks.
+    division = functools.cache(parts.division)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     is_wanted = rank == 0 or not rank0_only
     wanted: dict[int, Division] = {
@@ -74,8 +76,8 @@ def sharded_values(
         ShardedTensors.
     """
     parts, group = parts_of(unit), unit.mesh.shard_group
+    values: list[torch.Tensor | ShardedTensor] = []
     if not parts.is_flat:
-        values: list[torch.Tensor | ShardedTensor] = []
         for index, local in zip(indices, locals_, strict=True):
             spec = parts.forms[index].spec
             assert spec is not None  # of all parameters that are rows
@@ -83,12 +85,28 @@ def sharded_values(
         return values
     assert group is not None
     routes = {i: _route(unit, parts, i, dtensors=dtensors) for i in dict.fromkeys(indices)}
-    return [
-        sharded_tensor(share, parts.region(index).shape, routes[index].boxes, group)
-        if (spec := routes[index].spec) is None
-        else sharded_dtensor(share, spec)
-        for index, share in zip(indices, _shares(unit, indices, locals_, routes), strict=True)
-    ]
+    shares: list[torch.Tensor] = []
+    moving: dict[dist.ProcessGroup, list[Moving]] = {group: []}  # in the order of hops
+    for index, piece in zip(indices, locals_, strict=True):
+        here = _views(parts, index, piece)
+        for hop in routes[index].hops:
+            rank = hop.group.rank()
+            (box,) = hop.wanted[rank]
+            share = torch.empty(box.shape, dtype=piece.dtype, device=unit.device)
+            held = here if hop.held[rank] else []
+            moving.setdefault(hop.group, []).append(Moving(hop.held, hop.wanted, held, [share]))
+            here = [share]
+        shares.append(share)
+    for along, tensors in moving.items():
+        move(tensors, along, device=unit.device)
+    for index, share in zip(indices, shares, strict=True):
+        spec, hops = routes[index]
+        if spec is None:
+            boxes = [box for (box,) in hops[0].wanted]
+            values.append(sharded_tensor(share, parts.region(index).shape, boxes, group))
+        else:
+            values.append(sharded_dtensor(share, spec))
+    return values
 
 
 def locals_of(unit: Unit, indices: Sequence[int], values: Sequence[Any]) -> list[torch.Tensor]:
@@ -97,7 +115,7 @@ def locals_of(unit: Unit, indices: Sequence[int], values: Sequence[Any]) -> list
     values: whole tensors, DTensors or ShardedTensors, divided in any way; one per index.
     """
     group, parts = division_group(unit), parts_of(unit)
-    division = _divisions(parts)
+    division = functools.cache(parts.division)
     locals_: list[torch.Tensor] = []
     moving: list[Moving] = []
     for index, value in zip(indices, values, strict=True):
@@ -116,91 +134,50 @@ def locals_of(unit: Unit, indices: Sequence[int], values: Sequence[Any]) -> list
     return locals_
 
 
-def _divisions(parts: UnitParts) -> Callable[[int], Division]:
-    """Return what looks up a parameter's division once a call: tensors of one share a plan of what moves.
-
-    Not kept for longer, as it grows with the number of ranks.
-    """
-    return functools.cache(parts.division)
-
-
 def _views(parts: UnitParts, index: int, local: torch.Tensor) -> list[torch.Tensor]:
     return [held.view for held in parts.boxes(index, local.detach())]
+
+
+class _Hop(NamedTuple):
+    """A move on the way of values: over which group, what its ranks have, and the one box each is to have."""
+
+    group: dist.ProcessGroup
+    held: Division
+    wanted: Division
 
 
 class _Route(NamedTuple):
     """How a parameter's values in sharded state dicts are divided, and how pieces get there.
 
-    spec: of the value; None for a ShardedTensor. boxes: by rank of the unit's shard group, what it is to
-    have. via: where these ranks cannot give each other that, the group of tensor parallel, over which it is
-    moved again, with the boxes that its ranks have by then and are to have.
+    spec: of the value; None for a ShardedTensor. hops: over the unit's shard group, and, where these ranks
+    cannot give each other what they are to have, again over the group of tensor parallel.
     """
 
     spec: DTensorSpec | None
-    boxes: Sequence[Box]
-    via: "_Via | None" = None
-
-
-class _Via(NamedTuple):
-    group: dist.ProcessGroup
-    held: Division
-    wanted: Division
+    hops: Sequence[_Hop]
 
 
 def _route(unit: Unit, parts: UnitParts, index: int, *, dtensors: bool) -> _Route:
     group = unit.mesh.shard_group
     assert group is not None
     own, shape = parts.forms[index].unsharded, parts.region(index).shape
+    held = parts.division(index)
     spec = _spec_of_values(unit, shape, own, dtensors=dtensors)
     if spec is None:
-        return _Route(None, chunks(shape, 0, group.size()))
+        return _Route(None, [_Hop(group, held, [(box,) for box in chunks(shape, 0, group.size())])])
     axis = None if own is None else _axis_cut_again(spec, own)
     if own is None or axis is None:
-        return _Route(spec, _boxes(spec, group))
+        return _Route(spec, [_Hop(group, held, _boxes(spec, group))])
     # What this rank gets, others of the tensor-parallel group have of the parameter. So first it is sent
     # over the shard group to the ranks beside this one, and then over theirs.
     inner = own.mesh.get_group()
     placements = (*spec.placements[:axis], Replicate(), *spec.placements[axis + 1 :])
     beside = DTensorSpec(spec.mesh, placements, spec.tensor_meta)
-    shared = place_on(beside).box
-    held = [common(shared, box) for box in _boxes(own, inner)]
-    by_then = [(box,) if box else () for box in held]
-    via = _Via(inner, by_then, [(box,) for box in _boxes(spec, inner)])
-    region = place_on(own).box
+    shared, region = place_on(beside).box, place_on(own).box
     none = Box(region.offset, (0,) * len(region.shape))
-    return _Route(spec, [common(region, box) or none for box in _boxes(beside, group)], via)
-
-
-def _shares(
-    unit: Unit,
-    indices: Sequence[int],
-    pieces: Sequence[torch.Tensor],
-    routes: Mapping[int, _Route],
-) -> list[torch.Tensor]:
-    """Move pieces of flat buffers to this rank's parts of values. Collective."""
-    parts, group = parts_of(unit), unit.mesh.shard_group
-    assert group is not None
-    division = _divisions(parts)
-    wanted: dict[int, Division] = {i: [(box,) for box in r.boxes] for i, r in routes.items()}
-    shares: list[torch.Tensor] = []
-    moving: list[Moving] = []
-    again: dict[dist.ProcessGroup, list[Moving]] = {}
-    for index, piece in zip(indices, pieces, strict=True):
-        route = routes[index]
-        shape = route.boxes[group.rank()].shape
-        share = torch.empty(shape, dtype=piece.dtype, device=unit.device)
-        pieces_here = _views(parts, index, piece)
-        moving.append(Moving(division(index), wanted[index], pieces_here, [share]))
-        if route.via is not None:
-            inner, held, last = route.via
-            held_here, (box,) = [share] if held[inner.rank()] else [], last[inner.rank()]
-            share = torch.empty(box.shape, dtype=piece.dtype, device=unit.device)
-            again.setdefault(inner, []).append(Moving(held, last, held_here, [share]))
-        shares.append(share)
-    move(moving, group, device=unit.device)
-    for inner, tensors in again.items():
-        move(tensors, inner, device=unit.device)
-    return shares
+    first = [(common(region, box) or none,) for (box,) in _boxes(beside, group)]
+    by_then = [(part,) if (part := common(shared, box)) else () for (box,) in _boxes(own, inner)]
+    return _Route(spec, [_Hop(group, held, first), _Hop(inner, by_then, _boxes(spec, inner))])
 
 
 def _spec_of_values(
@@ -225,14 +202,17 @@ def _spec_of_values(
     if mesh is None:
         if not dtensors:
             return None
-        mesh = _mesh_of(group, unit.device.type)
+        if group not in _meshes:
+            _meshes[group] = DeviceMesh.from_group(group, unit.device.type)
+        mesh = _meshes[group]
     elif (root := mesh._get_root_mesh()) == mesh:
         axis = mesh.ndim - 1
     elif mesh.mesh_dim_names == (root.mesh_dim_names or ())[: mesh.ndim]:
         mesh = root
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, torch.float32)
-    return DTensorSpec(mesh, _cut_on(axis, mesh.ndim), tensor_meta=meta)
+    cut = tuple(Shard(0) if each == axis else Replicate() for each in range(mesh.ndim))
+    return DTensorSpec(mesh, cut, tensor_meta=meta)
 
 
 def _around(unit: Unit, own: DTensorSpec) -> DTensorSpec:
@@ -252,10 +232,6 @@ def _around(unit: Unit, own: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(mesh, placements, tensor_meta=own.tensor_meta)
 
 
-def _cut_on(axis: int, ndim: int) -> tuple[Placement, ...]:
-    return tuple(Shard(0) if each == axis else Replicate() for each in range(ndim))
-
-
 def _axis_cut_again(spec: DTensorSpec, own: DTensorSpec) -> int | None:
     """Return the axis on which tensor parallel cuts the rows of a value that an axis before it cuts too."""
     if own.mesh.ndim > 1 or own.placements[0] != Shard(0):
@@ -265,26 +241,20 @@ def _axis_cut_again(spec: DTensorSpec, own: DTensorSpec) -> int | None:
     return axis if Shard(0) in spec.placements[:axis] else None
 
 
-def _boxes(spec: DTensorSpec, group: dist.ProcessGroup) -> list[Box]:
+def _boxes(spec: DTensorSpec, group: dist.ProcessGroup) -> list[tuple[Box]]:
     """Return the boxes of a DTensor that the ranks of a group hold, which is one in its mesh."""
     ranks = spec.mesh.mesh
     return [
-        place_on(spec, (ranks == rank).nonzero()[0].tolist()).box
+        (place_on(spec, (ranks == rank).nonzero()[0].tolist()).box,)
         for rank in dist.get_process_group_ranks(group)
     ]
 
 
+# Meshes of groups alone, and of groups around inner meshes: the same object every time.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 _meshes_around: weakref.WeakKeyDictionary[
     dist.ProcessGroup, list[tuple[weakref.ref[DeviceMesh], DeviceMesh]]
 ] = weakref.WeakKeyDictionary()
-
-
-def _mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """Return the 1-D mesh of a group, the same object every time."""
-    if group not in _meshes:
-        _meshes[group] = DeviceMesh.from_group(group, device_type)
-    return _meshes[group]
 
 
 def _mesh_around(group: dist.ProcessGroup, inner: DeviceMesh) -> DeviceMesh:
