@@ -446,6 +446,19 @@ def _reduced_twice(lab: Lab, name: str) -> None:
         train(lab, problem, model)
 
 
+@program("whole-after-a-step")
+def _whole_after_a_step(lab: Lab, name: str) -> None:
+    """Gather what the optimizer has just been told to write."""
+    problem = problem_of(name)
+    model = shard(problem)
+
+    def before(_: int) -> None:
+        with fullshard.full_parameters(model, writeback=False):
+            pass
+
+    train(lab, problem, model, before=before)
+
+
 @program("whole-beside-unshard")
 def _whole_beside_unshard(lab: Lab, name: str) -> None:
     """A unit is gathered whole while the gather of another one of its size may still run."""
