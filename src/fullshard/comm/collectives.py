@@ -229,7 +229,8 @@ class CollectivesComm(ProcessGroupComm):
                 shards.landing(unsharded).copy_out(Region(region))
             return ()
 
-        return Pending([work], finish, (region,), self, label)
+        held = () if region is unsharded else (region,)
+        return Pending([work], finish, held, self, label)
 
     def accumulate_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         return reduce_dtype  # summed as it travels
