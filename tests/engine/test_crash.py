@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, PeerLostError
 from tests.api import Api
 from tests.harness import Fate, Outcome, mesh_of, rank, run_fresh, world_size
 from tests.models import mlp
@@ -21,6 +24,7 @@ from tests.training import make_batch, mean_square, my_part
 
 pytestmark = pytest.mark.ours("hangs or names no rank")
 WITHIN_S = 10.0
+STAYS_S = 6.0
 
 
 class Trap(nn.Module):
@@ -106,6 +110,38 @@ def test_killed_rank_ends_ranks_of_other_shard_groups_too(api: str) -> None:
         assert outcome.fate is Fate.RAISED, outcome.text
         assert "FullshardError" in outcome.error, outcome.text
         assert outcome.seconds < WITHIN_S
+
+
+def _lose_a_rank_and_stay(api: Api) -> None:
+    """Train in two pairs, of which the last rank dies. The middle one lives on for a while."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    models = [
+        api.fully_shard(mlp(), mesh=DeviceMesh.from_group(pair, "cpu"))
+        for pair in pairs
+        if isinstance(pair, dist.ProcessGroup)
+    ]
+    for model in models:
+        mean_square(model(make_batch(16))).backward()
+    if rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        mean_square(models[-1](make_batch(16))).backward()
+    except PeerLostError:
+        if rank() == 1:
+            time.sleep(STAYS_S)
+        raise
+
+
+@pytest.mark.apis("peer_memory")
+def test_ranks_that_wait_for_one_that_lost_another_are_told_while_it_lives(api: str) -> None:
+    first, middle, dead = run_fresh(3, _lose_a_rank_and_stay, api=api)
+    assert dead.fate is Fate.DIED
+    assert middle.seconds > STAYS_S
+    for outcome in (first, middle):
+        assert outcome.fate is Fate.RAISED, outcome.text
+        assert "PeerLostError" in outcome.error, outcome.text
+        assert "rank 2 died" in outcome.text
+    assert first.seconds < STAYS_S / 2
 
 
 def _save_or_load_until_killed(api: Api, moment: str, folder: Path) -> None:

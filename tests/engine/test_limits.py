@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
+import fullshard.fsdp2.units  # as a first use does, which some of these ranks have no files for
 from fullshard import host
 from fullshard.comm import select, shared_memory
 from fullshard.errors import AllocationError, CommError

@@ -229,7 +229,8 @@ class CollectivesComm(ProcessGroupComm):
                 shards.landing(unsharded).copy_out(Region(region))
             return ()
 
-        return Pending([work], finish, (region,), self, label)
+        held = () if region is unsharded else (region,)
+        return Pending([work], finish, held, self, label)
 
     # Each bucket by itself, through the user's object.
     gather_unit = Comm.gather_unit

@@ -216,6 +216,9 @@ def _late(record: FlightRecord | None, moving: dist.ProcessGroup | None) -> dict
 # Default groups that this process was announced in. Once per group serves all units; once per unit
 # would be hundreds of writes per rank to one store.
 _announced: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+# What ranks have announced in a default group, by their number; None of those of other hosts.
+_processes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int | None]]"
+_processes = weakref.WeakKeyDictionary()
 
 
 def announce() -> None:
@@ -298,14 +301,17 @@ def _now(label: str) -> str:
 
 def lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[int]:
     """Return the group's ranks on this host whose processes are gone, waiting so long for one."""
-    processes: dict[int, int] = {}
+    known = _processes.setdefault(default_group(), {})
+    ranks = dist.get_process_group_ranks(group)
     with contextlib.suppress(Exception):  # the store may have died with its rank
         store = store_in_time(_ANSWER_S)
-        for rank in dist.get_process_group_ranks(group):
-            if (key := _PROCESS.format(rank)) in store:
+        for rank in ranks:
+            # Asked once: many ranks may look often, while they wait in the store for one.
+            if rank not in known and (key := _PROCESS.format(rank)) in store:
                 where, _, pid = store.get(key).decode().rpartition(" ")
-                if where == host.identity():  # elsewhere the pid may be another process
-                    processes[rank] = int(pid)
+                # Elsewhere the pid may be another process.
+                known[rank] = int(pid) if where == host.identity() else None
+    processes = {rank: pid for rank in ranks if (pid := known.get(rank)) is not None}
     deadline = time.monotonic() + within_s
     while True:
         lost = [rank for rank, pid in processes.items() if not host.is_running(pid)]

@@ -252,9 +252,9 @@ class Watchdog:
     ) -> None:
         """Wait for others to end or to say that they will take part no more. pause: returns True to give up."""
         deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline and not pause(_PAUSE_S):
+        while time.monotonic() < deadline:
             found = self.board.read(ranks)
-            if all(rank in found and found[rank].has_gone for rank in ranks):
+            if all(rank in found and found[rank].has_gone for rank in ranks) or pause(_PAUSE_S):
                 return
 
     def _give_up(self, status: RankStatus) -> None:
