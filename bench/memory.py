@@ -139,16 +139,17 @@ class MeasuredLocal:
 
     def __init__(self, rank: Rank, work: Work) -> None:
         self._training = Training(rank, "local", work)
-        self._model = self._training.model
+        self._parameters = list(self._training.model.parameters())
 
     def peak_nbytes(self, num_shards: int | None) -> int:
         """Return the peak of activations, and of 1/num_shards of finished gradients if given."""
 
         def less_nbytes() -> int:
-            parameters = list(self._model.parameters())
-            gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+            gradients = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
             kept = 0 if num_shards is None else gradients // num_shards
-            return sum(p.nbytes for p in parameters) + gradients - kept
+            return parameters_nbytes + gradients - kept
+
+        parameters_nbytes = sum(p.nbytes for p in self._parameters)
 
         # Parameters are seen at their first use. Until all of them were, the difference would be
         # too small, so the first step only makes them known. No optimizer step: no moments.

@@ -2,8 +2,8 @@
 
 `LiveTensors` sees every operator while it is active. It keeps a weak reference to each storage
 that an operator reads or returns; a storage lives exactly as long as its memory, whoever holds it.
-Sizes are read anew whenever an operator meets a new or resized storage, which is when the sum can
-have risen, so a storage that was resized to nothing since counts nothing.
+All sizes are read anew when what operators have met since, new or larger, could make the sum a new
+peak, so a storage that was resized to nothing since counts nothing.
 
 Two kinds of memory are told apart:
 
@@ -65,6 +65,7 @@ class LiveTensors(TorchDispatchMode):
         self._less_nbytes = less_nbytes
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._nbytes: dict[int, int] = {}  # at last sight
+        self._most_nbytes = 0  # the sum when it was last formed, and all that has risen since
         self._shared: list[Mapping] = []
 
     def __torch_dispatch__(
@@ -77,10 +78,14 @@ class LiveTensors(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor first: its operators on local tensors come back here
         result = func(*args, **(kwargs or {}))
-        if self._follow((args, kwargs, result)):
-            nbytes = self.live_nbytes() - (self._less_nbytes() if self._less_nbytes else 0)
-            if nbytes > self.peak_nbytes:
-                self.peak_nbytes, self.peak_phase = nbytes, self.phase
+        self._most_nbytes += self._follow((args, kwargs, result))
+        if self._most_nbytes > self.peak_nbytes:
+            less = self._less_nbytes() if self._less_nbytes else 0
+            if self._most_nbytes - less > self.peak_nbytes:
+                self._most_nbytes = self.live_nbytes()
+                if self._most_nbytes - less > self.peak_nbytes:
+                    self.peak_nbytes = self._most_nbytes - less
+                    self.peak_phase = self.phase
         return result
 
     def live_nbytes(self) -> int:
@@ -89,8 +94,13 @@ class LiveTensors(TorchDispatchMode):
         Storages may lie within another (a shard with a storage of its own over its unit's
         buffer); every byte counts once.
         """
-        storages = [s for reference in self._storages.values() if (s := reference()) is not None]
-        ranges = sorted((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes())
+        ranges = []
+        for key, reference in [*self._storages.items()]:
+            if (storage := reference()) is not None:
+                self._nbytes[key] = nbytes = storage.nbytes()
+                if nbytes:
+                    ranges.append((start := storage.data_ptr(), start + nbytes))
+        ranges.sort()
         total = reached = 0
         for start, stop in ranges:
             total += max(stop - max(start, reached), 0)
@@ -106,32 +116,33 @@ class LiveTensors(TorchDispatchMode):
             if (storage := reference()) is not None and not self._is_shared(storage)
         }
         self.peak_nbytes = 0
+        self._most_nbytes = self.live_nbytes()
 
-    def _follow(self, values: Any) -> bool:
-        """Follow the storages of all tensors in values; return whether their sum can have risen."""
-        may_rise = False
+    def _follow(self, values: Any) -> int:
+        """Follow the storages of all tensors in values; return by how much their sum can have risen."""
+        nbytes = 0
         for leaf in tree_leaves(values):
             # DTensors come back as local tensors, and fake ones (of DTensor's shape propagation)
             # have no memory.
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, (DTensor, FakeTensor)):
-                may_rise |= self._follow_storage(leaf.untyped_storage())
-        return may_rise
+                nbytes += self._follow_storage(leaf.untyped_storage())
+        return nbytes
 
-    def _follow_storage(self, storage: torch.UntypedStorage) -> bool:
+    def _follow_storage(self, storage: torch.UntypedStorage) -> int:
         # The address of the C++ object: the Python object may be another at every look.
         key = storage._cdata
         if key in self._storages:
             known, self._nbytes[key] = self._nbytes[key], storage.nbytes()
-            return storage.nbytes() > known
+            return max(self._nbytes[key] - known, 0)
         if storage.device.type == "meta" or self._is_shared(storage):
-            return False
+            return 0
 
         def forget(_reference: object) -> None:
             self._storages.pop(key, None)
 
         self._storages[key] = weakref.ref(storage, forget)
         self._nbytes[key] = storage.nbytes()
-        return True
+        return self._nbytes[key]
 
     def _is_shared(self, storage: torch.UntypedStorage) -> bool:
         address = storage.data_ptr()
