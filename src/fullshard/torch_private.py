@@ -79,6 +79,11 @@ with _to("tell whether a `FakeTensorMode` is active"):
     )
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Tell tensors of a `FakeTensorMode`, whose class is imported only if there is a mode."""
     with _to("tell fake tensors"):
@@ -384,6 +389,7 @@ __all__ = [
     "is_fake",
     "is_fake_mode_active",
     "is_function_mode_enabled",
+    "local_part",
     "preserve_version_counters",
     "process_group_name",
     "pytree",

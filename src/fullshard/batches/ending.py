@@ -37,7 +37,13 @@ class JoinedBatches(Generic[T]):
         self._batches = batches
         self._until_last = until_last
         self._group = group
+        self._epoch: Iterator[T] | None = None
         self.weight = 1.0
+
+    def __next__(self) -> T:
+        """Return a batch without a loop, of the epoch that the first call begins."""
+        self._epoch = self._epoch or iter(self)
+        return next(self._epoch)
 
     def __iter__(self) -> Iterator[T]:
         """Begin anew: the next epoch."""

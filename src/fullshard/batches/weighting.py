@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.comm.outside_steps import run_collective
 from fullshard.engine.iteration import Iteration
@@ -42,7 +41,7 @@ from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError, ShardingError, StateError
 from fullshard.process_hooks import BEFORE_STEP
 from fullshard.state.structure import units_of
-from fullshard.torch_private import queue_callback
+from fullshard.torch_private import local_part, queue_callback
 
 
 @eager
@@ -165,24 +164,20 @@ class _Marks:
             grad, (known, version) = tensor.grad, self._seen[id(tensor)]
             if grad is not None and grad is known() and _version(grad) == version:
                 kept[index] = 1.0
-                untouched[index] = float(_local(grad).numel() > 0)
+                untouched[index] = float(local_part(grad).numel() > 0)
                 continue
             gone[index] = 1.0
             if grad is not None:
-                touched.append((index, _local(grad)))
+                touched.append((index, local_part(grad)))
         flags = torch.tensor([kept, gone, untouched], dtype=torch.float64, device=device)
         for index, local in touched:
             flags[0, index] = local.count_nonzero().to(device) > 0
         return flags, any(gone) and (any(kept) or bool(touched))
 
 
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
-
-
-def _version(grad: torch.Tensor) -> int:
+def _version(grad: torch.Tensor) -> tuple[int, int]:
     """Return how often a gradient was written to, as a whole and through this rank's part."""
-    return grad._version + (grad._local_tensor._version if isinstance(grad, DTensor) else 0)
+    return grad._version, local_part(grad)._version
 
 
 @dataclasses.dataclass(slots=True)
@@ -241,9 +236,8 @@ def _add_weight(
     dropped = flags[1] * (1 - flags[0])
     facts = torch.cat([torch.stack([own.reshape(()), waits]), flags.flatten(), dropped])
     mesh = _widest(units) if units else None
-    for group in () if mesh is None else (mesh.shard_group, mesh.replicate_group):
-        if group is not None:
-            run_collective(dist.all_reduce, facts, group=group, label="weights of losses")
+    for group in () if mesh is None else mesh.groups:
+        run_collective(dist.all_reduce, facts, group=group, label="weights of losses")
     kept, gone, untouched, dropped = facts[2:].chunk(4)
     names = [*trained.values()]
     if may_be_mixed:
@@ -407,9 +401,7 @@ def _widest(units: Sequence[Unit]) -> UnitMesh:
     return max((unit.mesh for unit in units), key=lambda mesh: mesh.plan.data_parallel_size)
 
 
-def _rescale(
-    units: Sequence[Unit], trained: Sequence[torch.Tensor], factor: torch.Tensor
-) -> None:
+def _rescale(units: Sequence[Unit], trained: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all that earlier backwards have left."""
     own = {id(holder.sharded) for unit in units for holder in unit.holders}
     left = [tensor for unit in units for tensor in unit.accumulated_gradients]

@@ -184,7 +184,7 @@ class KeptPlan:
     def _keep(self, content: LocalContent, facts: Facts) -> None:
         """Keep a content, if every box is the memory of one tensor, and of no other one."""
         self._content = None
-        if facts.has_casts or any(parts_of(unit).is_flat for unit in facts.units):
+        if facts.has_casts or any(unit.is_flat for unit in facts.units):
             return
         numbers: dict[Any, list[int]] = {}
         for number, tensor in enumerate(facts.tensors):

@@ -83,7 +83,7 @@ class Destination:
             self._units[id(unit)], self._parts[id(unit)] = UnitState(), parts_of(unit)
         state, parts = self._units[id(unit)], self._parts[id(unit)]
         kinds = {frozenset(keys) for keys in wanted.values()}
-        if parts.is_one_parameter and len(kinds) > 1:
+        if unit.flat_parameter is not None and len(kinds) > 1:
             lacking = [name for name, keys in wanted.items() if not keys] or list(wanted)
             self.problems += [f"flat {prefix}{name}" for name in lacking]
             return

@@ -41,7 +41,10 @@ class Account(PassWatcher):
         self._has_children = False
         watchers.append(self)
         MODULES.add(self._look_for_ddp, "fullshard.run says whether the program used DDP")
-        self._follow_children()
+        # Processes that `multiprocessing` starts tell of theirs; this one cannot know then.
+        names = Replacements("processes that the program starts say what they have sharded")
+        install.call_in_spawned(names, _begin_in_child, self._note_child)
+        HAS_FORKED.add(self._note_child, "fullshard.run knows nothing of what children shard")
 
     def forward_begins(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Remember the root."""
@@ -70,12 +73,6 @@ class Account(PassWatcher):
 
     def _look_for_ddp(self, module: nn.Module, name: str, submodule: Any) -> None:
         self._has_ddp |= isinstance(module, nn.parallel.DistributedDataParallel)
-
-    def _follow_children(self) -> None:
-        """Have processes that `multiprocessing` starts tell of theirs; this one cannot know then."""
-        names = Replacements("processes that the program starts say what they have sharded")
-        install.call_in_spawned(names, _begin_in_child, self._note_child)
-        HAS_FORKED.add(self._note_child, "fullshard.run knows nothing of what children shard")
 
     def _note_child(self) -> tuple[()]:
         self._has_children = True

@@ -5,22 +5,17 @@ other modules have imported from them already. Those are also torch's own module
 checkpoint, pipelining, compile), whose ``isinstance`` checks then recognise our classes.
 """
 
-import contextlib
 import gc
 import importlib
 import multiprocessing.spawn
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fullshard.comm import collectives
 from fullshard.comm.select import default_comm, set_default_comm
-from fullshard.drop_in.on_cpu import (
-    is_sharding_on_cpus,
-    shard_as_libraries_do,
-    shard_on_cpus,
-)
+from fullshard.drop_in.on_cpu import is_sharding_on_cpus, shard_as_libraries_do, shard_on_cpus
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.errors import StateError
 from fullshard.faces import interop, meshes
@@ -30,12 +25,7 @@ from fullshard.fsdp1.module import FullyShardedDataParallel
 from fullshard.fsdp1.recognition import recognise_again
 from fullshard.fsdp2 import module as fsdp2_module
 from fullshard.fsdp2.fully_shard import fully_shard, replicate
-from fullshard.fsdp2.module import (
-    FSDPModule,
-    ReplicateModule,
-    constructing_as_is,
-    sharded_classes,
-)
+from fullshard.fsdp2.module import FSDPModule, ReplicateModule, sharded_classes
 from fullshard.optim import grad_scaler
 from fullshard.policies import (
     BackwardPrefetch,
@@ -59,13 +49,6 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
     return sharded_classes[FSDPModule]
 
 
-@contextlib.contextmanager
-def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Let sharded classes make instances of themselves, for ``torch.compile``. PyTorch's name."""
-    with constructing_as_is():
-        yield
-
-
 # By module of PyTorch, the names that it defines and what replaces them. Names that other modules
 # import from there, packages above included, are found at run time.
 _REPLACED: dict[str, dict[str, Any]] = {
@@ -77,7 +60,7 @@ _REPLACED: dict[str, dict[str, Any]] = {
         "register_fsdp_forward_method": fsdp2_module.register_fsdp_forward_method,
         "share_comm_ctx": fsdp2_module.share_comm_ctx,
         "get_cls_to_fsdp_cls": get_cls_to_fsdp_cls,
-        "disable_fsdp_module_new_init": disable_fsdp_module_new_init,
+        "disable_fsdp_module_new_init": fsdp2_module.constructing_as_is,  # for ``torch.compile``
     },
     f"{_ENGINE}._fsdp_api": {
         "MixedPrecisionPolicy": MixedPrecisionPolicy,
@@ -230,8 +213,8 @@ def install(*, cpu: bool = False) -> None:
                 originals[id(getattr(module, name))] = ours
                 _names.set(module, name, ours)
     for module_name, module in list(sys.modules.items()):
-        if _is_engine(module_name):
-            continue
+        if module_name.startswith((f"{_ENGINE}.", "fullshard.")):
+            continue  # those keep their own names
         for name, value in list(getattr(module, "__dict__", {}).items()):
             ours = originals.get(id(value))
             if ours is not None:
@@ -249,11 +232,6 @@ def uninstall() -> None:
     shard_as_libraries_do()
     _names.undo()
     recognise_again(FullyShardedDataParallel)
-
-
-def _is_engine(module_name: str) -> bool:
-    """Return whether a module is of PyTorch's engine or ours: those keep their own names."""
-    return module_name.startswith((f"{_ENGINE}.", "fullshard."))
 
 
 def _wrappers() -> list[Any]:

@@ -404,6 +404,11 @@ def is_anything_sharded() -> bool:
     return len(_owners) > 0
 
 
+def states_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
+    """Return the states of modules, once each, in their order."""
+    return [*dict.fromkeys(state for each in modules if (state := state_of(each)) is not None)]
+
+
 def flat_states() -> list[ModuleState]:
     """Return all states in this process whose units have their parameters in flat ones."""
     found = (reference() for unit, reference in _owners.items() if unit.params.is_flat)

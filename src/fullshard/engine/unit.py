@@ -655,6 +655,12 @@ class Unit:
         return self.params.all
 
     @property
+    def forms(self) -> list[nn.Parameter]:
+        """Every form in which the parameters may be registered."""
+        own = [form for param in self.params for form in param.forms if form is not None]
+        return own if self.flat_parameter is None else [self.flat_parameter, *own]
+
+    @property
     def holders(self) -> list[ShardHolder]:
         """The owners of what an optimizer updates: each parameter, or one flat one for all."""
         return self.params.holders

@@ -22,6 +22,11 @@ class UnitMesh(NamedTuple):
     post_forward: DeviceMesh | None = None  # (replicate, shard) of reshard_after_forward=N
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of the axes that have several ranks, that of the shards first."""
+        return [group for group in (self.shard_group, self.replicate_group) if group is not None]
+
+    @property
     def shard_axis(self) -> int:
         """The mesh's axis that is sharded over: behind that of the replicas, if there is one."""
         return int(self.replicate_group is not None)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import nn
 
-from fullshard.engine.module_state import state_of
+from fullshard.engine.module_state import states_in
 from fullshard.errors import ShardingError
 from fullshard.policies import Unused
 
@@ -46,7 +46,7 @@ def set_unused(
             "be kept. Pass 'zero'."
         )
     modules = module.modules() if recurse else [module]
-    states = dict.fromkeys(state for each in modules if (state := state_of(each)) is not None)
+    states = states_in(modules)
     if not states:
         raise ShardingError(
             f"set_unused: {type(module).__name__} is not sharded. Call fully_shard or "

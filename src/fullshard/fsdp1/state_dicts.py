@@ -208,13 +208,8 @@ class StateDictMethods(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return whole tensors. Deprecated: use `optim_state_dict`."""
-        return save(
-            model,
-            optim,
-            optim.state_dict(),
-            SaveOptions(Values.WHOLE, rank0_only=rank0_only, offload_to_cpu=True, group=group),
-            optim_input=optim_input,
-        )
+        options = SaveOptions(Values.WHOLE, rank0_only=rank0_only, offload_to_cpu=True, group=group)
+        return save(model, optim, optim.state_dict(), options, optim_input=optim_input)
 
     @staticmethod
     @_replaced_by("optim_state_dict")
@@ -222,12 +217,8 @@ class StateDictMethods(nn.Module):
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
         """Return sharded tensors. Deprecated: use `optim_state_dict`."""
-        return save(
-            model,
-            optim,
-            optim.state_dict(),
-            SaveOptions(Values.SHARDED, offload_to_cpu=True, group=group),
-        )
+        options = SaveOptions(Values.SHARDED, offload_to_cpu=True, group=group)
+        return save(model, optim, optim.state_dict(), options)
 
     @staticmethod
     @_replaced_by("optim_state_dict_to_load")
@@ -238,15 +229,7 @@ class StateDictMethods(nn.Module):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Take a whole state dict from every rank. Deprecated: use `optim_state_dict_to_load`."""
-        return load(
-            model,
-            optim,
-            full_optim_state_dict,
-            rank0_only=False,
-            is_named=False,
-            group=None,
-            optim_input=optim_input,
-        )
+        return load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
     @_replaced_by("optim_state_dict_to_load")
@@ -254,9 +237,7 @@ class StateDictMethods(nn.Module):
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """Take sharded tensors. Deprecated: use `optim_state_dict_to_load`."""
-        return load(
-            model, optim, sharded_optim_state_dict, rank0_only=False, is_named=False, group=None
-        )
+        return load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     @_replaced_by("optim_state_dict_to_load")
@@ -273,7 +254,6 @@ class StateDictMethods(nn.Module):
             optim,
             full_optim_state_dict or {},
             rank0_only=True,
-            is_named=False,
             group=group,
             optim_input=optim_input,
         )

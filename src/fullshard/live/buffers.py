@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.outside_steps import gather_objects, run_collective
 from fullshard.errors import ShardingError, StateError
 from fullshard.peers.groups import any_device, moves
+from fullshard.plan.units import first_names
 from fullshard.state.host_memory import crc, host_bytes
 from fullshard.state.owners import num_ranks, owners_of
 from fullshard.state.structure import structure_of
@@ -83,7 +84,7 @@ def _check_alike(
         on_meta = [name for name, (_, _, value) in own.items() if value == "meta"]
         if on_meta:
             raise StateError(
-                f"sync_buffers: {', '.join(on_meta[:5])} on rank {rank} are on the meta device. Give them memory "
+                f"sync_buffers: {first_names(on_meta)} on rank {rank} are on the meta device. Give them memory "
                 "first: model.to_empty(device=...), or fullshard.materialize(model)."
             )
         unlike = [n for n in {**first, **own} if first.get(n, ())[:2] != own.get(n, ())[:2]]

@@ -8,7 +8,6 @@ writes and reads as it does the model's own tensors, on any number of ranks and 
 import contextlib
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,8 +21,7 @@ from fullshard.engine.module_state import state_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
 from fullshard.plan.boxes import Box, whole_box
-from fullshard.plan.layout import Shape
-from fullshard.plan.units import without_compile
+from fullshard.plan.units import first_names, without_compile
 from fullshard.state.holdings import (
     HeldTensor,
     Holding,
@@ -34,6 +32,7 @@ from fullshard.state.holdings import (
 )
 from fullshard.state.structure import structure_of, units_of
 from fullshard.state.unit_parts import HeldBox, memory_of, parts_of
+from fullshard.torch_private import local_part
 
 Decay = float | Callable[[int], float]
 
@@ -45,15 +44,24 @@ _CAST_NUMEL = 1 << 24
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ModelTensor:
-    """A tensor of the model: its holding without memory, and by box how to find that.
+    """A tensor of the model: its holding without memory, and how to find that.
 
-    Found anew each time: a view that is kept looks like a user's, which the engine forbids to use after a
-    reshard.
+    memory: this rank's part, found anew each time: a view that is kept looks like a user's, which the engine
+        forbids to use after a reshard. starts: of each box in it, in elements; None if it is the only box.
     """
 
     holding: Holding
     boxes: tuple[Box, ...]
-    views: tuple[Callable[[], torch.Tensor], ...]
+    memory: Callable[[], torch.Tensor]
+    starts: tuple[int, ...] | None
+
+    def views(self) -> list[torch.Tensor]:
+        """Return the memory of each box."""
+        if self.starts is None:
+            return [self.memory() for _ in self.boxes]
+        flat = self.memory().reshape(-1)
+        places = zip(self.boxes, self.starts, strict=True)
+        return [flat[start : start + box.numel].view(box.shape) for box, start in places]
 
     @property
     def is_averaged(self) -> bool:
@@ -68,7 +76,7 @@ class _ModelTensors:
         self.all: Sequence[_ModelTensor] = ()
         self._num_registrations = -1
         self._memory: list[tuple[Unit, object]] = []
-        self._plain: list[tuple[dict[str, Any], str]] = []
+        self._plain: list[Callable[[], Any]] = []
         self._num_buffers = 0
 
     def refresh(self, *, writes: str = "") -> None:
@@ -82,13 +90,16 @@ class _ModelTensors:
             for index, own in enumerate(names)
             if own
         }
-        plain = {
-            prefix + name: (registry, name)
+        plain: dict[str, Callable[[], Any]] = {
+            prefix + name: functools.partial(registry.get, name)
             for prefix, module in structure.modules
             for registry in (module._parameters, module._buffers)
             for name in registry
         }
-        self.all = [_model_tensor(h, sharded.get(h.name), plain.get(h.name)) for h in holdings]
+        self.all = [
+            _model_tensor(h, sharded.get(h.name) or plain[h.name], is_sharded=h.name in sharded)
+            for h in holdings
+        ]
         self._plain = [plain[h.name] for h in holdings if h.name not in sharded]
         self._num_registrations, self._num_buffers = registrations.value, self._count()
         self._memory = [(unit, memory_of(unit)) for unit, _ in structure.units]
@@ -100,7 +111,7 @@ class _ModelTensors:
             return False  # a copy of a buffer in another dtype
         if (self._num_registrations, self._num_buffers) != (registrations.value, self._count()):
             return False  # something was added, or a buffer or module taken away
-        return all(registry.get(name) is not None for registry, name in self._plain) and all(
+        return all(shown() is not None for shown in self._plain) and all(
             memory_of(unit) is memory for unit, memory in self._memory
         )
 
@@ -113,40 +124,23 @@ class _ModelTensors:
 
 
 def _model_tensor(
-    holding: Holding,
-    local: Callable[[], torch.Tensor] | None,
-    plain: tuple[dict[str, Any], str] | None,
+    holding: Holding, shown: Callable[[], torch.Tensor], *, is_sharded: bool
 ) -> _ModelTensor:
-    views: list[Callable[[], torch.Tensor]] = []
-    for box, view in holding.boxes:
-        if holding.after_loading is not None:
-            views.append(functools.partial(_same, view))  # which `after_loading` writes back
-        elif local is not None:
-            nbytes = view.data_ptr() - local().detach().data_ptr()
-            start = nbytes // view.itemsize
-            views.append(functools.partial(_part_of, local, holding.name, start, box.shape))
-        else:
-            assert plain is not None
-            views.append(functools.partial(_registered, *plain))
+    """Return where a tensor of the model is. shown: returns it, or this rank's local if it is sharded."""
+    own_name = holding.name
+    # Of a buffer in another dtype, its copy, which `after_loading` writes back.
+    copies = [held.view for held in holding.boxes if holding.after_loading is not None]
+
+    def memory() -> torch.Tensor:
+        return copies[0] if copies else local_part(plain_memory(shown().detach(), own_name))
+
+    starts = None
+    if is_sharded:
+        first = memory().data_ptr()
+        starts = tuple((view.data_ptr() - first) // view.itemsize for _, view in holding.boxes)
     names = tuple(dict.fromkeys(map(without_compile, holding.names)))
     boxes = tuple(held.box for held in holding.boxes)
-    return _ModelTensor(holding._replace(names=names, boxes=()), boxes, tuple(views))
-
-
-def _same(view: torch.Tensor) -> torch.Tensor:
-    return view
-
-
-def _part_of(
-    local_of: Callable[[], torch.Tensor], name: str, start: int, shape: Shape
-) -> torch.Tensor:
-    local = plain_memory(local_of().detach(), name)
-    return local.reshape(-1)[start : start + math.prod(shape)].view(shape)
-
-
-def _registered(registry: dict[str, Any], name: str) -> torch.Tensor:
-    tensor = plain_memory(registry[name].detach(), name)
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return _ModelTensor(holding._replace(names=names, boxes=()), boxes, memory, starts)
 
 
 class EMA:
@@ -280,8 +274,8 @@ class EMA:
         names = {source.holding.name for source in self._sources.all}
         if missing := sorted(names - set(averages)) or sorted(set(averages) - names):
             raise StateError(
-                f"EMA: the averages and the model differ in {', '.join(missing[:3])}"
-                f"{' and others' if len(missing) > 3 else ''}. Load the averages of this model."
+                f"EMA: the averages and the model differ in {first_names(missing)}. "
+                "Load the averages of this model."
             )
         parts = {
             source.holding.name: _parts_of(averages[source.holding.name], source)
@@ -320,8 +314,8 @@ class EMA:
                 if known:
                     moved.append(name)
                 self._averages[name] = tuple(
-                    torch.empty(box.shape, dtype=dtype, device=view().device).copy_(view())
-                    for box, view in zip(source.boxes, source.views, strict=True)
+                    torch.empty(view.shape, dtype=dtype, device=view.device).copy_(view)
+                    for view in source.views()
                 )
         if moved:
             warnings.warn(
@@ -335,8 +329,8 @@ class EMA:
         """Yield every average, the model's memory of the same box, and whether it is averaged."""
         for source in self._sources.all:
             averages = self._averages[source.holding.name]
-            for average, view in zip(averages, source.views, strict=True):
-                yield average, view(), source.is_averaged
+            for average, view in zip(averages, source.views(), strict=True):
+                yield average, view, source.is_averaged
 
     def _write(self, values: Iterator[torch.Tensor]) -> None:
         """Write values to the model, in the order of `_pairs`."""

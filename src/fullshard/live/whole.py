@@ -5,10 +5,9 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.engine.guard.forbidden import manager_of_placeholder
-from fullshard.engine.module_state import state_of
+from fullshard.engine.module_state import states_in
 from fullshard.engine.params.flat import FlatParameter
 from fullshard.engine.params.managed import ManagedParameter, manager_of
 from fullshard.engine.unit import Unit
@@ -17,7 +16,7 @@ from fullshard.errors import MisuseError, UnsupportedError
 from fullshard.process_hooks import BEFORE_STEP
 from fullshard.state.holdings import refuse_others
 from fullshard.state.structure import whole_of
-from fullshard.state.unit_parts import forms_in
+from fullshard.torch_private import local_part
 
 _TORCH_FSDP = "torch.distributed.fsdp."
 
@@ -58,7 +57,7 @@ def full_parameters(
         writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload, copies=True
     )
     units = _units(module)
-    sharded = {id(form) for unit in units for form in forms_in(unit)}
+    sharded = {id(form) for unit in units for form in unit.forms}
     with contextlib.ExitStack() as stack:
         if not writeback:
             stack.enter_context(_dropping_changes(module, sharded))
@@ -86,23 +85,17 @@ def _refusing_steps(sharded: Collection[int]) -> Iterator[None]:
 def _dropping_changes(module: nn.Module, sharded: Collection[int]) -> Iterator[None]:
     """Give parameters that are not sharded their values of before when the body ends."""
     plain = [p for p in module.parameters() if id(p) not in sharded and not p.is_meta]
-    kept = [_own_memory(parameter).clone() for parameter in plain]
+    kept = [local_part(parameter.detach()).clone() for parameter in plain]
     try:
         yield
     finally:
         with torch.no_grad():
             for parameter, values in zip(plain, kept, strict=True):
-                own = _own_memory(parameter)
+                own = local_part(parameter.detach())
                 if own.shape != values.shape:
                     parameter.data = values
                 elif not torch.equal(bits(own), bits(values)):
                     own.copy_(values)
-
-
-def _own_memory(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of a parameter."""
-    tensor = parameter.detach()
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _units(module: nn.Module) -> list[Unit]:
@@ -114,7 +107,7 @@ def _units(module: nn.Module) -> list[Unit]:
                 f"{path or 'The model'} is sharded by PyTorch's fully_shard. Call its unshard(), or shard it "
                 "with fullshard's."
             )
-    states = dict.fromkeys(s for m in module.modules() if (s := state_of(m)) is not None)
+    states = states_in(module.modules())
     for state in states:
         state.check_idle("full_parameters")
     units = [unit for state in states for unit in state.units]

@@ -63,9 +63,9 @@ def load_sharded_state(
         _refuse_incomplete(model, optimizer, state["optimizer"])
     values = dict(state["model"])
     for unit, names in structure_of(model).units:
-        parts = parts_of(unit)
-        if parts.is_flat:
+        if unit.is_flat:
             continue  # its own state-dict hooks take values of any kind
+        parts = parts_of(unit)
         given = {i: n[0] for i, n in enumerate(names) if n and n[0] in values}
         _refuse_misshapen(parts, {name: values[name] for name in given.values()}, given)
         shards = locals_of(unit, list(given), [values[name] for name in given.values()])
@@ -74,9 +74,7 @@ def load_sharded_state(
             values.update({name: wrapped for name in names[index] if name in values})
     model.load_state_dict(values)
     if optimizer is not None:
-        optimizer.load_state_dict(
-            load(model, optimizer, state["optimizer"], rank0_only=False, is_named=False, group=None)
-        )
+        optimizer.load_state_dict(load(model, optimizer, state["optimizer"]))
 
 
 def _refuse_incomplete(

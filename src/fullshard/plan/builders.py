@@ -41,12 +41,11 @@ def rows_layout(
                 f"{spec.name}: cannot shard dim {spec.shard_dim} of a parameter of shape "
                 f"{spec.shape}. Choose one of its dims: there are {len(spec.shape)}, from 0 on."
             )
-    return UnitLayout(
-        shard_size,
-        tuple(
-            _rows_bucket(members, specs, shard_size, rule) for members in _by_dtypes(specs).values()
-        ),
-    )
+    groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for index, spec in enumerate(specs):
+        groups.setdefault((spec.dtype, spec.compute_dtype), []).append(index)
+    buckets = [_rows_bucket(members, specs, shard_size, rule) for members in groups.values()]
+    return UnitLayout(shard_size, tuple(buckets))
 
 
 def flat_layout(
@@ -193,14 +192,6 @@ def _route(spec: ParamSpec, shard_size: int, rule: DirectRule) -> Route:
     big = chunk_numel * spec.dtype.itemsize >= rule.min_nbytes
     direct = spec.shard_dim == 0 and spec.numel > 0 and aligned and even and big
     return Route.DIRECT if direct else Route.PACKED
-
-
-def _by_dtypes(specs: Sequence[ParamSpec]) -> dict[tuple[torch.dtype, torch.dtype], list[int]]:
-    """Return the indices of the parameters of each storage and compute dtype."""
-    groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-    for index, spec in enumerate(specs):
-        groups.setdefault((spec.dtype, spec.compute_dtype), []).append(index)
-    return groups
 
 
 def _alignment(*dtypes: torch.dtype) -> int:

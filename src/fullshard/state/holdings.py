@@ -22,13 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fullshard.engine.access import settle_to_read, settle_to_write
-from fullshard.engine.module_state import state_of
+from fullshard.engine.module_state import states_in
 from fullshard.errors import MisuseError, StateError, UnsupportedError
 from fullshard.plan.boxes import whole_box
 from fullshard.plan.layout import Shape
 from fullshard.state.sharded_tensors import place_on, placement_of
 from fullshard.state.structure import Structure, structure_of
-from fullshard.state.unit_parts import HeldBox, UnitParts, forms_in, parts_of, slots_of
+from fullshard.state.unit_parts import HeldBox, UnitParts, parts_of, slots_of
+from fullshard.torch_private import local_part
 
 _TORCH_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
@@ -210,7 +211,7 @@ def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
     A subclass that only wraps one tensor of its own shape and dtype, as those for float8 training do,
     is that tensor. Raises UnsupportedError for others, such as quantised weights.
     """
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if type(local) in (torch.Tensor, nn.Parameter):
         return tensor
     inner = _wrapped(local)
@@ -244,13 +245,10 @@ class _Named(NamedTuple):
 
 def _of_no_unit(structure: Structure) -> Iterator[Holding]:
     """Yield plain parameters, and persistent buffers in the dtype before mixed precision cast them."""
-    managed = {id(param) for unit, _ in structure.units for param in forms_in(unit)}
-    states = dict.fromkeys(
-        state for _, m in structure.modules if (state := state_of(m)) is not None
-    )
+    managed = {id(param) for unit, _ in structure.units for param in unit.forms}
     before_casts = {
         (id(module), name): dtype
-        for state in states
+        for state in states_in(module for _, module in structure.modules)
         for module, dtypes in state.buffer_dtypes.items()
         for name, dtype in dtypes.items()
     }

@@ -211,9 +211,9 @@ def load(
     optim: torch.optim.Optimizer | None,
     state_dict: StateDict,
     *,
-    rank0_only: bool,
-    is_named: bool,
-    group: dist.ProcessGroup | None,
+    rank0_only: bool = False,
+    is_named: bool = False,
+    group: dist.ProcessGroup | None = None,
     optim_input: OptimInput = None,
 ) -> StateDict:
     """Return a state dict that the optimizer can load, from one by name. Collective.

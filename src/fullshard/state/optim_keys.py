@@ -20,7 +20,7 @@ from fullshard.errors import MisuseError, ShardingError, StateError
 from fullshard.plan.units import first_names
 from fullshard.state.options import OptimStateKeyType
 from fullshard.state.structure import Structure, structure_of
-from fullshard.state.unit_parts import parts_of, trained_of
+from fullshard.state.unit_parts import trained_of
 
 StateDict = dict[str, Any]
 ParamKey = int | str
@@ -48,7 +48,7 @@ def trained_in(structure: Structure) -> dict[nn.Parameter, Trained]:
         names = {index: own[0] for index, own in enumerate(every_name) if own}
         for sharded, stands_for in trained_of(unit):
             indices = tuple(index for index in stands_for if index in names)
-            if indices or parts_of(unit).is_one_parameter:
+            if indices or unit.flat_parameter is not None:
                 found[sharded] = Trained(tuple(names[i] for i in indices), unit, indices)
     for prefix, module in structure.modules:
         for name, parameter in module._parameters.items():

@@ -2,11 +2,8 @@
 
 `UnitState` is the form in which saving and loading meet:
 
-    saving    `take_apart` divides the state of each trained parameter, which may be a flat one,
-              among the parameters that it stands for; `report` lists it for the other ranks;
-              `complete` adds what they have and this rank lacks
-    loading   `cut` makes it from the values of a state dict; `put_together` makes the state of each
-              trained parameter from it
+    saving    `take_apart` what an optimizer keeps; `report` it; `complete` it by what others have
+    loading   `cut` it from values of a state dict; `put_together` what an optimizer keeps
 """
 
 import copy
@@ -122,9 +119,9 @@ def put_together(entry: Trained, state: UnitState) -> dict[str, Any]:
     """
     assert entry.unit is not None
     parts = parts_of(entry.unit)
-    if not parts.is_one_parameter:
+    if entry.unit.flat_parameter is None:
         (index,) = entry.indices
-        if parts.is_flat and parts.local(index).numel() == 0:
+        if entry.unit.is_flat and parts.local(index).numel() == 0:
             return {}
         own = {name: parts.as_shown(index, t) for name, t in state.locals[index].items()}
         return {**state.others[index], **own}

@@ -41,8 +41,8 @@ def owners_of(model: nn.Module) -> dist.ProcessGroup | None:
     if len(largest) in (0, dist.get_world_size()) or not all(largest >= own for own in known):
         return None
     for unit in units:
-        for group in (unit.mesh.shard_group, unit.mesh.replicate_group):
-            if group is not None and largest == {*dist.get_process_group_ranks(group)}:
+        for group in unit.mesh.groups:
+            if largest == {*dist.get_process_group_ranks(group)}:
                 return group
     return group_over(sorted(largest))
 

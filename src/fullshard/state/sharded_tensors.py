@@ -105,10 +105,10 @@ def parts_of_value(
             boxes = chunks(shape, value.placements[axes[0]].dim, size)
             local = value._local_tensor.detach().to(device)
             return ValueParts([(box,) for box in boxes], [local])
-    return ValueParts([(whole_box(shape),)] * size, [whole_of(value, shape, device)])
+    return ValueParts([(whole_box(shape),)] * size, [gathered_value(value, shape, device)])
 
 
-def whole_of(value: Any, shape: Shape, device: torch.device) -> torch.Tensor:
+def gathered_value(value: Any, shape: Shape, device: torch.device) -> torch.Tensor:
     """Return a ShardedTensor or DTensor whole, on every rank that it is divided over. Collective."""
     if not isinstance(value, ShardedTensor):
         whole: torch.Tensor = value.full_tensor().detach().to(device)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fullshard.engine.module_state import flat_states, state_of
+from fullshard.engine.module_state import flat_states, states_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import UnsupportedError
 from fullshard.plan.units import clean_name
@@ -45,16 +45,14 @@ def structure_of(model: nn.Module) -> Structure:
     def names(places: list[tuple[nn.Module | None, str]]) -> list[str]:
         return [pre + name for m, name in places for pre in prefixes.get(id(m), ())]
 
-    states = dict.fromkeys(state for _, m in modules if (state := state_of(m)) is not None)
+    states = states_in(module for _, module in modules)
     units = [(unit, [*map(names, slots_of(unit))]) for state in states for unit in state.units]
     return Structure(modules, units)
 
 
 def units_of(model: nn.Module) -> list[Unit]:
     """Return the units of a model that have parameters, in the order of its modules."""
-    modules = whole_of(model).modules()
-    states = dict.fromkeys(state for m in modules if (state := state_of(m)) is not None)
-    return [unit for state in states for unit in state.units]
+    return [unit for state in states_in(whole_of(model).modules()) for unit in state.units]
 
 
 def whole_of(model: nn.Module) -> nn.Module:

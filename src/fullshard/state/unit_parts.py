@@ -1,27 +1,20 @@
 """What this rank holds of a unit's parameters, for state dicts, checkpoints and live access.
 
 No other file of these rooms looks into a unit's parameters. What is held is one box of rows, or the boxes
-that a flat piece makes up.
-
-    rank 1 of 2, w (5, 4) sharded by rows       box (3, 0) (2, 4)
-    the same, flat                              boxes (2, 2) (1, 2) and (3, 0) (2, 4)
-
-The same boxes are those of optimizer state of the parameters' size. This rank's memory of them is a *local*:
-a tensor of the shape of the parameter's shard, which is a piece of a flat buffer or rows. Parameters go by
-their number in the unit.
+that a flat piece makes up, of a parameter and of optimizer state of its size. This rank's memory of them is
+a *local*: a tensor of the shape of the parameter's shard. Parameters go by their number in the unit.
 """
 
 import functools
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.flat import HiddenParameter
 from fullshard.engine.params.managed import ManagedParameter
@@ -32,6 +25,7 @@ from fullshard.faces.meshes import joined_mesh
 from fullshard.plan.boxes import Box, Division, boxes_of_run, chunks, whole_box
 from fullshard.plan.layout import BucketLayout, ParamLayout, Shape
 from fullshard.state.sharded_tensors import MeshBox, place_on, placement_of
+from fullshard.torch_private import local_part
 
 
 class HeldBox(NamedTuple):
@@ -65,9 +59,6 @@ class UnitParts:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.proxy(unit)
-        self.is_flat = unit.is_flat
-        # Whether an optimizer trains one flat parameter for all.
-        self.is_one_parameter = unit.flat_parameter is not None
         # What was planned from; a parameter gets another form if its unit changes.
         self.forms = tuple(param.form for param in unit.managed)
         self.world_size = _world_size()
@@ -113,8 +104,8 @@ class UnitParts:
         key: its name. Raises StateError for a tensor of another size.
         """
         param = self._unit.managed[index]
-        local = value._local_tensor if isinstance(value, DTensor) else value
-        if self.is_one_parameter:
+        local = local_part(value)
+        if self._unit.flat_parameter is not None:
             bucket, place = self._layouts[index]
             # State that is cut already is left as it is.
             if local.numel() == bucket.shard_numel:
@@ -142,7 +133,7 @@ class UnitParts:
         return {
             index
             for index, param in enumerate(self._unit.managed)
-            if self.is_one_parameter or param.sharded.numel()
+            if self._unit.flat_parameter is not None or param.sharded.numel()
         }
 
     # Boxes
@@ -153,7 +144,7 @@ class UnitParts:
         local: contiguous; of the parameter's `shard_shape`, or flattened. For the parameter itself, and
         for its optimizer state.
         """
-        if not self.is_flat:
+        if not self._unit.is_flat:
             box, numel = self._place(index).box, local.numel()
             if box.numel != numel:
                 raise StateError(
@@ -176,7 +167,7 @@ class UnitParts:
         size = 1 if group is None else group.size()
         if self._unit.mesh.shard_group is None:
             return [(region,)] * size
-        if self.is_flat:
+        if self._unit.is_flat:
             return [self._flat_boxes(index, rank) for rank in range(size)]
         boxes = chunks(region.shape, self.forms[index].shard_dim, size)
         return [(box.moved(region.offset),) if box.numel else () for box in boxes]
@@ -207,7 +198,7 @@ class UnitParts:
 
     def _copies(self, index: int) -> tuple[int, int]:
         plan, place = self._unit.mesh.plan, self._place(index)
-        if not self.is_flat:
+        if not self._unit.is_flat:
             copy, copies, num_ranks = place.copy, place.copies, place.num_ranks
         elif place.copies > 1:
             return 0, 0
@@ -220,7 +211,7 @@ class UnitParts:
         """Return this rank's box of a parameter; of a flat unit, of what its pieces are cut from."""
         if index not in self._places:
             form = self.forms[index]
-            spec = form.unsharded if self.is_flat else form.spec
+            spec = form.unsharded if self._unit.is_flat else form.spec
             self._places[index] = (
                 MeshBox(whole_box(()), 0, 1, 1) if spec is None else place_on(spec)
             )
@@ -282,14 +273,6 @@ def trained_of(unit: Unit) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
     return [(param.sharded, (index,)) for index, param in enumerate(unit.managed)]
 
 
-def forms_in(unit: Unit) -> Iterator[nn.Parameter]:
-    """Yield every form in which a unit's parameters may be registered."""
-    if unit.flat_parameter is not None:
-        yield unit.flat_parameter
-    for param in unit.managed:
-        yield from (form for form in param.forms if form is not None)
-
-
 def memory_of(unit: Unit) -> object:
     """Return what is another object once shards are elsewhere; None while whole ones are shown, or after a move."""
     return None if unit.is_whole or unit.watch.have_moved else unit.params.buffers
@@ -302,10 +285,9 @@ def rank_sets(unit: Unit) -> set[frozenset[int]]:
     """
     place, forms = unit.mesh, [param.form for param in unit.managed]
     inner = [form.unsharded.mesh for form in forms if form.unsharded is not None]
-    groups = [group for group in (place.shard_group, place.replicate_group) if group is not None]
-    if place.mesh is None and len(groups) > 1:
+    if place.mesh is None and len(place.groups) > 1:
         return {frozenset(range(dist.get_world_size()))}
-    found = {frozenset(dist.get_process_group_ranks(group)) for group in groups}
+    found = {frozenset(dist.get_process_group_ranks(group)) for group in place.groups}
     meshes: list[DeviceMesh | None] = [place.mesh, *inner]
     meshes += [joined_mesh(place, mesh) for mesh in inner]
     meshes += [form.spec.mesh for form in forms if form.spec is not None]

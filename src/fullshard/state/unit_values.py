@@ -1,8 +1,7 @@
 """Convert between what ranks hold of a unit's parameters and the values of state dicts.
 
-A *local* is this rank's part of a parameter, or of a tensor of the parameter's size (optimizer state), as
-`UnitParts.boxes` takes it. The locals of all of a unit's tensors move at once (`moving`). Only values that
-are divided over other ranks than the unit are made whole first.
+The locals (see `unit_parts`) of all of a unit's tensors move at once (`moving`). Only values that are
+divided over other ranks than the unit are made whole first.
 """
 
 import functools
@@ -22,11 +21,11 @@ from fullshard.plan.boxes import Box, Division, chunks, common
 from fullshard.plan.layout import Shape
 from fullshard.state.moving import Moving, move
 from fullshard.state.sharded_tensors import (
+    gathered_value,
     parts_of_value,
     place_on,
     sharded_dtensor,
     sharded_tensor,
-    whole_of,
 )
 from fullshard.state.unit_parts import UnitParts, division_group, parts_of
 from fullshard.torch_private import DTensorSpec, ShardedTensor, TensorMeta
@@ -77,7 +76,7 @@ def sharded_values(
     """
     parts, group = parts_of(unit), unit.mesh.shard_group
     values: list[torch.Tensor | ShardedTensor] = []
-    if not parts.is_flat:
+    if not unit.is_flat:
         for index, local in zip(indices, locals_, strict=True):
             spec = parts.forms[index].spec
             assert spec is not None  # of all parameters that are rows
@@ -289,11 +288,10 @@ def _own_part(value: Any, spec: DTensorSpec, device: torch.device) -> torch.Tens
             placements = [*[Replicate()] * num_outer, *spec.placements]
             return value.redistribute(placements=placements)._local_tensor
     # From another mesh, or from none: put together first, one value at a time.
-    if isinstance(value, ShardedTensor):
-        whole = whole_of(value, tuple(spec.shape), device)
+    if isinstance(value, (ShardedTensor, DTensor)):
+        whole = gathered_value(value, tuple(spec.shape), device)
     else:
-        value = torch.detach(value)
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = torch.detach(value)
     everywhere = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.tensor_meta)
     cut = sharded_dtensor(whole.to(spec.mesh.device_type), everywhere)
     return cut.redistribute(placements=spec.placements)._local_tensor

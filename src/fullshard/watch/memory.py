@@ -17,21 +17,19 @@ import collections
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.iteration import Iteration
-from fullshard.engine.module_state import ModuleState, state_of
+from fullshard.engine.module_state import named_states, names_of_units
 from fullshard.engine.params.stand_ins import own_gradient
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.errors import StateError
-from fullshard.plan.units import clean_name
 from fullshard.torch_private import pytree
 from fullshard.watch.describe import format_nbytes
 
@@ -138,45 +136,55 @@ def memory_report(
     Communicates nothing and does not wait for the device. Raises StateError if nothing in the model
     is sharded.
     """
-    states = _states_of(model)
-    names = {  # by id: the root's names, or, before a forward, paths
-        id(unit): path if state.known_iteration is None else unit.name
-        for path, state in states.items()
+    named = named_states(model)
+    if not named:
+        raise StateError(
+            f"{type(model).__name__} is not sharded, nor is any module in it. Pass the module given "
+            "to fully_shard last, or the outermost wrapper."
+        )
+    states, paths = dict.fromkeys(named.values()), names_of_units(named)
+    names = {  # the root's, or, before a forward, paths
+        unit: paths[unit] if state.known_iteration is None else unit.name
+        for state in states
         for unit in state.all_units
     }
-    units = [unit for state in states.values() for unit in state.units]
-    comms, devices = comms_of(units), list(dict.fromkeys(unit.device for unit in units))
-    tally = _Tally()
-    for unit in units:
-        for category, tensor in _tensors_of(unit):
-            tally.note(category, names[id(unit)], tensor)
-    for iteration in dict.fromkeys(state.known_iteration for state in states.values()):
-        for unit, category, tensor in _in_flight(iteration):
-            tally.note(category, names.get(id(unit)), tensor)
+    units = [unit for state in states for unit in state.units]
+    comms, devices = comms_of(units), dict.fromkeys(unit.device for unit in units)
+    uses = [_Use(kind, names[unit], tensor) for unit in units for kind, tensor in _tensors_of(unit)]
+    for iteration in dict.fromkeys(state.known_iteration for state in states):
+        for reduction in () if iteration is None else iteration.reductions.under_way:
+            name = names.get(cast(Unit, reduction.unit))
+            uses += [_Use(MemoryCategory.GRADIENT_SHARDS, name, t) for t in reduction.results]
+            uses += [_Use(MemoryCategory.COMMUNICATION, name, t) for t in reduction.temporaries]
     free = (Runtime.of(device).scratch.free for device in devices)
-    for tensor in itertools.chain(*free, *(comm.staging for comm in comms)):
-        tally.note(MemoryCategory.COMMUNICATION, None, tensor)
-    for rotation in (Runtime.of(device).rotation for device in devices):
-        for tensor in () if rotation is None else rotation.resting:
-            tally.note(MemoryCategory.KEPT, None, tensor)
-    trained = {id(own.sharded): names[id(unit)] for unit in units for own in unit.holders}
+    staged = itertools.chain(*free, *(comm.staging for comm in comms))
+    uses += [_Use(MemoryCategory.COMMUNICATION, None, tensor) for tensor in staged]
+    rotations = (Runtime.of(device).rotation for device in devices)
+    resting = itertools.chain.from_iterable(each.resting for each in rotations if each is not None)
+    uses += [_Use(MemoryCategory.KEPT, None, tensor) for tensor in resting]
+    trained = {id(own.sharded): names[unit] for unit in units for own in unit.holders}
     for each in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
         for parameter, state in each.state.items():
             for tensor in pytree.tree_leaves(state):
                 if isinstance(tensor, torch.Tensor):
-                    tally.note(MemoryCategory.OPTIMIZER, trained.get(id(parameter)), tensor)
-    for tensor in _unmanaged(model, units):
-        tally.note(MemoryCategory.UNMANAGED, None, tensor)
+                    uses.append(_Use(MemoryCategory.OPTIMIZER, trained.get(id(parameter)), tensor))
+    uses += [_Use(MemoryCategory.UNMANAGED, None, tensor) for tensor in _unmanaged(model, units)]
     sharing = [unit for unit in units if unit.mapped_nbytes]
     shards = sum(tensor.nbytes for unit in sharing for tensor in unit.shard_memory)
     return MemoryReport(
         rank=dist.get_rank(),
-        units=tuple(dict.fromkeys(names[id(unit)] for unit in units)),
-        holdings=tally.count(_staged_nbytes(units), devices),
+        units=tuple(dict.fromkeys(names[unit] for unit in units)),
+        holdings=_counted_once(uses, units),
         shared_nbytes=shards + sum(comm.held_nbytes for comm in comms if comm.mapped_nbytes),
         mapped_nbytes=sum(unit.mapped_nbytes for unit in units)
         + sum(comm.mapped_nbytes for comm in comms),
     )
+
+
+class _Use(NamedTuple):
+    category: MemoryCategory
+    unit: str | None
+    tensor: torch.Tensor
 
 
 def _tensors_of(unit: Unit) -> Iterator[tuple[MemoryCategory, torch.Tensor]]:
@@ -203,51 +211,15 @@ def _tensors_of(unit: Unit) -> Iterator[tuple[MemoryCategory, torch.Tensor]]:
             yield MemoryCategory.GRADIENT_SHARDS, holder.sharded.grad
 
 
-def _in_flight(iteration: Iteration | None) -> Iterator[tuple[Unit, MemoryCategory, torch.Tensor]]:
-    """Yield the tensors that reductions under way hold, each with the unit it belongs to."""
-    if iteration is None:
-        return
-    for reduction in iteration.reductions.under_way:
-        unit = cast(Unit, reduction.unit)
-        for tensor in reduction.results:
-            yield unit, MemoryCategory.GRADIENT_SHARDS, tensor
-        for tensor in reduction.temporaries:
-            yield unit, MemoryCategory.COMMUNICATION, tensor
-
-
 def _unmanaged(model: nn.Module, units: Sequence[Unit]) -> Iterator[torch.Tensor]:
     """Yield ignored parameters, their gradients, and buffers."""
-    managed = {id(form) for unit in units for param in unit.managed for form in param.forms}
-    managed |= {id(holder.sharded) for unit in units for holder in unit.holders}
+    managed = {id(form) for unit in units for form in unit.forms}
     for parameter in model.parameters():
         if id(parameter) not in managed:
             yield parameter
             if parameter.grad is not None:
                 yield parameter.grad
     yield from model.buffers()
-
-
-def _states_of(model: nn.Module) -> dict[str, ModuleState]:
-    """Return the states in a model by the paths of their modules."""
-    paths: dict[ModuleState, list[str]] = {}
-    for path, module in model.named_modules():
-        if (state := state_of(module)) is not None:
-            paths.setdefault(state, []).append(clean_name(path))
-    if not paths:
-        raise StateError(
-            f"{type(model).__name__} is not sharded, nor is any module in it. Pass the module given "
-            "to fully_shard last, or the outermost wrapper."
-        )
-    return {", ".join(names): state for state, names in paths.items()}
-
-
-def _staged_nbytes(units: Sequence[Unit]) -> dict[str, int]:
-    """Return this rank's part of staging memory in bytes, by device."""
-    devices = {comm: str(unit.device) for unit in units for comm in comms_of([unit])}
-    staged: dict[str, int] = collections.defaultdict(int)
-    for comm, device in devices.items():
-        staged[device] += comm.held_nbytes
-    return staged
 
 
 def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -282,45 +254,36 @@ class _Ranges:
         return stop - start - known
 
 
-class _Tally:
-    """Collects tensors with their use, and counts their bytes. See [Note: Counting once]."""
+def _counted_once(uses: Iterable[_Use], units: Sequence[Unit]) -> tuple[Holding, ...]:
+    """Count every byte once. See [Note: Counting once].
 
-    def __init__(self) -> None:
-        self._uses: list[tuple[MemoryCategory, str | None, torch.Tensor]] = []
-
-    def note(self, category: MemoryCategory, unit: str | None, tensor: torch.Tensor) -> None:
-        self._uses.append((category, unit, tensor))
-
-    def count(
-        self, staged_nbytes: Mapping[str, int], devices: Sequence[torch.device]
-    ) -> tuple[Holding, ...]:
-        """Count every byte once.
-
-        staged_nbytes: this rank's part of staging memory, by device; it is not listed as tensors.
-        devices: where an allocator tells how much is in use, what is left over counts as OTHER.
-        """
-        totals: dict[tuple[MemoryCategory, str | None, str], int] = {
-            (MemoryCategory.COMMUNICATION, None, device): nbytes
-            for device, nbytes in staged_nbytes.items()
-        }
-        on_device = collections.Counter(staged_nbytes)
-        seen: dict[str, _Ranges] = collections.defaultdict(_Ranges)
-        order = {category: position for position, category in enumerate(MemoryCategory)}
-        for category, unit, tensor in sorted(self._uses, key=lambda use: order[use[0]]):
-            for part in _plain_tensors(tensor):
-                storage = part.untyped_storage()
-                if storage.nbytes() == 0:
-                    continue
-                device, start = str(storage.device), storage.data_ptr()
-                new = seen[device].add(start, start + storage.nbytes())
-                on_device[device] += new
-                key = category, unit, device
-                totals[key] = totals.get(key, 0) + new
-        for where in devices:
-            if (allocated := Runtime.of(where).allocated_nbytes) is not None:
-                rest = allocated - on_device[str(where)]
-                totals[MemoryCategory.OTHER, None, str(where)] = max(rest, 0)
-        return tuple(Holding(*key, nbytes) for key, nbytes in totals.items() if nbytes)
+    Where a device's allocator tells how much is in use, what is left over counts as OTHER.
+    """
+    # This rank's part of staging memory is not listed as tensors.
+    devices = {comm: str(unit.device) for unit in units for comm in comms_of([unit])}
+    on_device = collections.Counter[str]()
+    for comm, device in devices.items():
+        on_device[device] += comm.held_nbytes
+    totals: dict[tuple[MemoryCategory, str | None, str], int] = {
+        (MemoryCategory.COMMUNICATION, None, device): nbytes for device, nbytes in on_device.items()
+    }
+    seen: dict[str, _Ranges] = collections.defaultdict(_Ranges)
+    order = [*MemoryCategory]
+    for category, unit, tensor in sorted(uses, key=lambda use: order.index(use.category)):
+        for part in _plain_tensors(tensor):
+            storage = part.untyped_storage()
+            if storage.nbytes() == 0:
+                continue
+            device, start = str(storage.device), storage.data_ptr()
+            new = seen[device].add(start, start + storage.nbytes())
+            on_device[device] += new
+            key = category, unit, device
+            totals[key] = totals.get(key, 0) + new
+    for where in dict.fromkeys(unit.device for unit in units):
+        if (allocated := Runtime.of(where).allocated_nbytes) is not None:
+            rest = allocated - on_device[str(where)]
+            totals[MemoryCategory.OTHER, None, str(where)] = max(rest, 0)
+    return tuple(Holding(*key, nbytes) for key, nbytes in totals.items() if nbytes)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str | int]]) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from fullshard.engine.module_state import state_of
+from fullshard.engine.module_state import states_in
 from fullshard.plan.units import clean_name
 from fullshard.watch.uncaught import frames_of, managed, roots
 
@@ -47,19 +47,12 @@ def _recomputed(module: nn.Module, checkpointed: Any) -> str:
         if sharded
         else "its parameters were whole then, as in forward, so the module itself has computed something else"
     )
-    where = ""
-    if not sharded:
-        with contextlib.suppress(Exception):  # it runs the user's code once more
-            where = _first_difference(module, checkpointed)
+    where = "" if sharded else _first_difference(module, checkpointed)
     return (
         f"fullshard: recomputed was {_path_of(module)} ({type(module).__name__}): {state}.{where} Look for what "
         "depends on more than its inputs: caches, counters, training mode, random numbers. "
         "torch.utils.checkpoint.set_checkpoint_debug_enabled(True) lists its operations."
     )
-
-
-class _Found(Exception):  # noqa: N818  (no error: it ends a recomputation)
-    """The first tensor that differs, and the module that saved it."""
 
 
 def _first_difference(module: nn.Module, checkpointed: Any) -> str:
@@ -69,7 +62,7 @@ def _first_difference(module: nn.Module, checkpointed: Any) -> str:
     the whole parameters that they have, and gather nothing: other ranks may not come.
     """
     expected = checkpointed.x_metadatas
-    running = [module]
+    running, found = [module], [""]
     num_saved = 0
 
     def enter(inner: nn.Module, _: Any) -> None:
@@ -82,8 +75,8 @@ def _first_difference(module: nn.Module, checkpointed: Any) -> str:
         nonlocal num_saved
         now = checkpointed.metadata_fn(tensor)
         before = expected[num_saved] if num_saved < len(expected) else "nothing"
-        if now != before:
-            raise _Found(
+        if now != before and not found[0]:
+            found[0] = (
                 f" The first tensor saved for backward that differs is of {_path_of(running[-1])} "
                 f"({type(running[-1]).__name__}): {_shown(now)}; in forward {_shown(before)} came there, saved by it, "
                 "or by one before it that saves less now."
@@ -91,7 +84,7 @@ def _first_difference(module: nn.Module, checkpointed: Any) -> str:
         num_saved += 1
         return tensor
 
-    states = [state for inner in module.modules() if (state := state_of(inner)) is not None]
+    states = states_in(module.modules())
     units = [unit for state in states for unit in state.all_units if not unit.is_whole]
     with contextlib.ExitStack() as stack:
         for inner in module.modules():
@@ -102,11 +95,9 @@ def _first_difference(module: nn.Module, checkpointed: Any) -> str:
             stack.callback(setattr, unit, "is_whole", False)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
-        try:
-            checkpointed.recompute_fn(*checkpointed.get_inputs())
-        except _Found as found:
-            return str(found)
-    return ""
+        stack.enter_context(contextlib.suppress(Exception))  # it is the user's code
+        checkpointed.recompute_fn(*checkpointed.get_inputs())
+    return found[0]
 
 
 def _shown(metadata: Any) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.engine.unit import Unit, comms_of
+from fullshard.torch_private import local_part
 from fullshard.watch.memory import MemoryCategory
 
 CATEGORIES = (
@@ -45,7 +45,7 @@ class SavedTensors:
         self._uses: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        local = _local_part(tensor)
+        local = local_part(tensor)
         storage = local.untyped_storage()
         key = storage._cdata
         if key in self._ignored:
@@ -88,10 +88,8 @@ class MemoryMeter:
     ) -> None:
         self._units = list(units)
         self._optimizer = optimizer
-        forms = [form for unit in units for param in unit.managed for form in param.forms]
-        self.saved = SavedTensors(
-            [_local_part(each) for each in (*model.parameters(), *forms) if each is not None]
-        )
+        forms = [form for unit in units for form in unit.forms]
+        self.saved = SavedTensors([local_part(each) for each in (*model.parameters(), *forms)])
         self._known: dict[tuple[int, Unit], int] = {}  # by category and unit
         self._totals = [0] * (len(CATEGORIES) - 1)
         self._totals[_SHARDS] = sum(unit.plan_layout().shard_nbytes for unit in units)
@@ -100,7 +98,7 @@ class MemoryMeter:
 
     def count_unsharded(self, unit: Unit) -> None:
         """Count a unit's unsharded parameters again."""
-        nbytes = sum(_local_part(t).untyped_storage().nbytes() for t in unit.unsharded_memory)
+        nbytes = sum(local_part(t).untyped_storage().nbytes() for t in unit.unsharded_memory)
         self._put(_UNSHARDED, unit, nbytes)
 
     def count_full_gradients(self, unit: Unit) -> None:
@@ -110,7 +108,7 @@ class MemoryMeter:
         kept = (*unit.gradients.unreduced.spare_memory, *unit.gradients.partial_sums)
         tensors = (*grads, *unit.gradients.unreduced.memory, *kept)
         sizes: dict[int, int] = {}
-        for tensor in map(_local_part, tensors):  # one may be a view of another
+        for tensor in map(local_part, tensors):  # one may be a view of another
             address = tensor.untyped_storage().data_ptr()
             sizes[address] = max(sizes.get(address, 0), tensor.nbytes)
         self._put(_FULL_GRADIENTS, unit, sum(sizes.values()))
@@ -141,7 +139,7 @@ class MemoryMeter:
         if self._optimizer is None:
             return
         self._totals[_OPTIMIZER] = sum(
-            _local_part(value).nbytes
+            local_part(value).nbytes
             for state in self._optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
@@ -157,7 +155,3 @@ class MemoryMeter:
     def _put(self, category: int, unit: Unit, nbytes: int) -> None:
         self._totals[category] += nbytes - self._known.get((category, unit), 0)
         self._known[category, unit] = nbytes
-
-
-def _local_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

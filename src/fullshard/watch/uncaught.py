@@ -52,21 +52,18 @@ def explain_sharded_use(error: BaseException) -> str | None:
         if frame.f_code.co_name == "backward":
             return None  # which runs no module
         module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            return _sharded_use(module, frame.f_code.co_name)
+        if not isinstance(module, nn.Module):
+            continue
+        sharded = [param.name for param, is_sharded in managed(module) if is_sharded]
+        if not sharded:
+            return None
+        return (
+            f"fullshard: {', '.join(sharded)}: sharded at that moment, so that this rank has a part of each: "
+            f"{type(module).__name__}.{frame.f_code.co_name} ran, and not the forward of the sharded module that "
+            "contains it. Call that one; for methods other than forward, use register_fsdp_forward_method; for a "
+            "weight alone, fullshard.gathered(weight)."
+        )
     return None
-
-
-def _sharded_use(module: nn.Module, method: str) -> str | None:
-    sharded = [param.name for param, is_sharded in managed(module) if is_sharded]
-    if not sharded:
-        return None
-    return (
-        f"fullshard: {', '.join(sharded)}: sharded at that moment, so that this rank has a part of each: "
-        f"{type(module).__name__}.{method} ran, and not the forward of the sharded module that contains it. Call that "
-        "one; for methods other than forward, use register_fsdp_forward_method; for a weight alone, "
-        "fullshard.gathered(weight)."
-    )
 
 
 def managed(module: nn.Module) -> Iterator[tuple[ManagedParameter, bool]]:

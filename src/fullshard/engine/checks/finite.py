@@ -8,13 +8,12 @@ between modules. Gradients of parameters are looked at before they are reduced.
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.engine.observer import PassWatcher, watchers
 from fullshard.engine.runtime import eager
@@ -22,6 +21,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.plan.units import clean_name
 from fullshard.process_hooks import AFTER_FORWARD, BEFORE_FORWARD
+from fullshard.torch_private import local_part
 
 # Paths of modules, below the outermost module that ran.
 _paths: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
@@ -145,8 +145,7 @@ def _made(roles: Sequence[_Role]) -> str:
 
 def _unlike(tensor: torch.Tensor) -> str:
     """Say what of a tensor is not finite; "" if all is."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    local = local.detach()
+    local = local_part(tensor).detach()
     if local.is_meta or not (local.is_floating_point() or local.is_complex()):
         return ""
     if bool(local.isfinite().all()):
@@ -157,17 +156,12 @@ def _unlike(tensor: torch.Tensor) -> str:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in tuples, lists, dicts and objects with a dict of fields."""
+    """Yield the tensors in tuples, lists and dicts."""
     if isinstance(values, torch.Tensor):
         yield values
-        return
-    inner: Iterable[Any] = ()
-    if isinstance(values, dict):
-        inner = values.values()
-    elif isinstance(values, (tuple, list)):
-        inner = values
-    for each in inner:
-        yield from _tensors(each)
+    elif isinstance(values, (dict, tuple, list)):
+        for each in values.values() if isinstance(values, dict) else values:
+            yield from _tensors(each)
 
 
 def _rank() -> str:

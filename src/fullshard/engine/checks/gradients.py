@@ -106,7 +106,8 @@ class UnusedWatch:
             for index, param in enumerate(unit.params):
                 if index not in had and param.sharded.requires_grad:
                     found[param.name] = [rank]
-        for group in _groups(asked):
+        # Once each, in one order on all ranks.
+        for group in dict.fromkeys(group for unit in asked for group in unit.mesh.groups):
             found = _merged(gather_objects(found, group, "comparing unused parameters"))
         if found:
             shown = first_names([f"{name} (ranks {ranks})" for name, ranks in found.items()])
@@ -114,13 +115,6 @@ class UnusedWatch:
                 f"Trained parameters got no gradient in this backward: {shown}. Freeze "
                 "them, use them in the loss, or call set_unused(module, 'zero'), which gives them zeros."
             )
-
-
-def _groups(units: Sequence[Unit]) -> list[Any]:
-    """Return the groups of all axes of the units' meshes, once each, in one order on all ranks."""
-    meshes = [unit.mesh for unit in units]
-    groups = [group for mesh in meshes for group in (mesh.shard_group, mesh.replicate_group)]
-    return list(dict.fromkeys(group for group in groups if group is not None))
 
 
 def _merged(everyones: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:

@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.engine.checks.model import Model
 from fullshard.engine.unit import Unit
 from fullshard.errors import AllocationError
 from fullshard.host import memory_pools
 from fullshard.plan.units import clean_name, first_names
+from fullshard.torch_private import local_part
 
 Place = tuple[nn.Module, str]
 
@@ -104,7 +104,7 @@ def _own_part(module: nn.Module, name: str) -> torch.Tensor | None:
     tensor = module._parameters.get(name, module._buffers.get(name))
     if tensor is None or tensor.is_meta:
         return None
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     return local.detach() if type(local) in (torch.Tensor, nn.Parameter) and local.numel() else None
 
 

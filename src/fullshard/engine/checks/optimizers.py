@@ -18,6 +18,7 @@ from fullshard.engine.params.managed import (
     owner_of,
 )
 from fullshard.plan.units import first_names
+from fullshard.torch_private import local_part
 
 
 class Known:
@@ -167,5 +168,5 @@ def _is_low_bit_when_whole(owner: ManagedParameter, block: int) -> bool:
 
 
 def _is_low_bit(value: torch.Tensor) -> bool:
-    local = value._local_tensor if isinstance(value, DTensor) else value
+    local = local_part(value)
     return type(local) not in (torch.Tensor, nn.Parameter) or local.dtype.itemsize == 1

@@ -49,7 +49,7 @@ class Path:
         self.begin(StepPhase.FORWARD if is_step else StepPhase.EVALUATION)
         if is_step:
             self._freezing.enter_changes(self._records)
-        self._checks_order = self._order.is_checked
+        self._checks_order = dist.get_debug_level() == dist.DebugLevel.DETAIL
 
     def begin(self, phase: StepPhase) -> None:
         """Say which part of the step this rank is in."""
@@ -105,8 +105,8 @@ class StepChecks:
 def _check_step(unit: Unit, moment: Moment) -> None:
     """Raise DivergenceError on every rank of the unit's groups unless all are at this unit."""
     mine = f"{unit.path} ({moment})"
-    for group in (unit.mesh.shard_group, unit.mesh.replicate_group):
-        if group is None or group.size() == 1:
+    for group in unit.mesh.groups:
+        if group.size() == 1:
             continue
         everyones = gather_objects(mine, group, f"{unit.path}: debug() compares ranks")
         if len(set(everyones)) > 1:
@@ -125,10 +125,6 @@ class ForwardOrder:
         self._current: list[int] = []  # those of this iteration so far
         self._has_warned = False
 
-    @property
-    def is_checked(self) -> bool:
-        return dist.get_debug_level() == dist.DebugLevel.DETAIL
-
     def check(self, number: int) -> None:
         """Check the unit that runs now. Every rank has to call it before the unit's all-gather.
 
@@ -138,7 +134,15 @@ class ForwardOrder:
         position = len(self._current)
         self._current.append(number)
         if self._first is None:
-            self._compare_ranks(number)
+            mesh = self._units[number].mesh
+            group = mesh.shard_group or mesh.replicate_group
+            numbers = gather_objects(number, group, "comparing the order of units")
+            if len(set(numbers)) > 1:
+                seen = ", ".join(f"rank {r}: {self._name(n)}" for r, n in enumerate(numbers))
+                raise StateError(
+                    "Forward order differs across ranks: at the same place, they run different units "
+                    f"({seen}). Let every rank run the same modules in the same order."
+                )
         elif self._first[position : position + 1] != [number] and not self._has_warned:
             self._has_warned = True
             expected = self._first[position] if position < len(self._first) else None
@@ -159,18 +163,6 @@ class ForwardOrder:
     def forget(self) -> None:
         """Forget the order of an iteration that an exception ended."""
         self._current = []
-
-    def _compare_ranks(self, number: int) -> None:
-        """Raise StateError, on every rank of the unit's group, unless all run the same unit."""
-        mesh = self._units[number].mesh
-        group = mesh.shard_group or mesh.replicate_group
-        numbers = gather_objects(number, group, "comparing the order of units")
-        if len(set(numbers)) > 1:
-            seen = ", ".join(f"rank {r}: {self._name(n)}" for r, n in enumerate(numbers))
-            raise StateError(
-                "Forward order differs across ranks: at the same place, they run different units "
-                f"({seen}). Let every rank run the same modules in the same order."
-            )
 
     def _name(self, number: int) -> str:
         return repr(self._units[number].name or "root")
