@@ -11,8 +11,7 @@ from torch import nn
 
 from fullshard.engine.adoption import make_unit, use_comm
 from fullshard.engine.hooks import Hooks, hooks_of
-from fullshard.engine.params.managed import owner_of
-from fullshard.engine.params.slots import Slot
+from fullshard.engine.params.managed import Slot, owner_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
 

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.flat import HiddenParameter
+from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.unit import Unit
-from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import StateError
 from fullshard.faces.meshes import joined_mesh
 from fullshard.plan.boxes import Box, Division, boxes_of_run, chunks, whole_box
