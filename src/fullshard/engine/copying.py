@@ -59,7 +59,9 @@ def copy_sharded(
         new[hooks] = Hooks(copies, [_copy_unit(unit, memo) for unit in hooks.state.all_units])
         for original, copy in zip(hooks.state.modules, copies, strict=True):
             copy.__class__ = classes[original]
-        hooks.copy_methods(new[hooks], memo)
+        for reference, name, method in hooks.methods:
+            if (wrapped := reference()) is not None:
+                new[hooks].wrap_method(memo[id(wrapped)], name, method)
         for ignored, names in hooks.state.ignored_names.items():
             new[hooks].state.ignored_names[memo[id(ignored)]] = set(names)
         new[hooks].state.ignored.update(
