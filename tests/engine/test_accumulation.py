@@ -62,7 +62,7 @@ def test_sums_are_formed_in_the_memory_of_the_last_step_unless_somebody_has_it(
     api: Api, is_kept_by_user: bool
 ) -> None:
     model, _ = _sharded(api)
-    param = model[0]._fullshard_state.units[0].params[0]
+    param = model[0]._fullshard_hooks.state.units[0].params[0]
     addresses: list[int] = []
     kept: list[Tensor] = []
     for seed in range(2):
@@ -103,7 +103,7 @@ def test_memory_of_sums_stays_for_a_module_that_runs_twice_until_nothing_is_accu
     model = _Twice()
     api.fully_shard(model.layer)
     api.fully_shard(model)
-    unit = model.layer._fullshard_state.units[0]
+    unit = model.layer._fullshard_hooks.state.units[0]
     for flags in ((False, True), (False, True), (True,)):
         for is_last in flags:
             model.set_requires_gradient_sync(is_last)

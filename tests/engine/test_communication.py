@@ -484,7 +484,7 @@ def test_sums_of_the_backend_itself_train_alike(api: Api, build: Any, features: 
     """Gloo gets another form of reduce-scatter; NCCL's and all others' works over it as well."""
     model = build()
     alone = copy.deepcopy(model)
-    for unit in api.fully_shard(model)._fullshard_state.units:
+    for unit in api.fully_shard(model)._fullshard_hooks.state.units:
         unit.comm.sums_natively = True
     # `record_traffic` counts either form as a reduce-scatter.
     exchange = mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
@@ -503,7 +503,7 @@ def test_backend_that_averages_does_so_unless_sums_are_forced(api: Api, is_force
     alone = copy.deepcopy(model)
     for layer in model:
         api.fully_shard(layer)
-    for unit in [each for m in model for each in m._fullshard_state.units]:
+    for unit in [each for m in model for each in m._fullshard_hooks.state.units]:
         unit.comm.sums_natively = unit.comm._averages = True
     api.fully_shard(model)
     for layer in model:
@@ -546,7 +546,7 @@ def test_one_rank_keeps_the_gradients_that_autograd_made(api: Api) -> None:
 @on_ranks(2)
 def test_memory_of_sums_is_used_again_where_nothing_is_packed(api: Api) -> None:
     model = nn.Linear(512, 512, bias=False)
-    (unit,) = api.fully_shard(model)._fullshard_state.units
+    (unit,) = api.fully_shard(model)._fullshard_hooks.state.units
     assert unit.plan_layout().buckets[0].packed_numel == 0
     lent: list[int] = []
 

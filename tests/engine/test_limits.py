@@ -209,7 +209,7 @@ def test_a_ring_that_cannot_be_made_moves_the_units(shape: Any, is_strict: bool)
     for layer in model:
         fullshard.fully_shard(layer, mesh=mesh)
     fullshard.fully_shard(model, mesh=mesh)
-    units = [unit for each in model for unit in each._fullshard_state.units]
+    units = [unit for each in model for unit in each._fullshard_hooks.state.units]
     assert all("peer" in unit.comm.name or "local" in unit.comm.name for unit in units)
     with _on("rank 1", _nothing_opens):
         if is_strict:

@@ -167,7 +167,7 @@ def test_unit_may_change_its_input_in_place(api: Api, returns_input: bool) -> No
     alone = copy.deepcopy(model)
     _shard(api, model)
     # Their backward is over when the gradient of the first layer's output comes.
-    units = [unit for block in model[2:] for unit in block._fullshard_state.units]
+    units = [unit for block in model[2:] for unit in block._fullshard_hooks.state.units]
 
     def are_freed(_: Tensor) -> None:
         assert all(unit.is_sharded for unit in units)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.engine.gradients.recipe import Recipe, make_recipe
+from fullshard.engine.gradients.bucket import Recipe, make_recipe
 from fullshard.plan.builders import rows_layout
 from fullshard.plan.layout import BucketLayout, ParamSpec
 from fullshard.plan.mesh import MeshPlan

@@ -350,7 +350,7 @@ def test_profilers_see_labels_only_while_they_run(api: Api) -> None:
         assert names[f"FSDP::all_gather ({unit})"] == 2
         assert names[f"FSDP::reduce_scatter ({unit})"] == 1
     training.step()
-    assert training.model[0]._fullshard_state.units[0].observer is None
+    assert training.model[0]._fullshard_hooks.state.units[0].observer is None
 
 
 def _fail(*_: Any) -> None:

@@ -118,9 +118,7 @@ def test_sites_are_those_of_the_engine() -> None:
 
 
 def test_a_site_that_was_taken_out_comes_back() -> None:
-    site = next(
-        site for site in mutations.sites() if site.function == "ReductionQueue._release"
-    )
+    site = next(site for site in mutations.sites() if site.function == "ReductionQueue._release")
     assert run_program("plain", SMALL).problems == []
     with mutations.taken_out(site):
         assert run_program("plain", SMALL).problems != []

@@ -34,10 +34,10 @@ from fullshard.comm.outside_steps import run_collective
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of_unit
 from fullshard.engine.observer import PassWatcher, watchers
+from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import manager_of
 from fullshard.engine.runtime import eager
 from fullshard.engine.unit import Unit
-from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError, ShardingError, StateError
 from fullshard.process_hooks import BEFORE_STEP
 from fullshard.state.structure import units_of

@@ -16,12 +16,12 @@ from torch import nn
 
 from fullshard.deferred.record import ConstructionRecord, MemoryView, replay, tensor_of
 from fullshard.deferred.recording import AsIfWithMemory, Recorder
+from fullshard.engine.adoption import keeping_ties
 from fullshard.engine.checks.meta import (
     mark_unwritten,
     places_on_meta,
     refuse_lack_of_memory,
 )
-from fullshard.engine.params.ties import keeping_ties
 from fullshard.errors import StateError
 from fullshard.plan.boxes import whole_box
 from fullshard.state.holdings import Holding, holdings_of, tell_loaded

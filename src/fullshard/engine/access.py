@@ -6,6 +6,7 @@ rank that reads alone must start no gather, and the shards lie unchanged beside 
 are refused then, since the pass would go on with other values than those it began with.
 """
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -55,7 +56,7 @@ def refuse_while_used(unit: Unit, call: str) -> None:
 
 
 def is_running(state: ModuleState, *, if_unknown: bool) -> bool:
-    """Return whether a forward or backward of the model runs. For ``if_unknown`` see `Iteration.is_running`."""
+    """Return whether a forward or backward of the model runs: see `Iteration.is_running`."""
     iteration = state.known_iteration
     return iteration is not None and iteration.is_running(if_unknown=if_unknown)
 
@@ -66,11 +67,6 @@ def _refuse_shown_whole(unit: Unit) -> None:
             f"{unit.label}: its parameters are shown whole now (summon_full_params, "
             "full_parameters). Leave that context first."
         )
-
-
-def sharded_form(param: ManagedParameter) -> nn.Parameter:
-    """Return what readers of modules want to find."""
-    return param.sharded
 
 
 def fake_form(param: ManagedParameter) -> nn.Parameter:
@@ -90,9 +86,12 @@ class Registered:
     def __init__(
         self,
         units: Iterable[Unit],
-        form: Callable[[ManagedParameter], nn.Parameter] = sharded_form,
+        form: Callable[[ManagedParameter], nn.Parameter] = operator.attrgetter("sharded"),
     ) -> None:
-        """Register this form of each parameter, of those inside a flat one under their own names."""
+        """Register a form of each parameter, by default the sharded one, under its own name.
+
+        That is so for those inside a flat parameter, too, which is not registered meanwhile.
+        """
         self._before: list[tuple[dict[str, Any], str, Any]] = []  # None: there was nothing
         for unit in units:
             flat = unit.params.flat
@@ -105,9 +104,8 @@ class Registered:
                     # One inside a flat parameter is not registered; any other may have been removed.
                     if module is not None and (slot.current is not None or flat is not None):
                         self._set(slot.registry, slot.name, shown)
-                        self._set(
-                            vars(module), slot.name, None
-                        )  # attributes hide what is registered
+                        # An attribute hides what is registered.
+                        self._set(vars(module), slot.name, None)
 
     def undo(self) -> None:
         """Leave modules as they were."""

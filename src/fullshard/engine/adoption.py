@@ -1,16 +1,18 @@
 """A unit's parameters brought into its memory, wherever programs have left them.
 
 Programs replace, move and cast parameters between steps: ``to_empty()``, ``load_state_dict(assign=True)``,
-``model.half()``. Another communication or another dtype asks for other memory. All these functions change a
-unit that is at rest, or bring it there.
+``model.half()``. Another communication or another dtype asks for other memory. All that follows changes a
+unit that is at rest, or brings it there.
 """
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fullshard.comm.interface import Comm
 from fullshard.comm.select import leave_peer_memory
@@ -82,20 +84,20 @@ def adopt(unit: Unit) -> None:
 
 
 def _bind_gradients(unit: Unit, layout: UnitLayout) -> None:
-    specs = [param.spec(unit.config.mp_policy) for param in unit.params]
-    flat = layout if unit.params.is_flat else None
-    unit.gradients.buckets.bind(list(unit.params), specs, unit.config, flat)
+    params = unit.params.all
+    specs = [param.spec(unit.config.mp_policy) for param in params]
+    unit.gradients.buckets.bind(params, specs, unit.config, layout if unit.is_flat else None)
 
 
 def _check_device(unit: Unit, holder: ShardHolder) -> None:
     expected = torch.device("cpu") if unit.config.offload_to_cpu else unit.device
     if holder.local.device.type != expected.type:
         names = ", ".join(param.name for param in unit.params if param.holder is holder)
-        offloaded = (
-            "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
-            if unit.config.offload_to_cpu
-            else ""
-        )
+        offloaded = ""
+        if unit.config.offload_to_cpu:
+            offloaded = (
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
+            )
         raise StateError(
             f"{offloaded}{names} ({unit.label}): the shard is on {holder.local.device}, "
             f"but the unit keeps its shards on {expected}. Load a state dict of that device, "
@@ -195,3 +197,21 @@ def move_parameters(moves: Sequence[tuple[ManagedParameter, Unit, Unit]]) -> Non
         unit.settle()
     for unit, params in new.items():
         set_params(unit, list(params))
+
+
+@contextlib.contextmanager
+def keeping_ties(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Register one parameter, after the body, wherever modules shared one on the meta device before.
+
+    ``to_empty()`` leaves each place a parameter of its own. Nothing says so, and they are trained apart.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                places.setdefault(id(parameter), []).append((module, name))
+    tied = [each for each in places.values() if len(each) > 1]
+    yield
+    for (first, its_name), *others in tied:
+        for module, name in others:
+            module._parameters[name] = first._parameters[its_name]

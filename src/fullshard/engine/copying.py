@@ -11,8 +11,7 @@ from torch import nn
 
 from fullshard.engine.adoption import make_unit, use_comm
 from fullshard.engine.hooks import Hooks, hooks_of
-from fullshard.engine.params.managed import owner_of
-from fullshard.engine.params.slots import Slot
+from fullshard.engine.params.managed import Slot, owner_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import MisuseError
 
@@ -60,7 +59,9 @@ def copy_sharded(
         new[hooks] = Hooks(copies, [_copy_unit(unit, memo) for unit in hooks.state.all_units])
         for original, copy in zip(hooks.state.modules, copies, strict=True):
             copy.__class__ = classes[original]
-        hooks.copy_methods(new[hooks], memo)
+        for reference, name, method in hooks.methods:
+            if (wrapped := reference()) is not None:
+                new[hooks].wrap_method(memo[id(wrapped)], name, method)
         for ignored, names in hooks.state.ignored_names.items():
             new[hooks].state.ignored_names[memo[id(ignored)]] = set(names)
         new[hooks].state.ignored.update(

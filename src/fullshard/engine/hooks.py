@@ -32,15 +32,16 @@ Special cases:
 - After an exception, the next forward or backward resets what was left. Gradients that earlier
   micro-batches accumulated are kept if the exception came in forward.
 
-[Note: Joined units] A gather that needs all ranks has to come at the same place on all of them, also on those that do not run the
-unit. So the innermost module around it that every rank runs gathers it too: before its own forward and
-backward, and frees it after them. In between the unit's own modules find it gathered, or nobody uses it.
+[Note: Joined units] A gather that needs all ranks has to come at the same place on all of them, also
+on those that do not run the unit. So the innermost module around it that every rank runs gathers it too:
+before its own forward and backward, and frees it after them. In between the unit's own modules find it
+gathered, or nobody uses it.
 
     ranks 0 and 1      gather layer; gather expert.0; gather expert.1
     rank 0 runs        expert.0            rank 1 runs        expert.1
 
-That takes the memory of all such units of a module at once. Ranks that read each other's memory need nothing
-of the kind: each gathers what it runs.
+That takes the memory of all such units of a module at once. Ranks that read each other's memory need
+nothing of the kind: each gathers what it runs.
 """
 
 import functools
@@ -57,7 +58,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.access import Registered, fake_form, is_running, refuse_while_used
 from fullshard.engine.iteration import Iteration, Stage
-from fullshard.engine.module_state import ModuleState
+from fullshard.engine.module_state import HOOKS, ModuleState
 from fullshard.engine.nodes import (
     follow_input,
     mark_after_backward,
@@ -84,13 +85,12 @@ from fullshard.torch_private import (
     is_fake_mode_active,
 )
 
-_HOOKS = "_fullshard_hooks"  # an attribute of sharded modules
-
 
 class Hooks:
     """The hooks of a sharded module, or of several that were sharded together.
 
     state: what the module carries, and its place in the model.
+    methods: those that count as forward: the module, the method's name, the function that it was.
     forward_prefetch, backward_prefetch: the modules whose units the user chose to gather early, in
         place of the next unit in order; empty for the latter.
     """
@@ -108,8 +108,7 @@ class Hooks:
         self.backward_prefetch: list[Hooks] = []
         self._calls_itself = False  # the forward under way has called its own module again
         self.called = "forward"  # the method whose call has begun, while `before_forward` runs
-        # Wrapped methods: the module, the method's name, the function that it was.
-        self._methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
+        self.methods: list[tuple[weakref.ref[nn.Module], str, Callable[..., Any]]] = []
         self._handles: list[RemovableHandle] = []
         self._registered: list[Registered] = []  # of state dicts that are being made
         self._faked: list[Registered] = []  # of forwards under a `FakeTensorMode`
@@ -117,9 +116,8 @@ class Hooks:
 
     def attach(self) -> None:
         """Put the state and its hooks on the modules."""
-        self.state.attach()
         for module in self.state.modules:
-            module.__dict__[_HOOKS] = self
+            module.__dict__[HOOKS] = self
         for module in () if self.state.is_wrapper else self.state.modules:
             self._handles += [
                 # In front of the user's hooks, which may compute with the module's parameters.
@@ -135,9 +133,8 @@ class Hooks:
 
     def detach(self) -> None:
         """Take the state and its hooks off the modules."""
-        self.state.detach()
         for module in self.state.modules:
-            del module.__dict__[_HOOKS]
+            del module.__dict__[HOOKS]
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -189,7 +186,11 @@ class Hooks:
             state.to_run = {id(module) for module in state.modules}
         state.training_state = TrainingState.FORWARD
         if begins:
-            args, kwargs = _to_device(state.all_units[0].device, args, kwargs)
+            device = state.all_units[0].device
+            if device.type != "cpu":  # as PyTorch does; the host does not wait
+                args, kwargs = map_tensors(
+                    lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
+                )
             caller = _caller() if len(state._modules) == 1 else None
             if iteration.has_skipped:
                 join_units(state.everyone)
@@ -242,7 +243,7 @@ class Hooks:
     def wrap_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Run ``method(module, ...)`` as a forward whenever ``module.name`` is called."""
         reference = weakref.ref(module)  # the module keeps `run`, which must not keep the module
-        self._methods.append((reference, name, method))
+        self.methods.append((reference, name, method))
 
         @passing_through
         @functools.wraps(method)
@@ -252,12 +253,6 @@ class Hooks:
             return self.run_as_forward(this, method, args, kwargs, name=name)
 
         setattr(module, name, run)
-
-    def copy_methods(self, other: "Hooks", memo: dict[int, Any]) -> None:
-        """Wrap the same methods of a copy. memo: ``deepcopy``'s, from ids to copied modules."""
-        for reference, name, method in self._methods:
-            if (module := reference()) is not None:
-                other.wrap_method(memo[id(module)], name, method)
 
     # 1 and 3 under a `FakeTensorMode`: shapes are computed, by parameters without memory
 
@@ -589,17 +584,7 @@ _ENGINE_FILES = frozenset({__file__, eager.__code__.co_filename})
 
 def hooks_of(module: nn.Module) -> Hooks | None:
     """Return the hooks of a sharded module; None for any other."""
-    hooks = module.__dict__.get(_HOOKS)
-    return hooks if isinstance(hooks, Hooks) else None
-
-
-def _to_device(
-    device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move the inputs of the root to its device, as PyTorch's FSDP does. The host does not wait."""
-    if device.type == "cpu":
-        return args, kwargs
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
+    return module.__dict__.get(HOOKS)
 
 
 def join_units(states: Iterable[ModuleState]) -> None:
@@ -612,18 +597,16 @@ def join_units(states: Iterable[ModuleState]) -> None:
         state.joined = []
     for state in states:
         outer = state.outer
-        while outer is not None and outer.outer is not None and _may_be_skipped(outer):
+        # The innermost that every rank runs: the root at last.
+        while (
+            outer is not None
+            and outer.outer is not None
+            and any(unit.config.may_be_skipped for unit in outer.all_units)
+        ):
             outer = outer.outer
         for unit in state.units:
+            needs_all = not unit.comm.gathers_alone or unit.params.extended is not None
             # Nothing is around a root, which every rank runs.
-            unit.is_joined = outer is not None and unit.config.may_be_skipped and _needs_all(unit)
+            unit.is_joined = outer is not None and unit.config.may_be_skipped and needs_all
             if outer is not None and unit.is_joined:
                 outer.joined.append(unit)
-
-
-def _may_be_skipped(state: ModuleState) -> bool:
-    return any(unit.config.may_be_skipped for unit in state.all_units)
-
-
-def _needs_all(unit: Unit) -> bool:
-    return not unit.comm.gathers_alone or unit.params.extended is not None

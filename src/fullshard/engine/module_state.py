@@ -27,9 +27,8 @@ from fullshard.plan.units import clean_name, lowest_common_unit, unit_around
 from fullshard.policies import MixedPrecisionPolicy, TrainingState, UnitConfig
 from fullshard.process_hooks import first_use
 
-_STATE = "_fullshard_state"
+HOOKS = "_fullshard_hooks"  # an attribute of sharded modules: their `Hooks`, which have the state
 _ROOT_FINALIZES = "set_manual_backward_finalization must be called on the root FSDP module."
-
 
 # The state that each unit belongs to.
 _owners: "weakref.WeakKeyDictionary[Unit, weakref.ref[ModuleState]]" = weakref.WeakKeyDictionary()
@@ -84,20 +83,6 @@ class ModuleState:
         self._num_registrations = -1  # in the process, when strays were last looked for
         self._strays: set[str] = set()  # names of those found then
         first_use()
-
-    def attach(self) -> None:
-        """Put the state on the modules."""
-        for module in self.modules:
-            module.__dict__[_STATE] = self
-
-    def detach(self) -> None:
-        """Take the state off the modules."""
-        for module in self.modules:
-            del module.__dict__[_STATE]
-
-    @property
-    def is_running(self) -> bool:
-        return self.training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
     def check_idle(self, call: str) -> None:
         """Raise MisuseError during forward or backward; forget one that an exception has ended.
@@ -390,8 +375,8 @@ def _no_iteration() -> None:
 
 def state_of(module: nn.Module) -> ModuleState | None:
     """Return the state of a sharded module; None for any other."""
-    state = module.__dict__.get(_STATE)
-    return state if isinstance(state, ModuleState) else None
+    hooks = module.__dict__.get(HOOKS)
+    return None if hooks is None else hooks.state
 
 
 def state_of_unit(unit: Unit) -> ModuleState | None:

@@ -35,18 +35,13 @@ class Mark(NamedTuple):
     hook: RemovableHandle
 
 
-class Carried(Protocol):
-    """The state of a sharded module: `module_state.ModuleState`."""
-
-    mark: Mark | None
-    training_state: TrainingState
-
-
 class ModuleHooks(Protocol):
-    """The hooks of a sharded module, as nodes call them: `hooks.Hooks`."""
+    """The hooks of a sharded module, as nodes call them: `hooks.Hooks`.
 
-    @property
-    def state(self) -> Carried: ...
+    state: its `ModuleState`.
+    """
+
+    state: Any
 
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor: ...
 
@@ -155,7 +150,6 @@ def follow_input(hooks: ModuleHooks) -> None:
     Autograd then leaves the marked view's node out. The node before it, which made the input, gets
     its gradient when the module's backward is over. Call it when the module's forward is.
     """
-    assert hooks.state.mark is not None
     (view, version, marked, hook), hooks.state.mark = hooks.state.mark, None
     if view._version == version:
         return
@@ -255,9 +249,8 @@ def is_captured(leaf: torch.Tensor) -> bool:
     """Return whether `torch.autograd.grad` is running, and returns the gradient of this leaf."""
     if current_graph_task_id() == -1:
         return False  # no backward: a pipeline schedule asks for the reduction itself
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
-        will_engine_execute_node(node)
+        will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
     except RuntimeError:  # raised for leaves in `torch.autograd.grad` (torch 2.13)
         return True
     return False

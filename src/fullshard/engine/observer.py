@@ -16,7 +16,7 @@ each module that becomes a root.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +27,8 @@ from fullshard.plan.trace import Kind
 on_root: list[Callable[[Any], None]] = []
 
 
-class Observer(Protocol):
-    """Gets the calls of the engine that are listed above.
+class Observer:
+    """Gets the calls of the engine that are listed above; a subclass may leave some out.
 
     units: `Unit` objects. of: the unit concerned, if it is one alone.
     """
@@ -51,8 +51,11 @@ _LABELS = {
 }
 
 
-class ProfilerLabels:
-    """Shows ``FSDP::all_gather (layers.0)`` and the like in a running ``torch.profiler``."""
+class ProfilerLabels(Observer):
+    """Shows ``FSDP::all_gather (layers.0)`` and the like in a running ``torch.profiler``.
+
+    Not what is entered and left: a profiler's labels have to nest, and forwards of units may interleave.
+    """
 
     def __init__(self) -> None:
         self._open: list[profiler.record_function | None] = []
@@ -69,15 +72,6 @@ class ProfilerLabels:
     def end(self) -> None:
         if self._open and (label := self._open.pop()) is not None:
             label.__exit__(None, None, None)
-
-    def enter(self, kind: Kind, units: Sequence[Any]) -> None:
-        pass  # a profiler's labels have to nest, and forwards of units may interleave
-
-    def leave(self, kind: Kind, units: Sequence[Any]) -> None:
-        pass
-
-    def changed(self, unit: Any) -> None:
-        pass
 
     def forget(self) -> None:
         while self._open:

@@ -20,10 +20,10 @@ from fullshard.engine.gradients.queue import InFlight
 from fullshard.engine.gradients.unit_gradients import UnitGradients
 from fullshard.engine.observer import Observer
 from fullshard.engine.params.dtensor import DTensorParameter
+from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import Backward, ManagedParameter, ShardHolder
 from fullshard.engine.params.unit_params import UnitParams
 from fullshard.engine.runtime import Lane, Runtime, outside_transforms
-from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import StateError
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.trace import Kind
@@ -383,7 +383,7 @@ class Unit:
         """Let users find parameters with gradients, while the unsharded ones stay in memory.
 
         A flat unit registers its sharded parameters again. Any other leaves the whole ones
-        registered, as PyTorch does, and shows the gradients on them: see `params.stand_ins`.
+        registered, as PyTorch does, and shows the gradients on them: see `params.shown`.
         """
         if not self.is_unsharded:
             return

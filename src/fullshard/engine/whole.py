@@ -83,7 +83,7 @@ def gather_one(unit: Unit, index: int) -> torch.Tensor:
     label = f"{unit.entered_as}: gathering {param.name}"
     unit.comm.fence(
         label
-    )  # where ranks share memory, one that does something else is named at once
+    )  # where ranks share memory: one that does something else is named at once
     pieces = [bucket.pieces(place, rank) for rank in range(unit.mesh.plan.shard_size)]
     longest = max(sum(piece.numel for piece in each) for each in pieces)
     message = own.new_empty(longest)
@@ -108,14 +108,21 @@ def gather_whole_grads(unit: Unit) -> list[torch.Tensor | None]:
     """Gather every gradient of a flat unit; None for those that no rank has.
 
     Every rank has to call it. Returns one tensor per parameter, in the dtype of the shards. Raises
-    MisuseError if gradients wait for a reduction: each rank has others then.
+    MisuseError, on every rank, if one has gradients that wait for a reduction: each has others then.
     """
     grads = [param.sharded.grad for param in unit.params]
     if not unit.params or unit.mesh.shard_group is None:
         return grads
-    _refuse_unreduced(unit, grads)
+    if unit.gradients.unreduced.is_holding:  # the same on all ranks
+        own_some = [any(grad is not None for grad in grads)]
+        if any(_on_any_rank(own_some, unit, f"{unit.path}: asking for gradients")):
+            raise MisuseError(
+                f"{unit.label}: its gradients are not reduced yet (no_sync), so there are no whole "
+                "gradients to show. Run a backward outside of no_sync() first, or pass with_grads=False."
+            )
     assert unit.params.buffers is not None
     comm = ProcessGroupComm(unit.mesh.shard_group, unit.device)
+    label = f"{unit.path}: gathering whole gradients"
     for bucket in unit.params.buffers.layout.buckets:
         own = [grads[place.index] for place in bucket.params]
         # A missing gradient travels as zeros: what a rank has must not decide on sizes.
@@ -124,38 +131,23 @@ def gather_whole_grads(unit: Unit) -> list[torch.Tensor | None]:
         for grad, view in zip(own, views, strict=True):
             if grad is not None:
                 view.copy_(grad)
-        # Zeros may be a gradient too, so flags tell who had one. Gloo and NCCL both reduce uint8.
-        has_grad = [grad is not None for grad in own]
-        present = torch.tensor(has_grad, dtype=torch.uint8, device=unit.device)
-        label = f"{unit.path}: gathering whole gradients"
-        group = unit.mesh.shard_group
-        run_collective(dist.all_reduce, present, op=dist.ReduceOp.MAX, group=group, label=label)
-        gathered, work = comm.gather_bytes(flat, f"{unit.path}: gathering whole gradients")
+        # Zeros may be a gradient too, so flags tell who had one.
+        present = _on_any_rank([grad is not None for grad in own], unit, label)
+        gathered, work = comm.gather_bytes(flat, label)
         work.wait()
         whole = whole_views(bucket, gathered)
-        for place, has in zip(bucket.params, present.tolist(), strict=True):
+        for place, has in zip(bucket.params, present, strict=True):
             grads[place.index] = whole[place.index] if has else None
     return grads
 
 
-def _refuse_unreduced(unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
-    """Raise MisuseError, on every rank, if one has gradients that wait for a reduction."""
-    if not unit.gradients.unreduced.is_holding:  # the same on all ranks
-        return
-    own = [any(grad is not None for grad in grads)]
-    has_grad = torch.tensor(own, dtype=torch.uint8, device=unit.device)
-    run_collective(
-        dist.all_reduce,
-        has_grad,
-        op=dist.ReduceOp.MAX,
-        group=unit.mesh.shard_group,
-        label=f"{unit.path}: asking for gradients",
-    )
-    if has_grad.item():
-        raise MisuseError(
-            f"{unit.label}: its gradients are not reduced yet (no_sync), so there are no whole "
-            "gradients to show. Run a backward outside of no_sync() first, or pass with_grads=False."
-        )
+def _on_any_rank(own: Sequence[bool], unit: Unit, label: str) -> list[bool]:
+    """Return for each flag whether it is set on any rank of the shard axis. Collective."""
+    # Gloo and NCCL both reduce uint8.
+    flags = torch.tensor(own, dtype=torch.uint8, device=unit.device)
+    group = unit.mesh.shard_group
+    run_collective(dist.all_reduce, flags, op=dist.ReduceOp.MAX, group=group, label=label)
+    return [bool(flag) for flag in flags.tolist()]
 
 
 @contextlib.contextmanager
@@ -227,8 +219,14 @@ def _hide(unit: Unit, options: WholeOptions, *, is_shown: bool) -> None:
         if unit.params.flat is not None:
             unit.params.flat.slot.register(unit.params.flat.sharded)
         shown = [p.hide_whole(shard) for p, shard in zip(unit.params, shards, strict=True)]
-    if not options.with_grads:
-        _warn_of_gradients(unit, [grad for _, grad in shown])
+    names = [p.name for p, (_, grad) in zip(unit.params, shown, strict=True) if grad is not None]
+    if names and not options.with_grads and not unit.params.is_flat:
+        warnings.warn(
+            f"{', '.join(names)} ({unit.label}) got gradients while whole parameters were shown. They are "
+            "dropped, since nothing reduces them: use gathered() for losses of weights.",
+            UserWarning,
+            stacklevel=2,
+        )
     if not options.writeback:
         return
     fulls = [full for full, _ in shown]
@@ -294,17 +292,6 @@ def _check_shapes(unit: Unit, fulls: Sequence[torch.Tensor | None], *, agreed: b
                 fault = broadcast_object(fault, 0, group, label)
     if fault:
         raise MisuseError(fault)
-
-
-def _warn_of_gradients(unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
-    names = [p.name for p, grad in zip(unit.params, grads, strict=True) if grad is not None]
-    if names and not unit.params.is_flat:
-        warnings.warn(
-            f"{', '.join(names)} ({unit.label}) got gradients while whole parameters were shown. They are "
-            "dropped, since nothing reduces them: use gathered() for losses of weights.",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 def refusing_backward(output: Any) -> Any:

@@ -8,8 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.module_state import state_of
 from fullshard.engine.params.dtensor import has_extension
-from fullshard.engine.params.managed import ManagedParameter, owner_of
-from fullshard.engine.params.slots import Slot
+from fullshard.engine.params.managed import ManagedParameter, Slot, owner_of
 from fullshard.errors import MisuseError, ShardingError, StateError, UnsupportedError
 from fullshard.plan.units import clean_name
 from fullshard.torch_private import forward_unimplemented
@@ -88,7 +87,10 @@ class CoveredParameters:
     def connect_ties(self) -> None:
         """Register the sharded form of parameters that a unit of an earlier call manages."""
         for owner, slot in self.ties:
-            if not any(slot.is_same(own) for own in owner.slots):  # a module in several places
+            # Not again the places of a module that stands in several.
+            if all(
+                slot.registry is not own.registry or slot.name != own.name for own in owner.slots
+            ):
                 owner.slots.append(slot)
                 slot.register(owner.sharded)
 

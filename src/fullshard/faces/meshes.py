@@ -22,8 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fullshard.engine.params.form import ParamForm
-from fullshard.engine.unit_mesh import UnitMesh
+from fullshard.engine.params.form import ParamForm, UnitMesh
 from fullshard.errors import MeshError, MisuseError, ShardingError, UnsupportedError
 from fullshard.plan.mesh import MeshPlan
 from fullshard.torch_private import DTensorSpec, StridedShard, TensorMeta, default_group

@@ -9,10 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.adoption import make_unit
 from fullshard.engine.params.flat import FlatHolder, HiddenParameter, OwnedPiece, PieceParameter
-from fullshard.engine.params.form import ParamForm
-from fullshard.engine.params.slots import Slot
+from fullshard.engine.params.form import ParamForm, UnitMesh
+from fullshard.engine.params.managed import Slot
 from fullshard.engine.unit import Unit, UnitComms
-from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError
 from fullshard.faces.annotated import leave_unchecked
 from fullshard.faces.coverage import CoveredParameters, name_below, qualified_names

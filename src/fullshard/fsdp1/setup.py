@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.comm.outside_steps import gather_objects, run_collective
+from fullshard.engine.adoption import keeping_ties
 from fullshard.engine.checks.meta import mark_unwritten, marking_to_empty, places_on_meta
 from fullshard.engine.module_state import state_of
+from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import owner_of, said_grad_dtype
-from fullshard.engine.params.ties import keeping_ties
-from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MeshError, ShardingError, StateError, UnsupportedError
 from fullshard.faces.meshes import check_groups, unit_device
 from fullshard.fsdp1.options import HYBRID_SHARDING_STRATEGIES, ShardingStrategy

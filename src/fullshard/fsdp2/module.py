@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import deprecated
 
 from fullshard.comm.collectives import AllGather, ReduceScatter
-from fullshard.engine.adoption import follow_changes
+from fullshard.engine.adoption import follow_changes, keeping_ties
 from fullshard.engine.checks.meta import (
     mark_unwritten,
     places_on_meta,
@@ -25,7 +25,6 @@ from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.params.managed import ManagedParameter, said_grad_dtype
-from fullshard.engine.params.ties import keeping_ties
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, StateError
 from fullshard.faces.interop import FSDPState

@@ -12,10 +12,9 @@ from fullshard.comm.select import default_comm
 from fullshard.engine.adoption import make_unit
 from fullshard.engine.hooks import Hooks
 from fullshard.engine.params.dtensor import DTensorParameter
-from fullshard.engine.params.form import ParamForm
+from fullshard.engine.params.form import ParamForm, UnitMesh
 from fullshard.engine.restoring import restoring
 from fullshard.engine.unit import choose_comms
-from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import ShardingError, UnsupportedError
 from fullshard.faces.annotated import annotated_form
 from fullshard.faces.coverage import (

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.params.flat import HiddenParameter
+from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import ManagedParameter
 from fullshard.engine.unit import Unit
-from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import StateError
 from fullshard.faces.meshes import joined_mesh
 from fullshard.plan.boxes import Box, Division, boxes_of_run, chunks, whole_box

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.module_state import named_states, names_of_units
-from fullshard.engine.params.stand_ins import own_gradient
+from fullshard.engine.params.shown import own_gradient
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Unit, comms_of
 from fullshard.errors import StateError
@@ -204,7 +204,7 @@ def _tensors_of(unit: Unit) -> Iterator[tuple[MemoryCategory, torch.Tensor]]:
         if param.unsharded is not None and (grad := own_gradient(param.unsharded)) is not None:
             yield MemoryCategory.FULL_GRADIENTS, grad
     for pooled in unit.gradients.pooled:
-        is_kept = pooled.is_unused
+        is_kept = pooled.is_unused()
         yield MemoryCategory.KEPT if is_kept else MemoryCategory.GRADIENT_SHARDS, pooled.flat
     for holder in unit.holders:
         if holder.sharded.grad is not None:

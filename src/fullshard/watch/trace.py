@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import state_of
-from fullshard.engine.observer import ProfilerLabels
+from fullshard.engine.observer import Observer, ProfilerLabels
 from fullshard.engine.runtime import Lane, Runtime
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
@@ -105,7 +105,7 @@ class _Moments:
         return time.perf_counter_ns() - entered
 
 
-class Tracer:
+class Tracer(Observer):
     """Records one rank from its construction until `result`. Construction is collective."""
 
     def __init__(self, units: Sequence[Unit], runtime: Runtime, meter: MemoryMeter) -> None:

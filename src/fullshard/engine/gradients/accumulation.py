@@ -196,7 +196,6 @@ class FlatAccumulation:
         return [grad for grad in self._covered.values() if grad is not None]
 
     def shows(self, holder: ShardHolder) -> bool:
-        """Whether the holder's ``.grad`` is a sum."""
         return holder in self._shown
 
     @torch.no_grad()
@@ -289,7 +288,7 @@ class FlatAccumulation:
 
 
 def _can_be_lent(param: ManagedParameter, grad: torch.Tensor) -> bool:
-    """Whether a sum fits as ``.grad`` of the unsharded parameter, so that autograd can add to it.
+    """Return whether a sum fits as ``.grad`` of the unsharded parameter, for autograd to add to it.
 
     Not if the parameter is a DTensor, has a gradient that was not taken, is frozen, or takes
     gradients of another dtype than the sum. Nor if what autograd would add has yet to be summed over
@@ -327,7 +326,7 @@ class UnreducedPhase(enum.Enum):
 class Unreduced:
     """The gradients of one unit that wait for a later reduction, and memory for the next ones.
 
-    is_holding: whether sums wait for a reduction. is_empty: whether there is not even memory.
+    is_holding: sums wait for a reduction. is_empty: there is not even memory.
 
     All ranks are in the same phase, so they agree on whether there is something to reduce: the phase
     follows from what programs call, not from which gradients exist on a rank.
@@ -357,7 +356,7 @@ class Unreduced:
         return [] if self._accumulation is None else self._accumulation.covered
 
     def shows(self, holder: ShardHolder) -> bool:
-        """Whether ``.grad`` of what an optimizer updates is a sum that waits."""
+        """Return whether ``.grad`` of what an optimizer updates is a sum that waits."""
         return self._accumulation is not None and self._accumulation.shows(holder)
 
     @property
@@ -381,15 +380,14 @@ class Unreduced:
         self._accumulation.add(grads)
 
     def lend(self) -> None:
-        """Let autograd add to the sums in place, in the backward that begins."""
-        if self.is_holding:
-            assert self._accumulation is not None
-            self._accumulation.lend()
+        """Let autograd add to the sums that wait, in place, in the backward that begins."""
+        assert self._accumulation is not None
+        self._accumulation.lend()
 
     def take(self, *, keep_memory: bool) -> list[torch.Tensor | None]:
         """Return the sums, one per parameter or None, and forget them. Empty if there are none.
 
-        keep_memory: whether the memory may be used again, once the reduction has read the sums.
+        keep_memory: the memory may be used again, once the reduction has read the sums.
         """
         if not self.is_holding:
             return []

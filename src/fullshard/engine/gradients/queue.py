@@ -18,8 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fullshard.comm.interface import Comm, Work
-from fullshard.engine.gradients.deposits import BucketGradients, GradientShards
-from fullshard.engine.gradients.recipe import Recipe
+from fullshard.engine.gradients.bucket import BucketGradients, GradientShards, Recipe
 from fullshard.engine.observer import Observer
 from fullshard.engine.runtime import Lane, Runtime, no_grad
 from fullshard.plan.trace import Kind

@@ -12,10 +12,10 @@ from fullshard.engine.params.managed import (
     STANDS_FOR,
     ManagedParameter,
     Reference,
+    Slot,
     mark_owner,
     said_grad_dtype,
 )
-from fullshard.engine.params.slots import Slot
 from fullshard.errors import MisuseError, StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, gradient_dtypes
 from fullshard.plan.mesh import MeshPlan
@@ -25,7 +25,7 @@ from fullshard.process_hooks import at_first_use, handle_operator
 from fullshard.torch_private import DTensorSpec, TensorMeta
 
 _PRE_ALL_GATHER, _POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-_RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+RELEASES_OUTPUTS = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 class DTensorParameter(ManagedParameter):
@@ -34,7 +34,7 @@ class DTensorParameter(ManagedParameter):
     The DTensor's local tensor is this rank's rows of ``shape`` along ``form.shard_dim``, as
     ``torch.chunk`` cuts them.
 
-    is_offloaded: whether the shard is on the host, wherever the parameter is that it is cut from.
+    is_offloaded: the shard is on the host, wherever the parameter is that it is cut from.
     own_grad_dtype: what users said of the dtype of its gradients.
     """
 
@@ -66,10 +66,8 @@ class DTensorParameter(ManagedParameter):
         mark_owner(original, self)
         self._shard_shape = self.local.shape
 
-    def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> "DTensorParameter":
+    def copy(self, sharded: nn.Parameter, slots: list[Slot]) -> ManagedParameter:
         other = super().copy(sharded, slots)
-        assert isinstance(other, DTensorParameter)
-        other._post_forward = None
         other.follow_grad_dtype()  # ``deepcopy`` does not copy it
         return other
 
@@ -89,15 +87,6 @@ class DTensorParameter(ManagedParameter):
     @property
     def is_extended(self) -> bool:
         return has_extension(self.local, self.name) or type(self.local) is not torch.Tensor
-
-    def check_extension(self) -> None:
-        """Raise StateError for a tensor subclass that does not define how it is gathered."""
-        if not hasattr(self.local, _PRE_ALL_GATHER):
-            raise StateError(
-                f"{self.name} is a {type(self.local).__name__}, which cannot be gathered as it is. "
-                "Define fsdp_pre_all_gather and fsdp_post_all_gather on it, or pass the parameter "
-                "in ignored_params."
-            )
 
     def wrap_shard(self, local: torch.Tensor) -> DTensor:
         # Gradients may have another dtype than shards, and `model.half()` changes that of shards.
@@ -119,7 +108,11 @@ class DTensorParameter(ManagedParameter):
         return (*super().forms, self._post_forward)
 
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
-        return _chunk(full, self.form.shard_dim, self._mesh.shard_size, self._mesh.shard_rank)
+        dim, rank = self.form.shard_dim, self._mesh.shard_rank
+        # As `torch.chunk` cuts them, with an empty one beyond the last.
+        rows = rows_per_rank(full.size(dim), self._mesh.shard_size)
+        start = min(rank * rows, full.size(dim))
+        return full.narrow(dim, start, min(rows, full.size(dim) - start))
 
     def show_post_forward(self, local: torch.Tensor, mesh: DeviceMesh) -> None:
         """Register a shard over a smaller group, which is kept from forward to backward.
@@ -253,30 +246,9 @@ def has_extension(local: torch.Tensor, name: str) -> bool:
             f"{name}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
             f"all-gather extensions, but {type(local).__name__} has only one."
         )
-    if not has[0] and hasattr(local, _RELEASES):
+    if not has[0] and hasattr(local, RELEASES_OUTPUTS):
         raise MisuseError(
-            f"{name}: {_RELEASES} requires fsdp_pre_all_gather and fsdp_post_all_gather to be "
+            f"{name}: {RELEASES_OUTPUTS} requires fsdp_pre_all_gather and fsdp_post_all_gather to be "
             f"defined, but {type(local).__name__} has neither."
         )
     return has[0]
-
-
-def releases_outputs(local: torch.Tensor, name: str) -> bool:
-    """Return whether a shard with its own all-gather needs what was gathered no more once it is unsharded.
-
-    Raises MisuseError if its method says anything else than True or False.
-    """
-    ask: Any = getattr(local, _RELEASES, None)
-    if ask is None:
-        return False
-    answer = ask()
-    if not isinstance(answer, bool):
-        raise MisuseError(f"{name}: {_RELEASES} must return a bool, got {type(answer)}.")
-    return answer
-
-
-def _chunk(full: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:
-    """Return part number ``part`` as ``torch.chunk`` cuts them, an empty one beyond the last."""
-    rows = rows_per_rank(full.size(dim), parts)
-    start = min(part * rows, full.size(dim))
-    return full.narrow(dim, start, min(rows, full.size(dim) - start))

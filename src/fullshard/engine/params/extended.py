@@ -24,13 +24,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.interface import Done, Work
 from fullshard.comm.process_group import ProcessGroupComm
-from fullshard.engine.params.dtensor import DTensorParameter, releases_outputs
-from fullshard.errors import MisuseError
+from fullshard.engine.params.dtensor import RELEASES_OUTPUTS
+from fullshard.engine.params.form import UnitMesh
+from fullshard.engine.params.managed import ManagedParameter
+from fullshard.errors import MisuseError, StateError
 from fullshard.plan.layout import ALIGNMENT_NBYTES
 from fullshard.plan.sizes import round_up, rows_per_rank
 from fullshard.policies import MixedPrecisionPolicy
@@ -43,10 +44,10 @@ class _Extended:
 
     inputs, metadata: what its shard wants to send; from `ask` to `receive`.
     outputs, inner: the memory of the unsharded form, made in the first `receive`.
-    releases: whether the outputs are freed as soon as the unsharded form was made of them.
+    releases: the outputs are freed as soon as the unsharded form was made of them.
     """
 
-    param: DTensorParameter
+    param: ManagedParameter
     inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
     metadata: Any = None
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -54,7 +55,13 @@ class _Extended:
     releases: bool = False
 
     def __post_init__(self) -> None:
-        self.releases = releases_outputs(self.param.local, self.param.name)
+        """Ask whether the outputs may be freed. Raises MisuseError for another answer than a bool."""
+        ask: Any = getattr(self.param.local, RELEASES_OUTPUTS, None)
+        self.releases = False if ask is None else ask()
+        if not isinstance(self.releases, bool):
+            raise MisuseError(
+                f"{self.param.name}: {RELEASES_OUTPUTS} must return a bool, got {type(self.releases)}."
+            )
 
     def ask(
         self,
@@ -65,11 +72,18 @@ class _Extended:
     ) -> None:
         """Let the shard say what it sends.
 
-        size: ranks of the group. Raises MisuseError if its method takes other arguments than
-        PyTorch's protocol, or does not pad a shorter shard.
+        size: ranks of the group. Raises StateError for a tensor subclass that does not define how it is
+        gathered, MisuseError if its method takes other arguments than PyTorch's protocol, or does not
+        pad a shorter shard.
         """
         param = self.param
         local: Any = param.local
+        if not hasattr(local, "fsdp_pre_all_gather"):
+            raise StateError(
+                f"{param.name} is a {type(local).__name__}, which cannot be gathered as it is. "
+                "Define fsdp_pre_all_gather and fsdp_post_all_gather on it, or pass the parameter "
+                "in ignored_params."
+            )
         if local.device != device:
             local = local.to(device, non_blocking=True)  # offloaded
         num_arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
@@ -83,21 +97,17 @@ class _Extended:
         arguments = (mesh, outer, _contiguous_strides(outer), param.slots[0].module(), policy)
         inputs, self.metadata = local.fsdp_pre_all_gather(*arguments[:num_arguments])
         inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        self._check_padding(inputs, size)
+        # All ranks have to send as much.
+        dim = param.form.shard_dim
+        rows = rows_per_rank(param.shape[dim], size)
+        short = [tuple(each.shape) for each in inputs if each.shape == local.shape]
+        if short and local.dim() and local.size(dim) != rows:
+            raise MisuseError(
+                f"{param.name} is divided unevenly: fsdp_pre_all_gather has to pad dim {dim} of what it "
+                f"returns to {rows}, but returned {short}."
+            )
         # Held until `receive`, which reads their shapes; their bytes are copied before that.
         self.inputs = [tensor.detach().contiguous() for tensor in inputs]
-
-    def _check_padding(self, inputs: Sequence[torch.Tensor], size: int) -> None:
-        """Raise MisuseError if a shorter shard was not padded: all ranks have to send as much."""
-        dim, local = self.param.form.shard_dim, self.param.local
-        rows = rows_per_rank(self.param.shape[dim], size)
-        if local.dim() and local.size(dim) != rows:
-            short = [tuple(t.shape) for t in inputs if t.shape == local.shape]
-            if short:
-                raise MisuseError(
-                    f"{self.param.name} is divided unevenly: fsdp_pre_all_gather has to pad dim "
-                    f"{dim} of what it returns to {rows}, but returned {short}."
-                )
 
     def receive(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
         """Copy the gathered bytes to the outputs and make the unsharded parameter of them.
@@ -133,23 +143,15 @@ class _Extended:
             for tensor in self.inner:
                 _allocate(tensor)
             local.fsdp_post_all_gather(*arguments, out=param.unsharded)
-            self._release()
-            return
-        tensor, inner = local.fsdp_post_all_gather(*arguments)
-        self.inner = list(inner)
-        # A parameter that divides unevenly was gathered with padding, which is cut off at the end.
-        if tuple(tensor.shape) != param.shape:
-            tensor = tensor.as_strided(param.shape, _contiguous_strides(param.shape), 0)
-        param.create_unsharded(tensor)
-        self._release()
-
-    def _release(self) -> None:
+        else:
+            tensor, inner = local.fsdp_post_all_gather(*arguments)
+            self.inner = list(inner)
+            # A parameter that divides unevenly was gathered with padding, which is cut off at the end.
+            if tuple(tensor.shape) != param.shape:
+                tensor = tensor.as_strided(param.shape, _contiguous_strides(param.shape), 0)
+            param.create_unsharded(tensor)
         if self.releases:
             _free(self.outputs)
-
-    def free(self) -> None:
-        """Free the memory of the unsharded form. See `buffers`, [Note: Freed under its tensors]."""
-        _free([*self.outputs, *self.inner])
 
 
 class ExtendedParameters:
@@ -157,18 +159,14 @@ class ExtendedParameters:
 
     def __init__(
         self,
-        params: Sequence[DTensorParameter],
-        mesh: DeviceMesh | None,
-        group: dist.ProcessGroup | None,
+        params: Sequence[ManagedParameter],
+        mesh: UnitMesh,
         device: torch.device,
     ) -> None:
-        """Prepare gathers over the shard axis.
-
-        mesh: of the shard axis, handed to the shards' methods; None if the user passed groups.
-        group: of the same ranks; None for one rank.
-        """
+        """Prepare gathers over the shard axis."""
         self._items = [_Extended(param) for param in params]
-        self._mesh, self._device = mesh, device
+        self._mesh, self._device = mesh.shard_mesh, device
+        group = mesh.shard_group
         self._size = 1 if group is None else group.size()
         self._comm = None
         if group is not None and self._size > 1:
@@ -203,7 +201,6 @@ class ExtendedParameters:
     def _inputs(self, policy: MixedPrecisionPolicy) -> torch.Tensor:
         """Return the bytes that this rank sends: every input of every parameter, aligned and joined."""
         for item in self._items:
-            item.param.check_extension()
             item.ask(self._mesh, self._device, policy, self._size)
         tensors = [tensor for item in self._items for tensor in item.inputs]
         widths = [_width(tensor) for tensor in tensors]
@@ -226,10 +223,9 @@ class ExtendedParameters:
         return [tensor for item in self._items for tensor in (*item.outputs, *item.inner)]
 
     def free(self) -> None:
-        """Free the memory of the unsharded parameters, which stay as tensors."""
+        """Free the memory of the unsharded parameters. See `buffers`, [Note: Freed under its tensors]."""
         self._region = None
-        for item in self._items:
-            item.free()
+        _free(self.memory)
 
 
 def _width(tensor: torch.Tensor) -> int:

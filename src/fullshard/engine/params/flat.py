@@ -22,13 +22,12 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.guard.forbidden import forbid_use
 from fullshard.engine.params.form import ParamForm
 from fullshard.engine.params.managed import (
-    Count,
     ManagedParameter,
     Reference,
     ShardHolder,
+    Slot,
     mark_owner,
 )
-from fullshard.engine.params.slots import Slot
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradientDtypes, flat_gradient_dtypes
 from fullshard.plan.layout import ParamSpec, Piece, Shape
@@ -41,7 +40,7 @@ FLAT_PARAM = "_flat_param"  # the name on the unit's module; it is part of state
 class FlatParameter(nn.Parameter):
     """This rank's shard of all parameters of a unit, 1-D, including padding.
 
-    is_part: whether other ranks have other shards.
+    is_part: other ranks have other shards.
     """
 
     is_part = False
@@ -84,19 +83,16 @@ class PieceParameter(ManagedParameter):
     def _keep(self, original: nn.Parameter, piece: torch.Tensor) -> nn.Parameter:
         """Return the sharded form: the original itself, so that optimizers of it stay valid.
 
-        Except for a DTensor, whose ``data`` cannot become a plain piece.
+        Except for a DTensor, whose ``data`` cannot become a plain piece, and for one inside a flat
+        parameter, which is in no module from now on.
         """
-        if isinstance(original, DTensor):
+        if isinstance(original, DTensor) or self.is_hidden:
             return nn.Parameter(piece, requires_grad=original.requires_grad)
         # The unsharded form calls these hooks, with whole gradients. If they stayed here as well,
         # they would be called a second time, with the reduced piece.
         original._backward_hooks = None
         original.data = piece
         return original
-
-    @property
-    def local(self) -> torch.Tensor:
-        return self.sharded
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -113,9 +109,6 @@ class PieceParameter(ManagedParameter):
 
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         return dataclasses.replace(super().spec(policy), trainable=self._trainable)
-
-    def wrap_shard(self, local: torch.Tensor) -> torch.Tensor:
-        return local
 
     def gradient_dtypes(
         self, config: UnitConfig, seen: torch.dtype | None = None
@@ -166,7 +159,8 @@ class PieceParameter(ManagedParameter):
     # The piece may hold the whole parameter for a while, outside of forward and backward
 
     def show_whole(self, full: torch.Tensor, grad: torch.Tensor | None) -> None:
-        if self.form.unsharded is not None:  # a DTensor, which `sharded` cannot hold
+        # `sharded` cannot hold a DTensor, and one inside a flat parameter is not what modules show.
+        if self.form.unsharded is not None or self.is_hidden:
             super().show_whole(full, grad)
             return
         # A gradient may be set only while `data` has its shape: first the piece's goes, then `data`
@@ -230,10 +224,6 @@ class HiddenParameter(PieceParameter):
         self._placeholder = torch.empty(self.shape, dtype=original.dtype, device="meta")
         forbid_use(self._placeholder, Reference(self))
 
-    def _keep(self, original: nn.Parameter, piece: torch.Tensor) -> nn.Parameter:
-        # The original is in no module from now on, so there is no reason to change it.
-        return nn.Parameter(piece, requires_grad=original.requires_grad)
-
     @property
     def is_only_registered(self) -> bool:
         return False
@@ -287,16 +277,10 @@ class HiddenParameter(PieceParameter):
         return False
 
     def follow_replacement(self) -> None:
-        return None
-
-    def show_whole(self, full: torch.Tensor, grad: torch.Tensor | None) -> None:
-        ManagedParameter.show_whole(self, full, grad)
-
-    def hide_whole(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return ManagedParameter.hide_whole(self, shard)
+        pass  # `FlatHolder.move` does
 
 
-class FlatHolder:
+class FlatHolder(ShardHolder):
     """The flat parameter that hidden ones are trained through, and where it is registered.
 
     contents: for each parameter inside, the piece that this rank owns (None: no elements), and the
@@ -307,7 +291,7 @@ class FlatHolder:
         self, module: nn.Module, like: torch.Tensor, *, requires_grad: bool, is_part: bool
     ) -> None:
         self.contents: list[tuple[Piece | None, DTensorSpec | None]] = []
-        self.steps: list[Count] = []
+        self.steps = []
         self.slot = Slot(module, FLAT_PARAM)
         # Without memory until the unit has some: see `move`.
         self.sharded = FlatParameter(like.new_empty(0), requires_grad=requires_grad)
@@ -315,29 +299,13 @@ class FlatHolder:
         self.slot.register(self.sharded)
 
     @property
-    def local(self) -> torch.Tensor:
-        return self.sharded
-
-    @property
     def current(self) -> nn.Parameter:
         """The parameter that is registered, which somebody may have put in place of ours."""
         current = self.slot.current
         return self.sharded if current is None else current
 
-    @property
-    def local_grad(self) -> torch.Tensor | None:
-        return self.sharded.grad
-
-    @property
-    def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
-        hooks = self.sharded._post_accumulate_grad_hooks
-        return [*hooks.values()] if hooks else []
-
-    def wrap_shard(self, local: torch.Tensor) -> torch.Tensor:
-        return local
-
     def is_at(self, flat: torch.Tensor) -> bool:
-        """Return whether the flat parameter is registered (or nothing is) and lies over ``flat``."""
+        """Return True if the flat parameter is registered, or nothing is, and it lies over ``flat``."""
         current = self.slot.current
         shard = self.sharded
         return (

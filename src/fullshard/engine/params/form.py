@@ -1,13 +1,49 @@
-"""How one parameter is sharded, as the faces decide it: a value that the engine only reads."""
+"""How and over which ranks parameters are sharded: values that the faces decide, and the engine reads."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from fullshard.plan.mesh import MeshPlan
 from fullshard.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+
+
+class UnitMesh(NamedTuple):
+    """The mesh of a unit, this rank's place in it, and its process groups.
+
+    plan: sizes of the axes and this rank's coordinates, as integers.
+    shard_group, replicate_group: the groups of the axes; None for an axis of one rank.
+    """
+
+    mesh: DeviceMesh | None  # None where the user gave process groups
+    plan: MeshPlan
+    shard_group: dist.ProcessGroup | None
+    replicate_group: dist.ProcessGroup | None
+    post_forward: DeviceMesh | None = None  # (replicate, shard) of reshard_after_forward=N
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of the axes that have several ranks, that of the shards first."""
+        return [group for group in (self.shard_group, self.replicate_group) if group is not None]
+
+    @property
+    def shard_axis(self) -> int:
+        """The mesh's axis that is sharded over: behind that of the replicas, if there is one."""
+        return int(self.replicate_group is not None)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh | None:
+        """The shard axis as a 1-D mesh; None where the user gave process groups."""
+        mesh = self.mesh
+        if mesh is None or mesh.ndim == 1 or mesh.mesh_dim_names is None:
+            return mesh
+        return mesh[mesh.mesh_dim_names[self.shard_axis]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

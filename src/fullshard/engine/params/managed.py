@@ -2,8 +2,8 @@
 
 [Note: Two forms] A managed parameter is two ``nn.Parameter`` objects. The *sharded* one is what
 users, optimizers and state dicts see: a DTensor whose local tensor is this rank's shard, or a piece
-of a flat buffer (see `flat`). The *unsharded* one has the original shape and the compute
-dtype and takes its place on the modules from unshard to reshard; autograd accumulates into its
+of a flat buffer (see `flat`). The *unsharded* one has the original shape and the compute dtype and
+takes its place on the modules (see `Slot`) from unshard to reshard; autograd accumulates into its
 ``.grad``. It is a plain tensor, or, if the parameter was a DTensor before it was sharded (tensor
 parallel), a DTensor over the memory of this rank's part. Both live as long as the unit: optimizers
 refer to the sharded one, autograd's graph and the user's hooks to the unsharded one. What changes
@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.params.form import ParamForm, redistributed, with_dtype
-from fullshard.engine.params.slots import Slot
 from fullshard.engine.runtime import out_of_context
 from fullshard.errors import StateError
 from fullshard.plan.gradient_dtypes import GradDtype, GradientDtypes
@@ -51,7 +50,106 @@ class Count:
 marks = Count()
 
 
-class ManagedParameter(abc.ABC):
+class Slot:
+    """A place where a parameter is registered: ``module.name``. A tied parameter has several.
+
+    registry: the module's ``_parameters``. The module itself is referred to weakly: a strong
+        reference would close a cycle, and ``del model`` would free memory only at the next garbage
+        collection.
+    by_setattr: registering has to go through the module's own ``__setattr__``.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.name = name
+        self.module = weakref.ref(module)
+        self.registry = module._parameters
+        # nn.LSTM and its like do: they keep `_flat_weights`, a list of the registered weights.
+        self.by_setattr = type(module).__setattr__ is not nn.Module.__setattr__
+
+    @property
+    def current(self) -> nn.Parameter | None:
+        return self.registry.get(self.name)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Register a parameter in place of the one that is there."""
+        # Nearly always an entry of a dictionary is all: `nn.Module.__setattr__` costs several times
+        # as much, and this happens to every parameter four times a step.
+        module = self.module() if self.by_setattr else None
+        if module is None:
+            self.registry[self.name] = parameter
+        else:
+            setattr(module, self.name, parameter)
+
+    def remove(self) -> None:
+        """Register nothing under this name."""
+        self.registry.pop(self.name, None)
+
+    def put_aside(self, tensor: torch.Tensor) -> None:
+        """Make a tensor the module's attribute without registering it as a parameter."""
+        self.remove()
+        if self.by_setattr and (module := self.module()) is not None:
+            # For the module's own bookkeeping. It may register the tensor, if that is a parameter.
+            setattr(module, self.name, tensor)
+            self.remove()
+        self.shadow(tensor)
+
+    def shadow(self, tensor: torch.Tensor) -> None:
+        """Let ``module.name`` return a tensor, without changing what is registered."""
+        module = self.module()
+        if module is not None:
+            # Python looks here first; parameters are found by `nn.Module.__getattr__`, after it.
+            module.__dict__[self.name] = tensor
+
+    def take_back(self, parameter: nn.Parameter) -> None:
+        """Register a parameter again where `put_aside` had put a tensor."""
+        self.drop_shadow()
+        self.register(parameter)
+
+    def drop_shadow(self) -> None:
+        """Let ``module.name`` return the registered parameter again."""
+        module = self.module()
+        if module is not None:
+            module.__dict__.pop(self.name, None)
+
+
+class ShardHolder:
+    """The owner of one parameter that an optimizer updates: it is given the reduced gradient.
+
+    Each managed parameter is its own, except for those inside a flat parameter, which share one
+    (`flat.FlatHolder`).
+
+    sharded: what the optimizer updates. Its ``grad`` is the reduced gradient.
+    steps: counts those of each optimizer that has had it, also of one that is gone (`checks.optimizers`).
+    """
+
+    sharded: nn.Parameter
+    steps: list[Count]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard, as a plain tensor."""
+        return self.sharded
+
+    @property
+    def local_grad(self) -> torch.Tensor | None:
+        """This rank's part of the reduced gradient, as a plain tensor; None if there is none."""
+        return self.sharded.grad
+
+    @property
+    def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
+        """Hooks to call once the reduced gradient is there (optimizers in backward, say)."""
+        hooks = self.sharded._post_accumulate_grad_hooks
+        return [*hooks.values()] if hooks else []
+
+    def wrap_shard(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a local tensor in the type that users see shards and gradients in.
+
+        A DTensor, or the tensor itself in flat units. No copy: the result uses its memory.
+        """
+        return local
+
+
+class ManagedParameter(ShardHolder, abc.ABC):
     """A parameter that a unit shards. See [Note: Two forms].
 
     shape: of the tensor that is cut over the shard axis: the parameter, or this rank's local tensor
@@ -68,7 +166,6 @@ class ManagedParameter(abc.ABC):
         whole gradients, so the unsharded form calls them.
     """
 
-    sharded: nn.Parameter
     is_hidden = False
 
     def __init__(self, original: nn.Parameter, slots: list[Slot], form: ParamForm) -> None:
@@ -89,7 +186,7 @@ class ManagedParameter(abc.ABC):
         self.gradient_hooks: Any = original._backward_hooks
         self._unsharded_grad_dtype = GradDtype()
         self.original: Callable[[], nn.Parameter | None] = weakref.ref(original)
-        self.steps: list[Count] = []
+        self.steps = []
         local = original._local_tensor if isinstance(original, DTensor) else original
         self.shape = tuple(local.shape)
 
@@ -117,11 +214,6 @@ class ManagedParameter(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def local(self) -> torch.Tensor:
-        """This rank's shard."""
-
-    @property
-    @abc.abstractmethod
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of this rank's shard."""
 
@@ -135,7 +227,7 @@ class ManagedParameter(abc.ABC):
         return self.sharded.requires_grad
 
     @property
-    def holder(self) -> "ShardHolder":
+    def holder(self) -> ShardHolder:
         """The object whose ``sharded`` the optimizer updates and gets ``.grad``: itself by default."""
         return self
 
@@ -156,32 +248,13 @@ class ManagedParameter(abc.ABC):
 
     # Its gradient
 
-    @abc.abstractmethod
-    def wrap_shard(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a local tensor in the type that users see shards and gradients in.
-
-        A DTensor, or the tensor itself in flat units. No copy: the result uses its memory.
-        """
-
-    @property
-    def local_grad(self) -> torch.Tensor | None:
-        """This rank's part of the reduced gradient, as a plain tensor; None if there is none."""
-        grad: Any = self.sharded.grad
-        return grad
-
-    @property
-    def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
-        """Hooks to call once the reduced gradient is there (optimizers in backward, say)."""
-        hooks = self.sharded._post_accumulate_grad_hooks
-        return [*hooks.values()] if hooks else []
-
     def take_gradient(self) -> torch.Tensor | None:
         """Return this rank's full gradient as a plain tensor, and clear it; None if there is none.
 
         Its shape is ``shape``. A DTensor's gradient, or one that is `Unfinished`, is first
         redistributed to the placements of the parameter (collective over its mesh), except for
-        partial sums over data-parallel axes, which the reduction completes. Raises StateError for sparse gradients, and if the parameter is a
-        DTensor but its gradient is not.
+        partial sums over data-parallel axes, which the reduction completes. Raises StateError for sparse
+        gradients, and if the parameter is a DTensor but its gradient is not.
         """
         if self.unsharded is None or self.unsharded.grad is None:
             return None
@@ -221,26 +294,21 @@ class ManagedParameter(abc.ABC):
 
         Hooks from before sharding see it by itself.
         """
-        unsharded = self.unsharded
-        assert unsharded is not None
         for hook in list((self.gradient_hooks or {}).values()):
             result = hook(grad)
             grad = grad if result is None else result
-        self._accumulate(unsharded, grad)
+        self.accumulate(grad)
 
-    @staticmethod
-    def _accumulate(unsharded: nn.Parameter, grad: torch.Tensor) -> None:
+    def accumulate(self, grad: torch.Tensor) -> None:
+        """Add a full gradient of any dtype to what autograd leaves, past all hooks."""
+        unsharded = self.unsharded
+        assert unsharded is not None
         grad = grad.to(unsharded.grad_dtype or grad.dtype)  # None takes any
         if unsharded.grad is not None:
             unsharded.grad.add_(grad)
         else:
             # A copy: the gradient may be another tensor's as well, or be expanded.
             unsharded.grad = grad.clone(memory_format=torch.contiguous_format)
-
-    def take_over(self, grad: torch.Tensor) -> None:
-        """Add what autograd has accumulated on an earlier unsharded form, of another dtype."""
-        assert self.unsharded is not None
-        self._accumulate(self.unsharded, grad)
 
     def set_accumulation_dtype(self, said: GradDtype) -> None:
         """Set the dtype in which autograd accumulates full gradients, in place of the compute dtype."""
@@ -460,7 +528,7 @@ class ManagedParameter(abc.ABC):
 class Backward:
     """The backward of a model that is under way, which its units share with the `Iteration`.
 
-    end: a reference to the callback at its end. Autograd alone refers to that, until the backward has
+    end: a weak reference to the callback at its end. Autograd alone refers to that, until the backward has
         ended or raised; so ``end()`` is None unless one runs.
     """
 
@@ -471,11 +539,7 @@ class Backward:
 
     def forget(self) -> None:
         """Refer to nothing: no backward of the model runs."""
-        self.end: weakref.ref[Any] = weakref.ref(_Nothing())
-
-
-class _Nothing:
-    pass
+        self.end: weakref.ref[Any] = weakref.ref(set())  # of an object that is gone at once
 
 
 class GradientTaker(Protocol):
@@ -484,32 +548,6 @@ class GradientTaker(Protocol):
     backward: Backward
 
     def gradient_arrives(self, param: ManagedParameter) -> None: ...
-
-
-class ShardHolder(Protocol):
-    """The owner of one parameter that an optimizer updates: it is given the reduced gradient.
-
-    Each managed parameter is its own, except for those inside a flat parameter, which share one
-    (`flat.FlatHolder`). For the other members see `ManagedParameter`.
-
-    steps: counts those of each optimizer that has had it, also of one that is gone (`checks.optimizers`).
-    """
-
-    steps: list[Count]
-
-    @property
-    def sharded(self) -> nn.Parameter: ...
-
-    @property
-    def local(self) -> torch.Tensor: ...
-
-    @property
-    def local_grad(self) -> torch.Tensor | None: ...
-
-    @property
-    def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]: ...
-
-    def wrap_shard(self, local: torch.Tensor) -> torch.Tensor: ...
 
 
 class Reference(weakref.ref["ManagedParameter"]):
@@ -542,12 +580,14 @@ def mark_owner(parameter: nn.Parameter, manager: ManagedParameter) -> None:
 
 def manager_of(parameter: nn.Parameter) -> ManagedParameter | None:
     """Return the manager of a parameter, given any of its forms; None if it has none."""
-    return owner_of(parameter) or _deref(getattr(parameter, STANDS_FOR, None))
+    reference = getattr(parameter, STANDS_FOR, None)
+    return owner_of(parameter) or (None if reference is None else reference())
 
 
 def owner_of(parameter: nn.Parameter) -> ManagedParameter | None:
     """Return the manager of a parameter, given the original or the sharded form; None if none."""
-    return _deref(getattr(parameter, _OWNER, None))
+    reference = getattr(parameter, _OWNER, None)
+    return None if reference is None else reference()
 
 
 class _Edge(torch.autograd.Function):
@@ -600,11 +640,7 @@ def _hand_over(replaced: torch.Tensor) -> None:
     if manager is not None and replaced.grad is not None:
         grad, replaced.grad = replaced.grad, None
         with torch.no_grad():
-            manager.take_over(grad)
-
-
-def _deref(reference: Any) -> ManagedParameter | None:
-    return reference() if reference is not None else None
+            manager.accumulate(grad)
 
 
 def said_grad_dtype(parameter: torch.Tensor) -> GradDtype:

@@ -6,23 +6,37 @@ unsharded   in forward and backward               unsharded    unsharded
 between     from forward to backward, for flat    sharded      unsharded
             units that stay unsharded
 gradients   after a backward, for other units     unsharded, whose ``.grad`` is that of the
-            that stay unsharded                   sharded ones (see `stand_ins`)
+            that stay unsharded                   sharded ones
+
+[Note: Stand-ins] Units that stay unsharded have whole parameters registered, as in PyTorch, while
+gradients are on the sharded ones. Code that goes through ``model.parameters()`` there would find no
+gradient: clipping would clip nothing. So outside of forward and backward such a parameter gets another
+class, whose ``grad`` is that of the sharded parameter: it can be read, scaled in place and set to None.
+Autograd, in C++, does not look at the class and goes on to accumulate into the parameter's own gradient.
+Why whole parameters stay registered at all: see docs/design.md, "Flat units".
 """
 
+import copy
 import itertools
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.engine.guard.uses import Uses
 from fullshard.engine.nodes import is_captured
 from fullshard.engine.params.buffers import UnitBuffers
-from fullshard.engine.params.managed import ManagedParameter
-from fullshard.engine.params.stand_ins import StandIns, own_gradient
+from fullshard.engine.params.managed import ManagedParameter, manager_of
+from fullshard.errors import StateError
+
+_own: Any = torch.Tensor.grad  # the property of every tensor
+
+# Return what autograd has accumulated into a parameter, also while its class shows another gradient.
+own_gradient: Callable[[torch.Tensor], torch.Tensor | None] = _own.__get__
 
 
 class ShownForm:
@@ -43,7 +57,7 @@ class ShownForm:
         self._switch: Switch | None = None  # made when a form is shown, dropped on any change
         self.num_switched = 0
         self._has_shadows = False  # `between`: attributes are not what is registered
-        self._stand_ins: StandIns | None = None  # `gradients`
+        self._stand_ins: list[nn.Parameter] | None = None  # `gradients`: see [Note: Stand-ins]
         self.uses: Uses | None = None
         self._former: Uses | None = None  # what `uses` goes on from
 
@@ -56,9 +70,9 @@ class ShownForm:
 
     # When the unsharded form is made anew
 
-    def forget_views(self) -> None:
+    def begin_anew(self, *, may_switch: bool) -> None:
         """Forget what was learnt about views: the unit's parameters become others."""
-        self._former = None
+        self.may_switch, self._former = may_switch, None
 
     def release(self) -> None:
         """Allow the use of what users keep. Called before the unsharded form gets other memory.
@@ -88,8 +102,8 @@ class ShownForm:
         switch = self._switch
         if switch is not None and switch.show(switch.sharded):
             return
-        # Users had the unsharded parameters in sight and may have frozen some of them. Later it could not be
-        # told from what they do to the sharded ones.
+        # Users had the unsharded parameters in sight and may have frozen some of them. Later it could
+        # not be told from what they do to the sharded ones.
         self.drop_switch()
         for param in self._params:
             if param.unsharded is not None:
@@ -113,7 +127,12 @@ class ShownForm:
         for param in self._params:
             param.show_unsharded()
         self.has_frozen = not all(param.requires_grad for param in self._params)
-        self._make_switch()
+        # From now on by a `Switch`, if setting dictionary entries is enough.
+        if self.may_switch and all(param.is_only_registered for param in self._params):
+            self._switch = Switch(self._params)
+            # It is younger than the baseline of `uses`, so its references have to be told apart.
+            if self.uses is not None:
+                self.num_switched = sum(len(param.slots) for param in self.uses.counted)
 
     def show_between(self) -> None:
         """Register the sharded parameters, and set modules' attributes to the unsharded ones.
@@ -130,14 +149,21 @@ class ShownForm:
 
     def show_gradients(self) -> None:
         """Let registered unsharded parameters show the gradients of the sharded ones."""
-        if self._stand_ins is None:
-            self._stand_ins = StandIns()
-            self._stand_ins.show(self._params)
+        if self._stand_ins is not None:
+            return
+        self._stand_ins = []
+        for param in self._params:
+            tensor = param.unsharded
+            # By exact type: users' subclasses have no stand-in.
+            if tensor is not None and (other := _KINDS.get(type(tensor))) is not None:
+                tensor.__class__ = other
+                self._stand_ins.append(tensor)
 
     def hide_gradients(self) -> None:
         """Let unsharded parameters have gradients of their own again, as autograd leaves them."""
         if self._stand_ins is not None:
-            self._stand_ins.hide()
+            for tensor in self._stand_ins:
+                tensor.__class__ = type(tensor)._kind  # type: ignore[attr-defined]
             self._stand_ins = None
 
     def _drop_shadows(self) -> None:
@@ -149,15 +175,6 @@ class ShownForm:
     def drop_switch(self) -> None:
         """Forget the switch; the next form that is shown makes another one."""
         self._switch, self.num_switched = None, 0
-
-    def _make_switch(self) -> None:
-        """Show forms by a `Switch` from now on, if setting dictionary entries is enough."""
-        if not self.may_switch or not all(param.is_only_registered for param in self._params):
-            return
-        self._switch = Switch(self._params)
-        # The switch is younger than the baseline of `uses`, so its references have to be told apart.
-        if self.uses is not None:
-            self.num_switched = sum(len(param.slots) for param in self.uses.counted)
 
     # Gradients that autograd leaves on the unsharded form
 
@@ -177,8 +194,10 @@ class ShownForm:
         """True if autograd has accumulated a gradient that was not taken yet."""
         if self._switch is not None:
             return self._switch.has_gradients
-        tensors = [param.unsharded for param in self._params if param.unsharded is not None]
-        return any(own_gradient(tensor) is not None for tensor in tensors)
+        return any(
+            param.unsharded is not None and own_gradient(param.unsharded) is not None
+            for param in self._params
+        )
 
     def drop_gradients(self) -> None:
         """Drop what autograd has accumulated."""
@@ -271,3 +290,82 @@ class Switch:
                 unsharded.grad = None
             grads.append(grad)
         return grads
+
+
+def _get(self: Any) -> Any:
+    """Return the parameter's own gradient if there is one, else that of the sharded parameter."""
+    # Autograd may have left one meanwhile. Nothing has reduced it yet, and it must not be hidden.
+    own, trained = _own.__get__(self), _trained(self)
+    return own if own is not None or trained is None else trained.grad
+
+
+def _set(self: Any, value: torch.Tensor | None) -> None:
+    """Set the gradient of the sharded parameter; None clears both.
+
+    Raises StateError for a value that is not sharded as the parameter is.
+    """
+    trained = _trained(self)
+    if trained is None:
+        _own.__set__(self, value)
+    elif value is None:
+        _own.__set__(self, None)
+        trained.grad = None
+    elif isinstance(value, DTensor) and value._spec.placements == trained._spec.placements:  # type: ignore[attr-defined]
+        trained.grad = value
+    else:
+        manager = manager_of(self)
+        raise StateError(
+            f"{'A parameter' if manager is None else manager.name} stays unsharded, and its .grad was "
+            "set to a tensor that is not sharded like the parameter that is trained: the optimizer "
+            "would not see it. Call model.reshard() first, and set .grad of the sharded parameter to "
+            "a DTensor."
+        )
+
+
+def _trained(self: Any) -> nn.Parameter | None:
+    """Return the sharded parameter, or None for a copy of an unsharded one.
+
+    A copy has the attributes of what it was copied from, so it is told by identity.
+    """
+    manager = manager_of(self)
+    return manager.sharded if manager is not None and manager.unsharded is self else None
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """Copy the parameter as what it is without the exchanged class."""
+    kind = type(self)
+    self.__class__ = kind._kind
+    try:
+        return copy.deepcopy(self, memo)
+    finally:
+        self.__class__ = kind
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Pickle the parameter as what it is: the stand-in class has no name to be found by."""
+    kind = type(self)
+    self.__class__ = kind._kind
+    try:
+        return self.__reduce_ex__(protocol)
+    finally:
+        self.__class__ = kind
+
+
+def _stand_in(kind: type) -> type:
+    """Return a subclass with another ``grad``, of the same name.
+
+    It adds no slots: see `guard.forbidden`.
+    """
+    namespace = {
+        "__slots__": (),
+        "__doc__": "A whole parameter whose gradient is that of the sharded one.",
+        "__module__": __name__,
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": _reduce,
+        "_kind": kind,
+        "grad": property(_get, _set, lambda self: _set(self, None)),
+    }
+    return type(kind)(kind.__name__, (kind,), namespace)
+
+
+_KINDS: dict[type, Any] = {kind: _stand_in(kind) for kind in (nn.Parameter, DTensor)}

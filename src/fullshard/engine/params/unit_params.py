@@ -1,36 +1,30 @@
-"""A unit's parameters and the memory of both their forms.
-
-Users may replace, move or cast parameters between steps: ``to_empty()``,
-``load_state_dict(assign=True)``, ``model.half()``. `UnitParams` notices that and brings the values
-back into the unit's memory; `unit` decides when.
-"""
+"""A unit's parameters and the memory of both their forms; `adoption` decides when values are brought there."""
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import overload
 
 import torch
 
 from fullshard.comm.interface import Comm
 from fullshard.engine.guard.param_watch import ParamWatch
 from fullshard.engine.params.buffers import UnitBuffers
-from fullshard.engine.params.dtensor import DTensorParameter
 from fullshard.engine.params.extended import ExtendedParameters
 from fullshard.engine.params.flat import FlatHolder
+from fullshard.engine.params.form import UnitMesh
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder, mark_owner, owner_of
 from fullshard.engine.params.shown import ShownForm
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.unit_mesh import UnitMesh
 from fullshard.errors import MisuseError
 from fullshard.plan.builders import retype, rows_layout
 from fullshard.plan.layout import UnitLayout
 from fullshard.policies import MixedPrecisionPolicy, UnitConfig
 
 
-class UnitParams(Sequence[ManagedParameter]):
+class UnitParams:
     """The parameters of one unit, in the order of their indices.
 
     all: every parameter.
+    holders: the owners of what an optimizer updates: each parameter, or one flat one for all.
     plain: the ones whose shards lie in ``buffers``.
     extended: the others, which define their own all-gather, and whose shards stay where users put
         them; None if there are none.
@@ -53,13 +47,12 @@ class UnitParams(Sequence[ManagedParameter]):
         flat_layout: UnitLayout | None,
     ) -> None:
         self.all: list[ManagedParameter] = []
+        self.holders: list[ShardHolder] = []
         self.plain: list[ManagedParameter] = []
         self.extended: ExtendedParameters | None = None
         self.buffers: UnitBuffers | None = None
         self.flat_layout = flat_layout
         self.is_flat = flat_layout is not None
-        holders = (param.holder for param in params)
-        self.flat = next((each for each in holders if isinstance(each, FlatHolder)), None)
         self._mesh = mesh
         self._device = device
         self.shown = ShownForm()
@@ -67,6 +60,7 @@ class UnitParams(Sequence[ManagedParameter]):
         self.is_in_place = False
         self.watch = ParamWatch(self)
         self.take(params)
+        self.flat = next((each for each in self.holders if isinstance(each, FlatHolder)), None)
 
     def __len__(self) -> int:
         return len(self.all)
@@ -74,18 +68,13 @@ class UnitParams(Sequence[ManagedParameter]):
     def __iter__(self) -> Iterator[ManagedParameter]:
         return iter(self.all)
 
-    @overload
-    def __getitem__(self, index: int) -> ManagedParameter: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[ManagedParameter]: ...
-
-    def __getitem__(self, index: int | slice) -> ManagedParameter | list[ManagedParameter]:
+    def __getitem__(self, index: int) -> ManagedParameter:
         return self.all[index]
 
     def take(self, params: Sequence[ManagedParameter]) -> None:
         """Replace the parameters. The caller has to call `allocate` next."""
         self.all = list(params)
+        self.holders = list(dict.fromkeys(param.holder for param in self.all))
         self.watch.forget()
         for param in self.all:
             param.shard_group = self._mesh.shard_group
@@ -99,14 +88,12 @@ class UnitParams(Sequence[ManagedParameter]):
         return [param.name for param in self.all if param.local.is_meta or is_flat_on_meta]
 
     @property
-    def holders(self) -> list[ShardHolder]:
-        """The owners of what an optimizer updates: each parameter, or one flat one for all."""
-        return list(dict.fromkeys(param.holder for param in self.all))
-
-    @property
     def has_post_hooks(self) -> bool:
         """True if a hook follows a parameter's reduction, such as an optimizer in backward."""
-        return any(holder.post_accumulate_hooks for holder in self.holders)
+        for holder in self.holders:  # noqa: SIM110  (asked of every unit, twice a step)
+            if holder.post_accumulate_hooks:
+                return True
+        return False
 
     @property
     def has_sharded_gradients(self) -> bool:
@@ -118,17 +105,10 @@ class UnitParams(Sequence[ManagedParameter]):
         return [] if self.buffers is None else self.buffers.shard_memory
 
     def layout(
-        self,
-        comm: Comm,
-        policy: MixedPrecisionPolicy,
-        plain: Sequence[ManagedParameter] | None = None,
+        self, comm: Comm, policy: MixedPrecisionPolicy, plain: Sequence[ManagedParameter]
     ) -> UnitLayout:
-        """Return the layout of the plain parameters with their dtypes of now.
-
-        plain: others to plan for instead, with which nothing is done. Planning costs time for each
-        parameter.
-        """
-        specs = [param.spec(policy) for param in (self.plain if plain is None else plain)]
+        """Plan a layout of these parameters with their dtypes of now; nothing is done with them."""
+        specs = [param.spec(policy) for param in plain]
         if self.flat_layout is not None:
             return retype(self.flat_layout, specs)
         return rows_layout(specs, shard_size=self._mesh.plan.shard_size, rule=comm.rule)
@@ -205,17 +185,13 @@ class UnitParams(Sequence[ManagedParameter]):
                 # time without `out=`.
                 param.unsharded = None
         self.plain = plain
-        self.shown.forget_views()
         self.extended = None
-        extended = [p for p in self.all if p.is_extended and isinstance(p, DTensorParameter)]
-        if extended:
-            mesh = self._mesh
-            self.extended = ExtendedParameters(
-                extended, mesh.shard_mesh, mesh.shard_group, self._device
-            )
+        if extended := [param for param in self.all if param.is_extended]:
+            self.extended = ExtendedParameters(extended, self._mesh, self._device)
         # Extended parameters may get a new unsharded form at any gather, and shards over a smaller
         # group are a third form: a `Switch` knows two, which stay.
-        self.shown.may_switch = self.extended is None and self._mesh.post_forward is None
+        has_two_forms = self.extended is None and self._mesh.post_forward is None
+        self.shown.begin_anew(may_switch=has_two_forms)
 
     def allocate(
         self, layout: UnitLayout, comm: Comm, runtime: Runtime, config: UnitConfig
@@ -239,7 +215,6 @@ class UnitParams(Sequence[ManagedParameter]):
         self._create_unsharded(buffers)
         # Last: if anything above raises, `buffers` is None and the next use allocates again.
         self.buffers = buffers
-        self.is_in_place = buffers.in_place
 
     def _drop_buffers(self) -> None:
         self.buffers, self.is_in_place = None, False
@@ -262,14 +237,12 @@ class UnitParams(Sequence[ManagedParameter]):
         """Give unsharded parameters private memory, so that writes to them do not reach shards."""
         assert self.buffers is not None
         self.buffers.read_privately()
-        self.is_in_place = self.buffers.in_place
         self._create_unsharded(self.buffers)
 
     def read_in_place(self) -> None:
         """Let unsharded parameters be the memory of all ranks' shards again."""
         assert self.buffers is not None
         self.buffers.read_in_place()
-        self.is_in_place = self.buffers.in_place
         self._create_unsharded(self.buffers)
 
     def _create_unsharded(self, buffers: UnitBuffers) -> None:
@@ -286,6 +259,7 @@ class UnitParams(Sequence[ManagedParameter]):
         # Both take what is referred to now for the unit's own: nobody else has seen the tensors.
         self.shown.look_after(self.plain, buffers)
         buffers.note_uses()
+        self.is_in_place = buffers.in_place
 
     @property
     def are_dtensors(self) -> bool:
@@ -305,21 +279,19 @@ class UnitParams(Sequence[ManagedParameter]):
             return not self.flat.is_at(buffers.flat_shards[0])
         if self.extended is not None and any(param.is_replaced for param in self.all):
             return True
-        for param, shard in zip(self.plain, buffers.shards, strict=True):
-            if param.has_moved(shard):
-                return True
-        return False
+        pairs = zip(self.plain, buffers.shards, strict=True)
+        return any(param.has_moved(shard) for param, shard in pairs)
 
     def check_unchanged(self) -> None:
         """Raise MisuseError if unsharded parameters were replaced since forward, before backward."""
         for index, param in enumerate(self.plain):
             assert self.buffers is not None
-            unsharded = param.unsharded
-            if param.is_replaced or (
-                unsharded is not None
+            is_moved = (
+                param.unsharded is not None
                 and param.form.unsharded is None
-                and unsharded.data_ptr() != self.buffers.unsharded(index).data_ptr()
-            ):
+                and param.unsharded.data_ptr() != self.buffers.unsharded(index).data_ptr()
+            )
+            if is_moved or param.is_replaced:
                 raise MisuseError(
                     f"{param.name}: FSDP does not support changing the parameters between forward "
                     "and backward. Change them after backward."

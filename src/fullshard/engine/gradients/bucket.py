@@ -1,4 +1,28 @@
-"""One bucket's reduced gradients: the choice of their memory, and giving them to parameters."""
+"""One bucket of gradients: how it is reduced, in which memory, and who gets the result.
+
+A `Recipe` plans it: in which dtypes, divided by what, and what follows. The last column is an example:
+float32 parameters with ``MixedPrecisionPolicy(param_dtype=bfloat16)``.
+
+| dtype | used for | is | why | example |
+| --- | --- | --- | --- | --- |
+| full | full gradients from autograd; sums of several backwards of a flat unit | `param_dtype`, \
+else the parameter's; what the parameter's `grad_dtype` says | autograd and PyTorch's FSDP1 leave \
+them so | bfloat16 |
+| wire | what travels over the shard axis where ranks form the sums | the narrower of full and \
+reduce dtype; the reduce dtype for sums of several backwards by rows | the sum is wide in any case, so \
+widening before it adds bytes and no precision | bfloat16 |
+| total | forming the sum over the shard axis | reduce dtype promoted with float32; the reduce dtype \
+where a backend sums what travels in it (NCCL, custom collectives), a communication hook reduces, or \
+there is one rank | rounding errors do not grow with the number of ranks | float32 |
+| reduce | the finished sum; what travels over the replicate axis | `reduce_dtype`, else as \
+`plan.gradient_dtypes` says | programs get the gradients that PyTorch would give them | bfloat16 |
+| shard | ``.grad`` of sharded parameters | the parameter's, or what its `grad_dtype` says; the reduce \
+dtype with `keep_low_precision_grads` | optimizers and autograd expect it | float32 |
+
+In the example, where the reduce dtype is the compute dtype, the float32 sum is formed in the memory
+of the gradients, is rounded there to what bfloat16 can express, and stays float32. Where it is
+float32 (torch 2.15), the sum is the gradient.
+"""
 
 import dataclasses
 import itertools
@@ -10,18 +34,154 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.interface import shard_views
-from fullshard.engine.gradients.recipe import Recipe
+from fullshard.comm.interface import Scaling, Sum, shard_views
 from fullshard.engine.guard.uses import python_uses
 from fullshard.engine.params.flat import show_gradient
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Runtime
 from fullshard.plan.layout import BucketLayout
+from fullshard.plan.mesh import MeshPlan
+from fullshard.policies import UnitConfig
 from fullshard.torch_private import storage_uses, tensor_uses
 
+# PyTorch's engine asks for means in these, as sums in them do not overflow.
+_AVERAGED = (torch.float32, torch.bfloat16)
 # Pieces of gradient memory that one bucket keeps for reuse. Two, since a reduction may begin while
 # the gradients of the last one are still there to be added to.
 _POOLED = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a bucket is reduced under one configuration.
+
+    config, accumulated: what the recipe was made from. It holds while they are equal.
+    over_shards, over_replicas: the sum over the shard axis, then the one over the replicate axis.
+    sums_replicas: there is a second sum.
+    divisor: by which the second sum is divided; the first one divides by itself.
+    reduce_dtype, total_dtype: see the table above.
+    is_final: the sum over the shard axis has the dtype and device of the gradients and is reduced in
+        this backward, so that it may be formed in their memory, if that is free.
+    is_deposited: the sum over the shard axis is the gradient: nothing rounds it, adds to it or looks
+        at it, and the reduce-scatter says who gets one.
+    """
+
+    config: UnitConfig
+    accumulated: bool
+    over_shards: Sum
+    over_replicas: Sum
+    sums_replicas: bool
+    divisor: float
+    reduce_dtype: torch.dtype
+    total_dtype: torch.dtype
+    is_final: bool
+    is_deposited: bool
+
+
+def make_recipe(
+    bucket: BucketLayout,
+    config: UnitConfig,
+    mesh: MeshPlan,
+    *,
+    reduce_dtype: torch.dtype,
+    sum_dtype: Callable[[torch.dtype], torch.dtype],
+    wants_means: bool,
+    accumulated: bool,
+    is_offloaded: bool,
+    label: str,
+) -> Recipe:
+    """Plan the reduction of a bucket of gradients: of shard dtype ``dtype``, full ``compute_dtype``.
+
+    reduce_dtype: of the finished sum.
+    sum_dtype: maps the reduce dtype to the total dtype (`Comm.accumulate_dtype`).
+    wants_means: `Comm.wants_means`.
+    accumulated: whether gradients are sums of several backwards, in the reduce dtype, or wide anyway.
+    is_offloaded: whether sharded parameters are on another device than full gradients.
+    label: of the unit in messages and flight records.
+    """
+    total_dtype = reduce_dtype
+    if config.comm_hook is None and mesh.data_parallel_size > 1:
+        total_dtype = sum_dtype(reduce_dtype)
+    scaling, divisor = _scaling(config, mesh, reduce_dtype, sum_dtype), 1.0
+    may_average = not config.force_sum_reduction
+    if wants_means:
+        may_average &= reduce_dtype in _AVERAGED
+    # With replicas, what is divided after the sum is divided after the last sum.
+    if mesh.replicate_size > 1:
+        num_averaged = 1
+        if wants_means and may_average and config.gradient_divide_factor in (None, mesh.shard_size):
+            num_averaged = mesh.shard_size
+        divisor = scaling.after / num_averaged
+        scaling = Scaling(scaling.before, float(num_averaged))
+    has_more_to_do = (
+        bucket.is_flat  # who gets a gradient follows from the layout, not from the reduce-scatter
+        or mesh.replicate_size > 1
+        or reduce_dtype.itemsize < total_dtype.itemsize
+        or config.all_reduce_hook is not None
+        or config.keep_low_precision_grads
+        or config.reduces_unused
+    )
+    return Recipe(
+        config,
+        accumulated,
+        over_shards=Sum(
+            wire_dtype(bucket, reduce_dtype, accumulated=accumulated),
+            scaling,
+            may_average=may_average,
+            label=f"{label}: reduce-scatter",
+        ),
+        over_replicas=Sum(reduce_dtype, label=f"{label}: all-reduce"),
+        # A communication hook reduces over all ranks.
+        sums_replicas=mesh.replicate_size > 1 and config.comm_hook is None,
+        divisor=divisor,
+        reduce_dtype=reduce_dtype,
+        total_dtype=total_dtype,
+        is_final=(
+            total_dtype == bucket.dtype
+            and not is_offloaded
+            # A sum that waits for its all-reduce is no gradient yet, and users must not see it.
+            and (config.all_reduce_grads or mesh.replicate_size == 1)
+            and not config.keep_low_precision_grads
+        ),
+        is_deposited=not has_more_to_do,
+    )
+
+
+def wire_dtype(
+    bucket: BucketLayout, reduce_dtype: torch.dtype, *, accumulated: bool
+) -> torch.dtype:
+    """Return the dtype that travels over the shard axis: see the table above.
+
+    accumulated: whether gradients are sums of several backwards, in the reduce dtype.
+    """
+    if accumulated or reduce_dtype.itemsize <= bucket.compute_dtype.itemsize:
+        return reduce_dtype
+    return bucket.compute_dtype
+
+
+def _scaling(
+    config: UnitConfig,
+    mesh: MeshPlan,
+    reduce_dtype: torch.dtype,
+    sum_dtype: Callable[[torch.dtype], torch.dtype],
+) -> Scaling:
+    """Return by what to divide: the user's factor, or the number of ranks that see different data.
+
+    Where sums travel or are formed in float16, a power of two near the root of it comes before the
+    sum, to avoid overflow, and the rest after it, to avoid underflow. 8 ranks: 4 before, 2 after.
+    """
+    factor = config.gradient_divide_factor or float(mesh.data_parallel_size)
+    # Over the replicate axis sums travel in the reduce dtype, whatever they were formed in.
+    overflows = reduce_dtype == torch.float16 and (
+        mesh.replicate_size > 1 or sum_dtype(reduce_dtype) == reduce_dtype
+    )
+    if not overflows:
+        return Scaling(after=factor)
+    # As PyTorch chooses it. Powers of two divide without rounding.
+    before = 1.0
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return Scaling(before, factor / before)
 
 
 class GradientShards:
@@ -68,23 +228,18 @@ class GradientShards:
         # Last, when every reference of this object is there.
         self._own_uses = self._uses() if tensor_uses is not None else 0
 
-    @property
-    def is_unused(self) -> bool:
-        """Whether nobody else refers to the gradients or their memory; False if torch cannot say."""
-        return tensor_uses is not None and self._uses() == self._own_uses
+    def is_unused(self, holders: Sequence[ShardHolder] = ()) -> bool:
+        """Return whether nobody else refers to the gradients or their memory; False if torch cannot say.
 
-    def is_unused_but_on(self, holders: Sequence[ShardHolder]) -> bool:
-        """Whether nobody else does, except for the ``.grad`` of the holders' local shards.
-
-        `step_on_shards` sets that in a step and leaves it there. It is read by the next step alone,
-        which sets it anew, so it need not keep the memory from being used again.
+        The ``.grad`` of these holders' local shards does not count: `step_on_shards` sets that in a step
+        and leaves it there. It is read by the next step alone, which sets it anew.
         """
         if tensor_uses is None:
             return False
         others = self._uses() - self._own_uses
         if others == 0:
             return True
-        pairs = zip(holders, self.views, strict=True)
+        pairs = zip(holders, self.views, strict=False)
         return others == sum(holder.local.grad is view for holder, view in pairs)
 
     def _uses(self) -> int:
@@ -114,7 +269,7 @@ class BucketGradients:
     indices: the unit's indices of the bucket's parameters, in bucket order.
     holders: the owners of the sharded parameters, in bucket order: one per parameter, or one for all
         inside a flat parameter. ``present`` and ``takers`` below are in this order.
-    has_one_holder: whether one flat parameter gets the whole bucket, padding included.
+    has_one_holder: one flat parameter gets the whole bucket, padding included.
     partial: a sum that waits for its all-reduce, or None.
     recipe: of the last reduction, or None.
     pool: memory of gradients that were reduced, the newest last: in use, or to be used again.
@@ -158,7 +313,7 @@ class BucketGradients:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether any sharded parameter of the bucket has a gradient."""
+        """True if any sharded parameter of the bucket has a gradient."""
         for holder in self.holders:  # noqa: SIM110  (a third of the cost of `any`)
             if holder.sharded.grad is not None:
                 return True
@@ -167,16 +322,21 @@ class BucketGradients:
     @property
     def in_use(self) -> torch.Tensor | None:
         """The memory of the gradients that the holders have now, 1-D; None if it is not ours."""
-        return next((shards.flat for shards in self.pool if self._is_in_use(shards)), None)
+        for shards in self.pool:
+            pairs = zip(self.holders, shards.wrapped, strict=True)
+            # Those that own no elements have none.
+            if all(h.sharded.grad is wrapped or not h.sharded.numel() for h, wrapped in pairs):
+                return shards.flat
+        return None
 
     def comes_wider(self, full: Sequence[torch.Tensor | None]) -> bool:
-        """Whether a full gradient has come, now or before, that is wider than what was planned.
+        """Return whether a full gradient has come, now or before, that is wider than what was planned.
 
-        Where the ranks form the sums, they have to agree: a rank that has none when others' first
+        Asked where it ``may_be_wider``. Where the ranks form the sums, they have to agree: a rank that has none when others' first
         ones come wider sends less, and all get a DivergenceError. Backends that sum get the reduce
         dtype in any case.
         """
-        if self.may_be_wider and not self._has_come_wider:
+        if not self._has_come_wider:
             size = self.bucket.compute_dtype.itemsize
             self._has_come_wider = any(
                 grad is not None and grad.dtype.itemsize > size for grad in full
@@ -185,7 +345,7 @@ class BucketGradients:
 
     def free_unused(self) -> None:
         """Free pooled memory that nobody uses."""
-        self.pool = [shards for shards in self.pool if not shards.is_unused_but_on(self.holders)]
+        self.pool = [shards for shards in self.pool if not shards.is_unused(self.holders)]
 
     def takers(self) -> tuple[bool, ...]:
         """Return, for each holder of a flat bucket, whether it gets a gradient: zeros, if need be.
@@ -236,7 +396,9 @@ class BucketGradients:
         """
         assert other.partial is not None
         waiting = other.partial
-        views = dict(zip(other.indices, other._part_of_each(waiting.total), strict=True))
+        # By parameter, also under one holder.
+        parts = shard_views(other.bucket, waiting.total, self._shard_rank)
+        views = dict(zip(other.indices, parts, strict=True))
         if views.keys().isdisjoint(self.indices):
             return
         if self.partial is None:
@@ -244,7 +406,8 @@ class BucketGradients:
             # Zeros: this bucket may have parameters that the other has not, and padding.
             total = scratch.take(self.bucket.shard_numel, waiting.total.dtype).zero_()
             self.partial = PartialSum(total, (False,) * len(self.holders))
-        for index, part in zip(self.indices, self._part_of_each(self.partial.total), strict=True):
+        parts = shard_views(self.bucket, self.partial.total, self._shard_rank)
+        for index, part in zip(self.indices, parts, strict=True):
             if index in views:
                 part.add_(views[index])
         present = set(itertools.compress(other.holders, waiting.present))
@@ -252,10 +415,6 @@ class BucketGradients:
             had or holder in present
             for holder, had in zip(self.holders, self.partial.present, strict=True)
         )
-
-    def _part_of_each(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """View a sum as this rank's shard of each parameter, also under one holder."""
-        return shard_views(self.bucket, total, self._shard_rank)
 
     def destination(self, recipe: Recipe) -> tuple[GradientShards | None, torch.Tensor]:
         """Choose where a sum over the shard axis is formed: in gradient memory, or in scratch.
@@ -361,7 +520,7 @@ class BucketGradients:
     def _take(self, device: torch.device) -> GradientShards:
         """Return gradient memory on a device that nobody uses: pooled if there is, else new."""
         for position, shards in enumerate(self.pool):
-            if shards.device == device and shards.is_unused_but_on(self.holders):
+            if shards.device == device and shards.is_unused(self.holders):
                 return self.pool.pop(position)
         # A user's gradient must be no inference tensor, wherever the first reduction happens.
         with torch.inference_mode(False):
@@ -375,13 +534,6 @@ class BucketGradients:
             )
         self._alive.add(shards)
         return shards
-
-    def _is_in_use(self, shards: GradientShards) -> bool:
-        """Whether this memory is the gradients of all holders that own any elements."""
-        return all(
-            holder.sharded.grad is wrapped or not holder.sharded.numel()
-            for holder, wrapped in zip(self.holders, shards.wrapped, strict=True)
-        )
 
 
 def run_gradient_hooks(holder: ShardHolder, local: torch.Tensor, dtype: torch.dtype) -> None:
