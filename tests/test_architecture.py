@@ -65,7 +65,7 @@ IN_ENGINE = {
     "guard": {"runtime"},
     "params": {"guard", "nodes", "runtime"},
     "gradients": {"guard", "observer", "params", "runtime"},
-    "checks": {"params", "restoring", "runtime", "unit", "observer"},
+    "checks": {"guard", "params", "restoring", "runtime", "unit", "observer"},
 }
 
 
@@ -341,11 +341,11 @@ def test_file_map_matches_the_tree() -> None:
 _MOST_LINES = {
     "batches": 600,
     "checkpoint": 7550,
-    "comm": 3300,
+    "comm": 3350,
     "debugging": 1350,
     "deferred": 600,
     "drop_in": 600,
-    "engine": 11550,
+    "engine": 11600,
     "faces": 1300,
     "fsdp1": 2500,
     "fsdp2": 1050,
