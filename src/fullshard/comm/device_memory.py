@@ -269,10 +269,10 @@ class DeviceMemoryComm(Comm):
         self,
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
+        out: Callable[[], torch.Tensor],
         how: Sum,
     ) -> Reduction:
-        wire, numel = how.wire_dtype, bucket.shard_numel
+        wire, numel, total = how.wire_dtype, bucket.shard_numel, out()
         stretch = self._ring.claim(self.staged_nbytes(bucket, wire), how.label)
         staged = self._part(stretch, self.rank, 0, self.size * numel, wire)
         copy_in_gradients(bucket, grads, staged, divisor=how.scaling.before)
@@ -281,7 +281,7 @@ class DeviceMemoryComm(Comm):
         # The ring calls it once all ranks have posted and this stream waits for their events.
         def finish() -> tuple[bool, ...]:
             terms = self._terms(stretch, self.rank * numel * wire.itemsize, numel, wire)
-            add_in_order(terms, out, divisor=how.scaling.after)
+            add_in_order(terms, total, divisor=how.scaling.after)
             return combined_flags()
 
         return self._ring.post(stretch, finish, how.label)

@@ -22,7 +22,7 @@ import itertools
 import math
 import mmap
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -158,13 +158,13 @@ class PeerMemoryComm(Comm):
         self,
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
+        out: Callable[[], torch.Tensor],
         how: Sum,
     ) -> Reduction:
         # Returns once all ranks have read what this stretch held before, so it may be overwritten.
         stretch = self._ring.claim(self.staged_nbytes(bucket, how.wire_dtype), how.label)
         header_nbytes = round_up(len(grads), LINE)
-        payload_numel = self.size * bucket.shard_numel
+        payload_numel, num_params = self.size * bucket.shard_numel, len(grads)
         self._stage_flags(stretch, list(map(operator.is_not, grads, itertools.repeat(None))))
         # For all ranks, into this rank's part alone. The gradients may be freed after it.
         copy_in_gradients(
@@ -179,8 +179,9 @@ class PeerMemoryComm(Comm):
         # rank has read it.
         def finish() -> tuple[bool, ...]:
             terms = self._parts(stretch, start, bucket.shard_numel, how.wire_dtype)
-            add_in_order(terms, out, divisor=how.scaling.after)
-            return self._combined_flags(stretch, len(grads))
+            # Memory for the sum is asked for now, when the gradients were freed: it may be theirs.
+            add_in_order(terms, out(), divisor=how.scaling.after)
+            return self._combined_flags(stretch, num_params)
 
         return self._ring.post(stretch, finish, how.label)
 

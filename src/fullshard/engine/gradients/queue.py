@@ -38,11 +38,27 @@ class ReducedUnit(Protocol):
     replicate_comm: Comm
 
 
+class Destination:
+    """Where a bucket's sum over the shard axis is formed, chosen when `take` is called.
+
+    total: the sum, once the reduction was waited for: 1-D. None before `take`.
+    shards: the gradient memory that ``total`` is; None if it is scratch.
+    """
+
+    def __init__(self, gradients: BucketGradients, recipe: Recipe) -> None:
+        self.total: torch.Tensor | None = None
+        self.shards: GradientShards | None = None
+        self._gradients, self._recipe = gradients, recipe
+
+    def take(self) -> torch.Tensor:
+        """Return memory for the sum. To be called once."""
+        self.total, self.shards = self._gradients.take_destination(self._recipe)
+        return self.total
+
+
 class BucketInFlight(NamedTuple):
     """One bucket of a reduction that was started.
 
-    total: the sum over the shard axis, once ``reduction`` was waited for: 1-D.
-    shards: the gradient memory that ``total`` is; None if it is scratch.
     takers: for each holder of a flat bucket, whether it gets a gradient; None for other buckets,
         where ``reduction`` says it. Settled at the start: parameters may be frozen until the end.
     """
@@ -50,8 +66,7 @@ class BucketInFlight(NamedTuple):
     gradients: BucketGradients
     recipe: Recipe
     reduction: Reduction
-    total: torch.Tensor
-    shards: GradientShards | None
+    destination: Destination
     takers: tuple[bool, ...] | None
 
 
@@ -76,15 +91,17 @@ class InFlight(NamedTuple):
     @property
     def results(self) -> list[torch.Tensor]:
         """Gradient memory that sums are formed in; other sums are formed in scratch and copied."""
-        return [item.shards.flat for item in self.buckets if item.shards is not None]
+        shards = (item.destination.shards for item in self.buckets)
+        return [each.flat for each in shards if each is not None]
 
     @property
     def temporaries(self) -> list[torch.Tensor]:
         """Everything else that the reduction holds: scratch, what travels, full gradients."""
         is_finished = self.end is not None
-        totals = () if is_finished else (i.total for i in self.buckets if i.shards is None)
+        places = () if is_finished else (item.destination for item in self.buckets)
+        totals = (each.total for each in places if each.shards is None)
         sources = (tensor for item in self.buckets for tensor in item.reduction.tensors)
-        return [*totals, *sources, *(grad for grad in self.grads if grad is not None)]
+        return [each for each in (*totals, *sources, *self.grads) if each is not None]
 
 
 class ReductionQueue:
@@ -197,9 +214,14 @@ def _finish_buckets(buckets: Sequence[BucketInFlight], unit: ReducedUnit) -> Non
     for item in buckets:
         present = item.reduction.wait()
         if item.recipe.is_deposited:  # most reductions end here
-            item.gradients.deposit(item.total, item.shards, present)
+            item.gradients.deposit(_total(item), item.destination.shards, present)
         else:
             _finish_sum(item, present, unit)
+
+
+def _total(item: BucketInFlight) -> torch.Tensor:
+    assert item.destination.total is not None  # the reduction was waited for
+    return item.destination.total
 
 
 def _finish_sum(item: BucketInFlight, present: tuple[bool, ...], unit: ReducedUnit) -> None:
@@ -208,7 +230,7 @@ def _finish_sum(item: BucketInFlight, present: tuple[bool, ...], unit: ReducedUn
     In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
     will be; what it changes is not rounded again.
     """
-    recipe = item.recipe
+    recipe, total = item.recipe, _total(item)
     config = recipe.config
     # From here on `present` says who gets a gradient. See `unit_gradients`, Note: Missing gradients.
     if item.takers is not None:
@@ -216,27 +238,27 @@ def _finish_sum(item: BucketInFlight, present: tuple[bool, ...], unit: ReducedUn
     elif config.reduces_unused:
         present = (True,) * len(present)
     if recipe.sums_replicas:
-        of_all = _sum_replicas(item, present, unit.replicate_comm)
+        of_all = _sum_replicas(item, total, present, unit.replicate_comm)
         if of_all is None:  # put off; `total` waits in the bucket
             return
         present = of_all
-    _round(item.total, recipe.reduce_dtype)
-    _run_hook(item.total, config, unit.runtime)
+    _round(total, recipe.reduce_dtype)
+    _run_hook(total, config, unit.runtime)
     if config.keep_low_precision_grads:
-        item.gradients.deposit_low(item.total, recipe.reduce_dtype, present)
+        item.gradients.deposit_low(total, recipe.reduce_dtype, present)
     else:
-        item.gradients.deposit(item.total, item.shards, present)
+        item.gradients.deposit(total, item.destination.shards, present)
 
 
 def _sum_replicas(
-    item: BucketInFlight, present: tuple[bool, ...], comm: Comm
+    item: BucketInFlight, total: torch.Tensor, present: tuple[bool, ...], comm: Comm
 ) -> tuple[bool, ...] | None:
     """Sum over the replicate axis, in place, and divide. Collective, unless it is put off.
 
     present: for each holder, whether a rank of this replica had a gradient. Returns the same for
     all replicas together, or None if the all-reduce is put off.
     """
-    bucket, recipe, total = item.gradients, item.recipe, item.total
+    bucket, recipe = item.gradients, item.recipe
     # Added before the all-reduce, so that one serves all micro-batches, and before it is put off
     # once more, so that there is never more than one sum that waits.
     present = bucket.add_waiting(total, present)
