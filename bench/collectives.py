@@ -149,7 +149,7 @@ def _reduce_scatter_call(
     out = torch.zeros(bucket.shard_numel)
 
     def call() -> None:
-        comm.reduce_scatter(bucket, [gradient], out, Sum(torch.float32)).wait()
+        comm.reduce_scatter(bucket, [gradient], lambda: out, Sum(torch.float32)).wait()
 
     return call
 

@@ -46,7 +46,7 @@ def _files_with(holds: Callable[[Any], bool], run: Callable[[], Any]) -> set[str
         file = frame.f_code.co_filename
         if not file.startswith(SOURCE):
             return None
-        if event == "return" and any(map(has, [*frame.f_locals.values(), argument])):
+        if event in ("call", "return") and any(map(has, [*frame.f_locals.values(), argument])):
             found.add(file.removeprefix(SOURCE))
         return trace
 

@@ -9,7 +9,7 @@ and a group. Sums are plain sums in the dtype that travels; dividing is done out
 import abc
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -242,15 +242,16 @@ class CollectivesComm(ProcessGroupComm):
         self,
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
+        out: Callable[[], torch.Tensor],
         how: Sum,
     ) -> Work:
-        numel = bucket.shard_numel
-        self.enter(how.label, self.size * numel * out.itemsize)
-        region = self.reduce.allocate((self.size * numel,), dtype=out.dtype, device=out.device)
+        numel, result = bucket.shard_numel, out()
+        self.enter(how.label, self.size * numel * result.itemsize)
+        dtype, device = result.dtype, result.device
+        region = self.reduce.allocate((self.size * numel,), dtype=dtype, device=device)
         region.zero_()  # users' memory is uninitialised, and padding is summed too
         copy_in_gradients(bucket, grads, region, divisor=how.scaling.before)
-        total = self.reduce.allocate((numel,), dtype=out.dtype, device=out.device)
+        total = self.reduce.allocate((numel,), dtype=dtype, device=device)
         averages = how.may_average and how.scaling.after == self.size
         with naming_lost_ranks(self.group, how.label):
             work = self.reduce(
@@ -263,9 +264,9 @@ class CollectivesComm(ProcessGroupComm):
 
         present = tuple(grad is not None for grad in grads)
 
-        # Always a copy: `total` is the user's memory, `out` the unit's.
+        # Always a copy: `total` is the user's memory, `result` the unit's.
         def finish() -> tuple[bool, ...]:
-            torch.div(total, 1.0 if averages else how.scaling.after, out=out)
+            torch.div(total, 1.0 if averages else how.scaling.after, out=result)
             return present
 
         return Pending([work], finish, (region, total), self, how.label)

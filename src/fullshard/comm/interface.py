@@ -9,7 +9,7 @@ the tensors that are still needed; after `wait` it may be dropped, which release
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -172,14 +172,15 @@ class Comm(abc.ABC):
         self,
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
+        out: Callable[[], torch.Tensor],
         how: Sum,
     ) -> Work:
         """Start summing gradients over the ranks; ``out`` gets the sums of this rank's shards.
 
         grads: one full gradient per parameter of the bucket, in order; None counts as zeros. The
             caller may free them once this returns: what still reads them holds them.
-        out: 1-D, ``bucket.shard_numel`` elements of `accumulate_dtype`, arranged as the shard
+        out: called once, when the sums are about to be written, here or in ``wait``. Returns a 1-D
+            tensor of ``bucket.shard_numel`` elements of `accumulate_dtype`, arranged as the shard
             buffer. Padding becomes zero in a flat bucket and is undefined in others.
         """
 

@@ -3,7 +3,7 @@
 Unsharded parameters are the shards themselves, or a cast of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -49,11 +49,11 @@ class LocalComm(Comm):
         self,
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
+        out: Callable[[], torch.Tensor],
         how: Sum,
     ) -> Work:
         divisor = how.scaling.before * how.scaling.after
-        copy_in_gradients(bucket, grads, out, divisor=divisor)
+        copy_in_gradients(bucket, grads, out(), divisor=divisor)
         return Done(tuple(grad is not None for grad in grads))
 
     def all_reduce(self, total: torch.Tensor, present: tuple[bool, ...], how: Sum) -> Work:

@@ -239,14 +239,14 @@ class ProcessGroupComm(Comm):
         self,
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
+        out: Callable[[], torch.Tensor],
         how: Sum,
     ) -> Work:
         self.enter(how.label, self.size * bucket.shard_numel * how.wire_dtype.itemsize)
         try:
             if self.sums_natively:
-                return self._reduce_scatter_native(bucket, grads, out, how)
-            return self._reduce_scatter_by_exchange(bucket, grads, out, how)
+                return self._reduce_scatter_native(bucket, grads, out(), how)
+            return self._reduce_scatter_by_exchange(bucket, grads, out(), how)
         except RuntimeError as error:
             name_lost_ranks(error, self.group, how.label)
             raise

@@ -269,7 +269,7 @@ class StagingComm(Comm):
         self,
         bucket: BucketLayout,
         grads: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
+        out: Callable[[], torch.Tensor],
         how: Sum,
     ) -> Work:
         wire, numel = how.wire_dtype, bucket.shard_numel
@@ -287,14 +287,14 @@ class StagingComm(Comm):
         wire, numel, start = how.wire_dtype, total.numel(), self._flags_nbytes(len(present))
         stretch = self._ring.claim(start + numel * wire.itemsize, how.label)
         self._part(stretch, self.rank, start, numel, wire).copy_(total)
-        return self._post(stretch, start, present, total, how, divisor=1.0)
+        return self._post(stretch, start, present, lambda: total, how, divisor=1.0)
 
     def _post(
         self,
         stretch: Stretch,
         start: int,
         present: Sequence[bool],
-        out: torch.Tensor,
+        out: Callable[[], torch.Tensor],
         how: Sum,
         *,
         divisor: float,
@@ -306,13 +306,15 @@ class StagingComm(Comm):
         # The ring calls it once all ranks have posted this stretch, before it tells them that this
         # rank has read it.
         def finish() -> tuple[bool, ...]:
+            # Memory for the sum is asked for now, when the gradients were freed: it may be theirs.
+            total = out()
             parts = (
-                self._part(stretch, rank, start, out.numel(), how.wire_dtype)
+                self._part(stretch, rank, start, total.numel(), how.wire_dtype)
                 for rank in range(self.size)
             )
             # On this rank's device: a view if it is there, else a copy.
-            terms = [part.to(out.device, non_blocking=True) for part in parts]
-            add_in_order(terms, out, divisor=divisor)
+            terms = [part.to(total.device, non_blocking=True) for part in parts]
+            add_in_order(terms, total, divisor=divisor)
             return tuple(map(any, zip(*flags, strict=True)))
 
         return self._ring.post(stretch, finish, how.label)

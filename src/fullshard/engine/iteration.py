@@ -479,7 +479,9 @@ class Iteration:
             unit.accumulate(grads)
             return
         self.reductions.make_way(unit)
-        if (in_flight := unit.reduce(grads)) is not None:
+        in_flight = unit.reduce(grads)
+        grads.clear()  # what still reads them holds them; the memory of the others serves the next sum
+        if in_flight is not None:
             # Finishing is queued on a lane if there are streams. Else the host would wait, so the
             # last one is left to run beside the next unit's backward.
             self.reductions.add(in_flight, keep=0 if unit.runtime.has_streams else 1)

@@ -416,11 +416,11 @@ class BucketGradients:
             for holder, had in zip(self.holders, self.partial.present, strict=True)
         )
 
-    def destination(self, recipe: Recipe) -> tuple[GradientShards | None, torch.Tensor]:
-        """Choose where a sum over the shard axis is formed: in gradient memory, or in scratch.
+    def take_destination(self, recipe: Recipe) -> tuple[torch.Tensor, GradientShards | None]:
+        """Take memory for a sum over the shard axis: of the gradients, or scratch.
 
-        Returns the gradient memory, or None, and a 1-D tensor of ``bucket.shard_numel`` elements for
-        the sum. Gradient memory is chosen if the sum may be formed there (`Recipe.is_final`) and
+        Returns a 1-D tensor of ``bucket.shard_numel`` elements, and the gradient memory that it is,
+        or None. Gradient memory is chosen if the sum may be formed there (`Recipe.is_final`) and
         there is no gradient to add it to. `deposit` gives scratch back.
         """
         if recipe.is_final:
@@ -429,8 +429,8 @@ class BucketGradients:
                     break
             else:
                 shards = self._take(self._runtime.device)
-                return shards, shards.flat
-        return None, self._runtime.scratch.take(self.bucket.shard_numel, recipe.total_dtype)
+                return shards.flat, shards
+        return self._runtime.scratch.take(self.bucket.shard_numel, recipe.total_dtype), None
 
     def deposit(
         self, total: torch.Tensor, shards: GradientShards | None, present: Sequence[bool]

@@ -39,11 +39,27 @@ class ReducedUnit(Protocol):
     replicate_comm: Comm
 
 
+class Destination:
+    """Where a bucket's sum over the shard axis is formed, chosen when `take` is called.
+
+    total: the sum, once the reduction was waited for: 1-D. None before `take`.
+    shards: the gradient memory that ``total`` is; None if it is scratch.
+    """
+
+    def __init__(self, gradients: BucketGradients, recipe: Recipe) -> None:
+        self.total: torch.Tensor | None = None
+        self.shards: GradientShards | None = None
+        self._gradients, self._recipe = gradients, recipe
+
+    def take(self) -> torch.Tensor:
+        """Return memory for the sum. To be called once."""
+        self.total, self.shards = self._gradients.take_destination(self._recipe)
+        return self.total
+
+
 class BucketInFlight(NamedTuple):
     """One bucket of a reduction that was started.
 
-    total: the sum over the shard axis, once ``reduction`` was waited for: 1-D.
-    shards: the gradient memory that ``total`` is; None if it is scratch.
     takers: for each holder of a flat bucket, whether it gets a gradient; None for other buckets,
         where ``reduction`` says it. Settled at the start: parameters may be frozen until the end.
     """
@@ -51,8 +67,7 @@ class BucketInFlight(NamedTuple):
     gradients: BucketGradients
     recipe: Recipe
     reduction: Work
-    total: torch.Tensor
-    shards: GradientShards | None
+    destination: Destination
     takers: tuple[bool, ...] | None
 
 
@@ -77,20 +92,22 @@ class InFlight(NamedTuple):
 
     @property
     def holds_scratch(self) -> bool:
-        return any(item.shards is None for item in self.buckets)
+        return any(item.destination.shards is None for item in self.buckets)
 
     @property
     def results(self) -> list[torch.Tensor]:
         """Gradient memory that sums are formed in; other sums are formed in scratch and copied."""
-        return [item.shards.flat for item in self.buckets if item.shards is not None]
+        shards = (item.destination.shards for item in self.buckets)
+        return [each.flat for each in shards if each is not None]
 
     @property
     def temporaries(self) -> list[torch.Tensor]:
         """Everything else that the reduction holds: scratch, what travels, full gradients."""
         is_finished = self.end is not None
-        totals = () if is_finished else (i.total for i in self.buckets if i.shards is None)
+        places = () if is_finished else (item.destination for item in self.buckets)
+        totals = (each.total for each in places if each.shards is None)
         sources = (tensor for item in self.buckets for tensor in item.reduction.tensors)
-        return [*totals, *sources, *(grad for grad in self.grads if grad is not None)]
+        return [each for each in (*totals, *sources, *self.grads) if each is not None]
 
 
 class ReductionQueue:
@@ -237,6 +254,11 @@ def _finish(in_flight: InFlight) -> tuple[torch.Event | None, torch.Event | None
         return read, runtime.record()
 
 
+def _total(item: BucketInFlight) -> torch.Tensor:
+    assert item.destination.total is not None  # the reduction was waited for
+    return item.destination.total
+
+
 def _sum_shards(item: BucketInFlight) -> tuple[bool, ...] | None:
     """Wait for a sum over the shard axis, and add one that waited for its all-reduce.
 
@@ -255,9 +277,9 @@ def _sum_shards(item: BucketInFlight) -> tuple[bool, ...] | None:
     if recipe.sums_replicas:
         # Added before the all-reduce, so that one serves all micro-batches, and before it is put off
         # once more, so that there is never more than one sum that waits.
-        present = item.gradients.add_waiting(item.total, present)
+        present = item.gradients.add_waiting(_total(item), present)
         if not recipe.config.all_reduce_grads:
-            item.gradients.put_off(item.total, present, takers=item.takers)
+            item.gradients.put_off(_total(item), present, takers=item.takers)
             return None
     return present
 
@@ -268,20 +290,20 @@ def _complete(item: BucketInFlight, present: tuple[bool, ...] | None, unit: Redu
     In this order: the hook may add ranks that are not in the mesh, and finds the gradient as it
     will be; what it changes is not rounded again. present: what `_sum_shards` has returned.
     """
-    recipe = item.recipe
     if present is None:
         return
+    recipe, total = item.recipe, _total(item)
     if recipe.is_deposited:
-        item.gradients.deposit(item.total, item.shards, present)
+        item.gradients.deposit(total, item.destination.shards, present)
         return
     if recipe.sums_replicas:
         present = _sum_replicas(item, present, unit.replicate_comm)
-    _round(item.total, recipe.reduce_dtype)
-    _run_hook(item.total, recipe.config, unit.runtime)
+    _round(total, recipe.reduce_dtype)
+    _run_hook(total, recipe.config, unit.runtime)
     if recipe.config.keep_low_precision_grads:
-        item.gradients.deposit_low(item.total, recipe.reduce_dtype, present)
+        item.gradients.deposit_low(total, recipe.reduce_dtype, present)
     else:
-        item.gradients.deposit(item.total, item.shards, present)
+        item.gradients.deposit(total, item.destination.shards, present)
 
 
 def _sum_replicas(item: BucketInFlight, present: tuple[bool, ...], comm: Comm) -> tuple[bool, ...]:
@@ -290,7 +312,7 @@ def _sum_replicas(item: BucketInFlight, present: tuple[bool, ...], comm: Comm) -
     present: for each holder, whether a rank of this replica had a gradient. Returns the same for
     all replicas together.
     """
-    recipe, total = item.recipe, item.total
+    recipe, total = item.recipe, _total(item)
     # Flags travel only where replicas do not know the answer anyway.
     is_agreed = item.takers is not None or recipe.config.reduces_unused
     reduction = comm.all_reduce(total, () if is_agreed else present, recipe.over_replicas)

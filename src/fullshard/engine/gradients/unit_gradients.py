@@ -62,7 +62,7 @@ from fullshard.engine.gradients.bucket import (
     run_gradient_hooks,
     wire_dtype,
 )
-from fullshard.engine.gradients.queue import BucketInFlight, InFlight, ReducedUnit
+from fullshard.engine.gradients.queue import BucketInFlight, Destination, InFlight, ReducedUnit
 from fullshard.engine.params.buffers import KEPT_NBYTES
 from fullshard.engine.params.managed import ManagedParameter, ShardHolder
 from fullshard.engine.runtime import Lane, Runtime, no_grad, outside_transforms
@@ -219,15 +219,15 @@ class UnitGradients:
                 recipe = self.buckets.recipe(
                     each, config, accumulated=is_wide, label=unit.entered_as
                 )
-            shards, total = each.destination(recipe)
+            to = Destination(each, recipe)
             if config.comm_hook is not None:
-                reduction = reduce_by_hook(config.comm_hook, bucket, full, total)
+                reduction = reduce_by_hook(config.comm_hook, bucket, full, to.take())
             else:
                 reduction = self.buckets.shard_comm.reduce_scatter(
-                    bucket, full, total, recipe.over_shards
+                    bucket, full, to.take, recipe.over_shards
                 )
             takers = each.takers() if bucket.is_flat else None
-            in_flight.append(BucketInFlight(each, recipe, reduction, total, shards, takers))
+            in_flight.append(BucketInFlight(each, recipe, reduction, to, takers))
         return in_flight
 
     def _warn_of_missing(
@@ -316,21 +316,21 @@ class UnitGradients:
 
     def take_unreduced(self) -> list[torch.Tensor | None]:
         """Return what `accumulate` kept, one sum per parameter or None, and forget it."""
-        return self.unreduced.take(keep_memory=not self.frees_unused)
+        # Where units stay gathered in peers' memory, nothing else in a step comes and goes that is as
+        # large as the sums of all units, so their pages would.
+        takes_pages = not (self.runtime.has_streams or self.buckets.shard_comm.overlaps)
+        return self.unreduced.take(keep_memory=takes_pages or not self.frees_unused)
 
     @property
     def frees_unused(self) -> bool:
         """True if large gradient memory that nobody uses is freed before forward.
 
-        In a device's memory it is: activations need the room until the next backward, and new memory
-        costs its allocator little. So on the CPU over process groups, where unsharded parameters come
-        and go with every unit and get the same pages from the allocator. With peer memory on the CPU,
-        and for gradients that are offloaded, memory is kept: new one costs page faults, or pinning.
+        It is where they are computed: activations need the room until the next backward, and new
+        memory costs a device's allocator little, and the host's nothing while activations come and go
+        in the same heap. Gradients that are offloaded keep theirs, since pinning new memory costs.
         """
-        if self.runtime.has_streams:
-            are_on_host = bool(self.buckets.params) and self.buckets.params[0].local.is_cpu
-            return not are_on_host
-        return self.buckets.shard_comm.overlaps
+        are_offloaded = bool(self.buckets.params) and self.buckets.params[0].local.is_cpu
+        return not (self.runtime.has_streams and are_offloaded)
 
     def begin_forward(self) -> None:
         """Take note that a forward of the model begins, and free large memory that nobody uses."""
