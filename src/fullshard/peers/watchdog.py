@@ -313,6 +313,7 @@ class Watchdog:
 
     def _end(self) -> None:
         """Say that this process ends, and stop the thread."""
+        was_stopped = self._ended.is_set()  # as another default group has taken its place
         # The second is set when Python has printed the exception that ended the program. In children of
         # multiprocessing the exception is still on its way.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
@@ -330,7 +331,7 @@ class Watchdog:
         self._say_last(text)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _TICK_S)
-        if self._rank == 0 and self.board.has_other_hosts:
+        if self._rank == 0 and self.board.has_other_hosts and not was_stopped:
             # The store may go with this process. Others read first that this rank has ended, or end too.
             others = {*range(1, self._world_size)}
             self._wait_until_gone(others - self.board.lost(others), _OUTLAST_S, time.sleep)
