@@ -338,7 +338,7 @@ class UnitGradients:
             self.unreduced.begin()
         if self.buckets.large and self.frees_unused:
             for each in self.buckets.large:
-                each.free_unused()
+                each.pool = [shards for shards in each.pool if not shards.is_unused(each.holders)]
 
     @property
     def has_partial(self) -> bool:
