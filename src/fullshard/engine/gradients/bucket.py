@@ -343,6 +343,10 @@ class BucketGradients:
             )
         return self._has_come_wider
 
+    def free_unused(self) -> None:
+        """Free pooled memory that nobody uses."""
+        self.pool = [shards for shards in self.pool if not shards.is_unused(self.holders)]
+
     def takers(self) -> tuple[bool, ...]:
         """Return, for each holder of a flat bucket, whether it gets a gradient: zeros, if need be.
 

@@ -338,7 +338,7 @@ class UnitGradients:
             self.unreduced.begin()
         if self.buckets.large and self.frees_unused:
             for each in self.buckets.large:
-                each.pool = [shards for shards in each.pool if not shards.is_unused(each.holders)]
+                each.free_unused()
 
     @property
     def has_partial(self) -> bool:
