@@ -76,6 +76,10 @@ class DTensorParameter(ManagedParameter):
         return self.sharded._local_tensor  # type: ignore[attr-defined]
 
     @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return tuple(self.local.shape)
+
+    @property
     def local_grad(self) -> torch.Tensor | None:
         grad: Any = self.sharded.grad
         return None if grad is None else grad._local_tensor

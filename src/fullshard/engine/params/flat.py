@@ -95,6 +95,10 @@ class PieceParameter(ManagedParameter):
         return original
 
     @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return self.owned.shape
+
+    @property
     def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], None]]:
         # `torch.distributed.optim._apply_optimizer_in_backward` steps in a hook on the node that
         # accumulates this parameter's gradient. That node never runs: the unsharded form's does.

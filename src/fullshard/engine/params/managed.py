@@ -213,6 +213,11 @@ class ManagedParameter(ShardHolder, abc.ABC):
         return self.names[0] if self.names else self.slots[0].name
 
     @property
+    @abc.abstractmethod
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's shard."""
+
+    @property
     def is_only_registered(self) -> bool:
         """True if a form is shown by setting one dictionary entry per slot, and by nothing else."""
         return not any(slot.by_setattr for slot in self.slots)
@@ -445,7 +450,7 @@ class ManagedParameter(ShardHolder, abc.ABC):
 
     @abc.abstractmethod
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a view of this rank's part of a whole tensor, in the shape of its shard."""
+        """Return a view of this rank's part of a whole tensor, in ``shard_shape``."""
 
     def as_unsharded(self, full: torch.Tensor) -> torch.Tensor:
         """Return a whole tensor in the type of the unsharded form: a DTensor if it was one before."""
