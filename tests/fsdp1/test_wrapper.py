@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fullshard
 from tests.api import Api
@@ -1218,3 +1219,37 @@ def test_ranks_may_ignore_different_numbers_of_modules(api: Api) -> None:
 
     wrapped = api.FullyShardedDataParallel(Runs(), ignored_modules=ignored, use_orig_params=True)
     wrapped(make_batch(16)).sum().backward()  # the second layer has another number on each rank
+
+
+@strategies
+@pytest.mark.parametrize("is_low", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+@on_ranks(2)
+def test_optimizers_of_parameters_step_in_backward(
+    api: Api, strategy: str, is_first: bool, is_low: bool
+) -> None:
+    if api.is_torch and strategy == "NO_SHARD":
+        pytest.skip("PyTorch: its hook refuses gradients of the whole parameter")
+    low = api.MixedPrecision(reduce_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    module = net()
+    if is_first:
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = wrap(
+        api, module, strategy, use_orig_params=True, mixed_precision=low if is_low else None
+    )
+    if not is_first:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    plain = wrap(
+        api, net(), strategy, use_orig_params=True, mixed_precision=low if is_low else None
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        run_step(model)
+        run_step(plain)
+        for parameter in plain.parameters():  # as the other does, in the dtype that it has
+            if parameter.grad is not None and parameter.numel():
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+        optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), other.detach())

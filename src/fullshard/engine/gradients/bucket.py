@@ -479,7 +479,8 @@ class BucketGradients:
                 # reduction writes to it.
                 local = views[position].to(holder.local.device, self.bucket.dtype, copy=True)
                 sharded.grad = holder.wrap_shard(local)
-            if sharded._post_accumulate_grad_hooks:
+            # Pieces may have optimizers to step as well, which are no hooks of theirs.
+            if sharded._post_accumulate_grad_hooks or self.bucket.is_flat:
                 for hook in holder.post_accumulate_hooks:
                     self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
                     hook(sharded)
@@ -506,9 +507,12 @@ class BucketGradients:
                 run_gradient_hooks(holder, view, self.bucket.dtype)
             if holder.local_grad is not None:
                 holder.local_grad.add_(view)
-                continue
-            # A copy: `total` is scratch, and the next reduction writes to it.
-            show_gradient(holder.sharded, view.to(holder.local.device, dtype, copy=True))
+            else:
+                # A copy: `total` is scratch, and the next reduction writes to it.
+                show_gradient(holder.sharded, view.to(holder.local.device, dtype, copy=True))
+            for hook in holder.post_accumulate_hooks:
+                self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
+                hook(holder.sharded)
         self._runtime.scratch.give(total)
 
     def _views(self, total: torch.Tensor) -> list[torch.Tensor]:
