@@ -1228,8 +1228,8 @@ def test_ranks_may_ignore_different_numbers_of_modules(api: Api) -> None:
 def test_optimizers_of_parameters_step_in_backward(
     api: Api, strategy: str, is_first: bool, is_low: bool
 ) -> None:
-    if api.is_torch and strategy == "NO_SHARD":
-        pytest.skip("PyTorch: its hook refuses gradients of the whole parameter")
+    if api.is_torch and is_low and strategy == "NO_SHARD":
+        pytest.skip("PyTorch: sets low gradients on parameters that take none")
     low = api.MixedPrecision(reduce_dtype=torch.bfloat16, keep_low_precision_grads=True)
     module = net()
     if is_first:
