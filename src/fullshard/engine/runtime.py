@@ -176,11 +176,9 @@ class Rotation:
     @property
     def resting(self) -> list[torch.Tensor]:
         """The memory that no unit has, as 1-D tensors of bytes, for reports."""
-        return [
-            torch.empty(0, dtype=torch.uint8, device=self._runtime.device).set_(each)
-            for turn in self._turns
-            for each in turn.memory
-        ]
+        device = self._runtime.device
+        storages = [each for turn in self._turns for each in turn.memory]
+        return [torch.empty(0, dtype=torch.uint8, device=device).set_(each) for each in storages]
 
     @contextlib.contextmanager
     def lending(
