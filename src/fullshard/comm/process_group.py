@@ -175,7 +175,11 @@ class ProcessGroupComm(Comm):
         self.enter(label, bucket.unsharded_numel * unsharded.itemsize)
         pending, targets, sent = self._prepare_gather(shards, unsharded, label)
         try:
-            pending.works = self._all_gather(targets, sent)
+            pending.works = (
+                self._all_gather(targets, sent)
+                if self.is_nccl
+                else list(map(self._calls.all_gather, targets, sent))
+            )
         except RuntimeError as error:
             name_lost_ranks(error, self.group, label)
             raise
@@ -203,7 +207,9 @@ class ProcessGroupComm(Comm):
         self, shards: ShardBuffer, unsharded: torch.Tensor, label: str
     ) -> tuple[Pending, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Return a gather of one bucket without its collective, what that fills, and what is sent for it."""
-        bucket, landing = shards.bucket, shards.landing(unsharded)
+        bucket, landing = shards.bucket, shards.last_landing
+        if landing is None or landing.unsharded is not unsharded:
+            landing = shards.landing(unsharded)
         sent = landing.sent
         if sent is None:  # the shards have another dtype or device than the unsharded buffer
             assert shards.flat is not None

@@ -169,6 +169,8 @@ class ReductionQueue:
         # better for time, earlier for memory: `max_under_way` chooses.
         while self._finished and len(self._finished) + len(started) > self.max_under_way:
             self._release(self._finished.popleft())
+        if not self._replicated:
+            return
         # Sums in gradient memory wait for the end of backward, where compute waits for them. Others hold
         # scratch, which belongs to the lane of reduce-scatters.
         scratch = [each for each in self._replicated if each.holds_scratch]
@@ -236,7 +238,12 @@ def _finish(in_flight: InFlight) -> tuple[torch.Event | None, torch.Event | None
     if not runtime.has_streams:
         with no_grad():
             for item in buckets:
-                _complete(item, _sum_shards(item), unit)
+                if item.recipe.is_deposited:  # most reductions, without a function in between
+                    takers, to = item.reduction.wait(), item.destination
+                    assert to.total is not None
+                    item.gradients.deposit(to.total, to.shards, takers)
+                else:
+                    _complete(item, _sum_shards(item), unit)
         return None, None
     # `on`, not `following`: the lane needs nothing of compute but what the start has waited for.
     with runtime.on(Lane.REDUCE), no_grad():

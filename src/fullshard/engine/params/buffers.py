@@ -314,6 +314,9 @@ class UnitBuffers:
                 ],
                 label,
             )
+        if len(self._buckets) == 1:  # nearly always: without a list
+            unsharded, offset = self._unsharded[0].flat, self._unsharded[0].offset
+            return [self._comm.all_gather(self._buckets[0], unsharded, offset=offset, label=label)]
         pairs = zip(self._buckets, self._unsharded, strict=True)
         return self._comm.gather_unit([(b, u.flat, u.offset) for b, u in pairs], label)
 
