@@ -29,27 +29,28 @@ class GroupCalls:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: Any = group
         # A group of another class, written in Python, may implement only what the functions call.
-        self._may_shorten = type(group) is dist.ProcessGroup
+        is_known = type(group) is dist.ProcessGroup
+        self._gather = getattr(group, _GATHER_METHOD) if is_known else None
+        self._scatter = getattr(group, _SCATTER_METHOD) if is_known else None
         self._gather_options = distributed_c10d.AllgatherOptions()
         self._gather_options.asyncOp = True
         self._scatter_options: dict[Any, Any] = {}
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Any:
         """Start gathering ``source`` of every rank into ``output``; return the work."""
-        # Complex tensors: the functions view them as real ones, which the method does not.
-        if not self._may_shorten or _is_watched(_ALL_GATHER) or source.is_complex():
+        if self._gather is None or _is_watched(_ALL_GATHER, source):
             return all_gather(output, source, group=self._group, async_op=True)
-        return getattr(self._group, _GATHER_METHOD)(output, source, self._gather_options)
+        return self._gather(output, source, self._gather_options)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: Any) -> Any:
         """Start reducing ``source`` over the ranks by ``op`` into ``output``; return the work."""
-        if not self._may_shorten or _is_watched(_REDUCE_SCATTER) or source.is_complex():
+        if self._scatter is None or _is_watched(_REDUCE_SCATTER, source):
             return reduce_scatter(output, source, op=op, group=self._group, async_op=True)
         options = self._scatter_options.get(op)
         if options is None:
             options = self._scatter_options[op] = distributed_c10d.ReduceScatterOptions()
             options.reduceOp, options.asyncOp = op, True
-        return getattr(self._group, _SCATTER_METHOD)(output, source, options)
+        return self._scatter(output, source, options)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
@@ -62,12 +63,16 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **options: Any) -
     return getattr(dist, _REDUCE_SCATTER)(output, source, **options)
 
 
-def _is_watched(function: str) -> bool:
-    """Return whether somebody would miss a call that bypasses this function of torch's."""
+def _is_watched(function: str, source: torch.Tensor) -> bool:
+    """Return whether somebody would miss a call that bypasses this function of torch's.
+
+    Complex tensors: the functions view them as real ones, which the methods do not.
+    """
     return (
-        getattr(dist, function) is not _ORIGINALS.get(function)
+        _functions[function] is not _ORIGINALS[function]
         or is_function_mode_enabled()
         or bool(coalescing)
+        or source.is_complex()
     )
 
 
@@ -81,9 +86,9 @@ def _is_original(function: Any) -> bool:
     )
 
 
-# A function that was replaced before this import is not here, and so counts as watched.
+_functions = vars(dist)
+# None for a function that was replaced before this import: it counts as watched.
 _ORIGINALS = {
-    name: getattr(dist, name)
+    name: _functions[name] if _is_original(_functions[name]) else None
     for name in (_ALL_GATHER, _REDUCE_SCATTER)
-    if _is_original(getattr(dist, name))
 }

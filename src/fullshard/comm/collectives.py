@@ -203,7 +203,7 @@ class CollectivesComm(ProcessGroupComm):
         return CollectivesComm(group, self.device, self.gather, self.reduce)
 
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, label: str, offset: int = 0
     ) -> Work:
         bucket, flat = shards.bucket, shards.flat
         assert flat is not None

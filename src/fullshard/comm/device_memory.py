@@ -128,7 +128,7 @@ class DeviceMemoryComm(StagingComm):
         return PeerShards(bucket, shard_views(bucket, flat, self.rank), flat, ranks=ranks)
 
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, label: str, offset: int = 0
     ) -> Work:
         assert isinstance(shards, PeerShards)
         assert offset == 0

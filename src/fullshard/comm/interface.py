@@ -148,7 +148,7 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, label: str, offset: int = 0
     ) -> Work:
         """Start filling the bucket's unsharded buffer (1-D, compute dtype).
 

@@ -36,7 +36,7 @@ class LocalComm(Comm):
         return made
 
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, label: str, offset: int = 0
     ) -> Work:
         flat = shards.flat
         assert flat is not None

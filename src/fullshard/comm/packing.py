@@ -5,6 +5,8 @@ first, then all of rank 1, and so on. Making views of a region costs more than c
 parameter, and the views are the same in every step. So small regions are pooled with their views.
 """
 
+import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ import torch
 from fullshard.plan.layout import BucketLayout, ParamLayout
 
 Views = list[torch.Tensor]
+_dtype = operator.attrgetter("dtype")
 
 # Larger regions are not pooled: there copying costs more than making views, and it would keep too
 # much memory.
@@ -24,6 +27,7 @@ class Region:
     """1-D memory of one equal part per rank, with views of the parameters in it.
 
     kind: number of elements and dtype, by which regions are pooled.
+    known_sources: what `sources` has made, by the bucket's geometry.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -31,7 +35,7 @@ class Region:
         self.kind = (memory.numel(), memory.dtype)
         self.is_pooled = memory.numel() * memory.itemsize <= _POOLED_NBYTES
         self._places: dict[tuple[object, bool], list[Views]] = {}
-        self._sources: dict[object, Views] = {}
+        self.known_sources: dict[object, Views] = {}
 
     def places(self, bucket: BucketLayout, *, packed_only: bool = True) -> list[Views]:
         """Return for each parameter the views of the region that hold its shards.
@@ -47,20 +51,18 @@ class Region:
         return places
 
     def sources(self, bucket: BucketLayout) -> Views:
-        """Return the views of all packed parameters, run by run, as `Landing` copies them out."""
-        sources = self._sources.get(bucket.geometry)
-        if sources is None:
-            stride = self.memory.numel() // bucket.shard_size
-            sources = self._sources[bucket.geometry] = [
-                place
-                for run in bucket.packed_runs
-                for place in shard_places(
-                    run,
-                    self.memory,
-                    offset=run[0].shard_offset - bucket.packed_offset,
-                    stride=stride,
-                )
-            ]
+        """Make, and keep in ``known_sources``, the views of all packed parameters, run by run, as `Landing` copies them out."""
+        stride = self.memory.numel() // bucket.shard_size
+        sources = self.known_sources[bucket.geometry] = [
+            place
+            for run in bucket.packed_runs
+            for place in shard_places(
+                run,
+                self.memory,
+                offset=run[0].shard_offset - bucket.packed_offset,
+                stride=stride,
+            )
+        ]
         return sources
 
 
@@ -95,12 +97,12 @@ class Regions:
 
     def take(self, numel: int, dtype: torch.dtype) -> Region:
         """Return a region of this size. It holds what its last user left there, or zeros."""
-        free = self._free.get((numel, dtype))
-        if free:
-            try:
-                return free.pop()
-            except IndexError:  # another rank of this process, as a thread, was faster
-                pass
+        try:
+            return self._free[numel, dtype].pop()
+        except KeyError:
+            self._free.setdefault((numel, dtype), [])
+        except IndexError:  # all of them are taken
+            pass
         # The region outlives the caller's inference mode, so it must not be an inference tensor.
         with torch.inference_mode(False):
             # Zeros, since padding travels and may be summed: what is uninitialised may be NaN.
@@ -109,7 +111,7 @@ class Regions:
     def give(self, region: Region) -> None:
         """Return a region to the pool; a large one is freed instead."""
         if region.is_pooled:
-            self._free.setdefault(region.kind, []).append(region)
+            self._free[region.kind].append(region)
 
 
 _regions: "weakref.WeakValueDictionary[tuple[torch.device, str], Regions]"
@@ -178,6 +180,8 @@ class Landing:
     direct: one 1-D view per direct parameter; empty if direct parameters are read in place. For a
         flat bucket: the whole buffer.
     sent: what this rank sends (see `sent_parts`); None if it has to be cast or moved first.
+    nbytes: how many bytes arrive, this rank's among them.
+    region_numel: elements of the region in which packed parameters arrive; 0 if there are none.
     """
 
     def __init__(
@@ -191,7 +195,9 @@ class Landing:
         self.sent: Views | None = None
         if flat is not None and (flat.dtype, flat.device) == (unsharded.dtype, unsharded.device):
             self.sent = sent_parts(bucket, flat)
-        self._bucket = bucket
+        self._bucket, self._geometry = bucket, bucket.geometry
+        self.nbytes = bucket.unsharded_numel * unsharded.itemsize
+        self.region_numel = 0 if bucket.is_flat else bucket.shard_size * bucket.packed_numel
         self.direct: Views = []
         self._packed: Views = []  # parts of each run of packed parameters
         if bucket.is_flat:
@@ -211,7 +217,8 @@ class Landing:
     def copy_out(self, region: Region) -> None:
         """Copy every packed parameter from a region of all ranks' shards to where it belongs."""
         if self._packed:
-            torch._foreach_copy_(self._packed, region.sources(self._bucket))
+            sources = region.known_sources.get(self._geometry) or region.sources(self._bucket)
+            torch._foreach_copy_(self._packed, sources)
 
 
 def sent_parts(bucket: BucketLayout, flat: torch.Tensor) -> Views:
@@ -255,10 +262,11 @@ def copy_in_gradients(
     all_numel = bucket.shard_size * (bucket.packed_numel if start else bucket.shard_numel)
     # By one operation, if all gradients are there, of the region's dtype, and it holds nothing else.
     if region.is_pooled and bucket.is_gapless and numel == all_numel:
-        for grad in grads:
-            if grad is None or grad.dtype is not dtype:
-                break
-        else:
+        try:
+            is_alike = all(map(operator.is_, map(_dtype, grads), itertools.repeat(dtype)))
+        except AttributeError:  # None has no dtype
+            is_alike = False
+        if is_alike:
             # Cuts each gradient into one chunk per rank along dim 0, and puts each rank's chunks
             # together.
             rows = region.memory.view(bucket.shard_size, -1)

@@ -93,7 +93,7 @@ class PeerMemoryComm(StagingComm):
         )
 
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, label: str, offset: int = 0
     ) -> Work:
         bucket = shards.bucket
         # No wait: the engine's fence has made all shards visible. Copies what cannot be read in

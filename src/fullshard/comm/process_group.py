@@ -17,6 +17,7 @@ Tools that watch collectives (debug modes, tests) see every call: see `calls`.
 import contextlib
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,15 @@ from fullshard.comm.interface import (
     Sum,
     Work,
 )
-from fullshard.comm.packing import Regions, Scratch, pack_gradients, sent_parts, wire_gradient
+from fullshard.comm.packing import (
+    Landing,
+    Region,
+    Regions,
+    Scratch,
+    pack_gradients,
+    sent_parts,
+    wire_gradient,
+)
 from fullshard.comm.shared_memory import WITHOUT_PROCESSES, record_of
 from fullshard.peers.flight_record import FlightRecord, known_record
 from fullshard.peers.groups import (
@@ -70,6 +79,37 @@ class Pending:
         self.finish = lambda: present
         self.tensors = ()
         return present
+
+
+@dataclasses.dataclass(slots=True)
+class Gather:
+    """The gather of one bucket under way.
+
+    sent, targets: what collectives read and fill; the last target is the memory of ``region``, in which
+        packed parameters arrive. None if there are none, and once they were copied out.
+    """
+
+    comm: "ProcessGroupComm"
+    label: str
+    landing: Landing
+    sent: Sequence[torch.Tensor]
+    targets: Sequence[torch.Tensor]
+    region: Region | None
+    works: Sequence[Any] = ()
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return self.sent if self.region is None else [*self.sent, self.region.memory]
+
+    def wait(self) -> tuple[bool, ...]:
+        self.comm.wait_all(self.works, self.label)
+        region, self.region = self.region, None
+        if region is not None:
+            self.landing.copy_out(region)
+            # After the copy was issued: whoever takes the region next uses it on the same lane.
+            self.comm.gather_regions.give(region)
+        self.works = self.sent = self.targets = ()
+        return ()
 
 
 def _enter_nowhere(what: str, nbytes: int = 0) -> None:
@@ -138,12 +178,12 @@ class ProcessGroupComm(Comm):
         Raises DivergenceError if ranks turn out to do different things, PeerLostError if a rank
         died, CommError if one cannot be reached.
         """
+        own = None if self.moving_group is self.group else self.moving_group
         try:
             for work in works:
                 if work is None:
                     continue
                 if self._is_gloo:
-                    own = None if self.moving_group is self.group else self.moving_group
                     wait_comparing(work, self._record, label, self._timeout_s, moving=own)
                 else:
                     work.wait()
@@ -164,26 +204,27 @@ class ProcessGroupComm(Comm):
         return self._record
 
     def all_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, *, offset: int = 0, label: str
+        self, shards: ShardBuffer, unsharded: torch.Tensor, label: str, offset: int = 0
     ) -> Work:
-        assert offset == 0  # nothing is read in place: shards of other ranks are not in reach
-        bucket = shards.bucket
-        if bucket.unsharded_numel == 0:
+        assert not offset  # nothing is read in place: shards of other ranks are not in reach
+        landing = shards.last_landing
+        if landing is None or landing.unsharded is not unsharded:
+            landing = shards.landing(unsharded)
+        if not landing.nbytes:
             return Done()  # on every rank alike, so nobody waits for the others' collective
         # Before the first collective of this gather, so that a rank on another path finds out
         # before its bytes are taken for those of another unit.
-        self.enter(label, bucket.unsharded_numel * unsharded.itemsize)
-        pending, targets, sent = self._prepare_gather(shards, unsharded, label)
+        self.enter(label, landing.nbytes)
+        gather = self._prepare_gather(shards, landing, label)
         try:
-            pending.works = (
-                self._all_gather(targets, sent)
-                if self.is_nccl
-                else list(map(self._calls.all_gather, targets, sent))
-            )
+            if self.is_nccl:
+                self._all_gather(gather.targets, gather.sent)
+            else:
+                gather.works = list(map(self._calls.all_gather, gather.targets, gather.sent))
         except RuntimeError as error:
             name_lost_ranks(error, self.group, label)
             raise
-        return pending
+        return gather
 
     def gather_unit(
         self, buffers: Sequence[tuple[ShardBuffer, torch.Tensor, int]], label: str
@@ -191,44 +232,33 @@ class ProcessGroupComm(Comm):
         if not self.is_nccl or len(buffers) < 2:
             return super().gather_unit(buffers, label)
         # As bytes, since one launch has one dtype.
-        self.enter(label, sum(each.bucket.unsharded_numel * u.itemsize for each, u, _ in buffers))
+        landings = [shards.landing(unsharded) for shards, unsharded, _ in buffers]
+        self.enter(label, sum(landing.nbytes for landing in landings))
         gathers = [
-            self._prepare_gather(shards, unsharded, label)
-            for shards, unsharded, _ in buffers
-            if shards.bucket.unsharded_numel
+            self._prepare_gather(shards, landing, label)
+            for (shards, _, _), landing in zip(buffers, landings, strict=True)
+            if landing.nbytes
         ]
-        targets = [each.view(torch.uint8) for _, filled, _ in gathers for each in filled]
-        sources = [each.view(torch.uint8) for _, _, sent in gathers for each in sent]
         with naming_lost_ranks(self.group, label):
-            self._all_gather(targets, sources)
-        return [pending for pending, _, _ in gathers]
+            self._all_gather(
+                [each.view(torch.uint8) for gather in gathers for each in gather.targets],
+                [each.view(torch.uint8) for gather in gathers for each in gather.sent],
+            )
+        return list[Work](gathers)
 
-    def _prepare_gather(
-        self, shards: ShardBuffer, unsharded: torch.Tensor, label: str
-    ) -> tuple[Pending, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Return a gather of one bucket without its collective, what that fills, and what is sent for it."""
-        bucket, landing = shards.bucket, shards.last_landing
-        if landing is None or landing.unsharded is not unsharded:
-            landing = shards.landing(unsharded)
+    def _prepare_gather(self, shards: ShardBuffer, landing: Landing, label: str) -> "Gather":
+        """Return the gather of one bucket without its collective."""
         sent = landing.sent
         if sent is None:  # the shards have another dtype or device than the unsharded buffer
             assert shards.flat is not None
-            cast = shards.flat.to(unsharded.device, unsharded.dtype, non_blocking=True)
-            sent = sent_parts(bucket, cast)
+            into = landing.unsharded
+            cast = shards.flat.to(into.device, into.dtype, non_blocking=True)
+            sent = sent_parts(shards.bucket, cast)
         targets, region = landing.direct, None
-        if len(targets) < len(sent):  # the last of `sent` is what is packed
-            region = self.gather_regions.take(self.size * bucket.packed_numel, sent[-1].dtype)
+        if landing.region_numel:  # the last of `sent` is what is packed
+            region = self.gather_regions.take(landing.region_numel, landing.unsharded.dtype)
             targets = [*targets, region.memory]
-
-        def finish() -> tuple[bool, ...]:
-            if region is not None:
-                landing.copy_out(region)
-                # After the copy was issued: whoever takes the region next uses it on the same lane.
-                self.gather_regions.give(region)
-            return ()
-
-        held = sent if region is None else [*sent, region.memory]
-        return Pending([], finish, held, self, label), targets, sent
+        return Gather(self, label, landing, sent, targets, region)
 
     def gather_bytes(self, source: torch.Tensor, label: str) -> tuple[torch.Tensor, Work]:
         """Start gathering a 1-D tensor of the same size from every rank.
@@ -308,12 +338,13 @@ class ProcessGroupComm(Comm):
         scaling = how.scaling
         # A source may be the gradient itself: `Pending.tensors` keeps it from being reused until
         # the collective has read it. `bucket.direct` is the start of `bucket.params`.
-        sources = [
-            wire_gradient(param, grad, out.dtype, out.device, divisor=scaling.before)
-            for param, grad in zip(bucket.direct, grads, strict=False)
-        ]
-        targets = sent_parts(bucket, out) if sources else []  # views of `out`: sums land in place
-        region = None
+        sources, targets, region = [], [], None
+        if bucket.direct:
+            sources = [
+                wire_gradient(param, grad, out.dtype, out.device, divisor=scaling.before)
+                for param, grad in zip(bucket.direct, grads, strict=False)
+            ]
+            targets = sent_parts(bucket, out)  # views of `out`: sums land in place
         if bucket.packed_numel or bucket.is_flat:
             region = pack_gradients(
                 bucket, grads, self.reduce_regions, out.dtype, divisor=scaling.before
@@ -325,7 +356,7 @@ class ProcessGroupComm(Comm):
         works = self._reduce_scatter(targets, sources, averages=averages)
         divisor = 1.0 if averages else scaling.after
         # This rank's own flags: asking the others would stall the host (see `tells_presence`).
-        present = tuple([grad is not None for grad in grads])
+        present = tuple(map(operator.is_not, grads, itertools.repeat(None)))
 
         def finish() -> tuple[bool, ...]:
             if region is not None:

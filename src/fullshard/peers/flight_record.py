@@ -133,6 +133,7 @@ class FlightRecord:
         self.thread = threading.main_thread().ident  # that runs the model
         self._trail = self._kept * _STRIDE  # in words, from the beginning of a part
         self._num_noted = 0
+        self._first_noted = self._own + self._trail + 1
         self._units: dict[tuple[int, int], str] = {}  # names, by model and unit
         self._models: list[str] = []
         self._parameters: dict[str, list[str]] = {}
@@ -166,6 +167,8 @@ class FlightRecord:
         words[first] = word
         if self.order is not None:
             self.order.follow(self, place, checksum, what)
+            return
+        if not self._others:
             return
         # Without it this rank could read the others' words before its own is visible. If two ranks
         # did so, neither would see the other's: see [Note: Entries].
@@ -232,11 +235,10 @@ class FlightRecord:
 
         is_empty: its backward, noted before, has left no gradient.
         """
+        count, words = self._num_noted, self._words
         # The word before the count: whoever sees the count reads a whole word.
-        count, trail = self._num_noted, self._own + self._trail
-        word = self._moment | unit & _UNITS | is_empty * _EMPTY
-        self._words[trail + 1 + count % _TRAIL_KEPT] = word
-        self._words[trail] = self._num_noted = count + 1
+        words[self._first_noted + count % _TRAIL_KEPT] = self._moment | unit | is_empty * _EMPTY
+        words[self._first_noted - 1] = self._num_noted = count + 1
 
     @property
     def progress(self) -> int:

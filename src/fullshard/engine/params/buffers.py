@@ -108,6 +108,9 @@ class UnitBuffers:
         self._freed: list[_Unsharded] = []  # the ones that are freed at reshard
         self._is_lent = False  # their memory is of `Rotation`
         self._moves = False
+        # Without streams: the one bucket, what it is gathered into, and the offset of that; None if there
+        # are several or none that moves.
+        self._only: tuple[ShardBuffer, torch.Tensor, int] | None = None
         self._views: dict[int, torch.Tensor] = {}  # unsharded parameters, by index
         shards = {
             param.index: shard
@@ -263,9 +266,7 @@ class UnitBuffers:
                     return False
         return True
 
-    def start_unshard(
-        self, label: str, *, ordered: bool = False, after: torch.Event | None = None
-    ) -> list[Work]:
+    def start_unshard(self, label: str, ordered: bool, after: torch.Event | None) -> list[Work]:
         """Allocate the unsharded buffers and start filling them. Collective, unless nothing moves.
 
         Sources are all ranks' shards, or those over the smaller group if `keep_post_forward` made
@@ -275,6 +276,11 @@ class UnitBuffers:
         after: nobody writes to shards after this event, until the reshard that follows. With streams,
             the gather then need not wait for all that compute was given. None: it waits.
         """
+        if self._only is not None and not (ordered or self._post_forward_shards):
+            for unsharded in self._freed:
+                unsharded.allocate()
+            buffer, flat, offset = self._only
+            return [self._comm.all_gather(buffer, flat, label, offset)]
         if not (self._moves or self._post_forward_shards):
             return []
         rotation = self._runtime.rotation
@@ -314,9 +320,6 @@ class UnitBuffers:
                 ],
                 label,
             )
-        if len(self._buckets) == 1:  # nearly always: without a list
-            unsharded, offset = self._unsharded[0].flat, self._unsharded[0].offset
-            return [self._comm.all_gather(self._buckets[0], unsharded, offset=offset, label=label)]
         pairs = zip(self._buckets, self._unsharded, strict=True)
         return self._comm.gather_unit([(b, u.flat, u.offset) for b, u in pairs], label)
 
@@ -335,7 +338,7 @@ class UnitBuffers:
         # On the lane, whose pool of regions serves no other: a gather of another unit may be there.
         with runtime.following(Lane.ALL_GATHER):
             for buffer, flat in zip(self._buckets, flats, strict=True):
-                self._comm.all_gather(buffer, flat, label=label).wait()
+                self._comm.all_gather(buffer, flat, label).wait()
                 buffer.forget_landing()  # it would keep `flat` alive until the next gather
             gathered = runtime.record()
         runtime.wait(gathered)
@@ -399,6 +402,9 @@ class UnitBuffers:
         self._unsharded, self._views, self.in_place = bound, views, in_place
         self._freed = [unsharded for unsharded in bound if not unsharded.stays_allocated]
         self._moves = any(unsharded.nbytes for unsharded in bound)
+        self._only = None
+        if len(bound) == 1 and self._moves and not self._runtime.has_streams:
+            self._only = self._buckets[0], bound[0].flat, bound[0].offset
 
     def _is_readable_in_place(self, buffer: ShardBuffer) -> bool:
         """Return whether a bucket's direct parameters may be read in the shards' memory.
