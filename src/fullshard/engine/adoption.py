@@ -168,7 +168,6 @@ def follow_moves(unit: Unit) -> None:
     if unit.is_whole:
         return  # the whole parameters are registered, which are no replacements
     params = unit.params
-    unit.gradients.begin_forward()
     if unit.phase is UnitPhase.GATHERING and not unit.is_held:
         unit.settle()  # gathered early for a pass that left the unit out; a step may have come
     if params.all and unit.watch.have_moved:

@@ -510,22 +510,18 @@ class Hooks:
     @eager
     def end_backward(self) -> None:
         """End a backward pass of the whole model, whichever module's state is asked to."""
-        states = self.state.everyone
-        # Not PRE_BACKWARD: that had 4 and no 6, since no input required a gradient.
-        finished = [
-            unit
-            for state in states
-            if state.training_state is TrainingState.POST_BACKWARD
-            for unit in state.units
-        ]
         iteration = self.state.iteration_or_initialise()
-        # A backward that a forward calls: what that has begun goes on.
-        begun = [s for s in states if s.training_state is TrainingState.FORWARD]
-        running = begun if begun and iteration.is_forward_running else []
-        for state in states:
-            if state not in running:
-                state.training_state = TrainingState.IDLE
-        iteration.end_backward(finished, running=[u for state in running for u in state.units])
+        unfinished: list[Unit] = []
+        running: list[Unit] = []
+        for state in self.state.everyone:
+            if state.training_state is not TrainingState.POST_BACKWARD:
+                # PRE_BACKWARD had 4 and no 6, since no input required a gradient.
+                unfinished += state.units
+                if state.training_state is TrainingState.FORWARD and iteration.is_forward_running:
+                    running += state.units  # has called this backward, and goes on
+                    continue
+            state.training_state = TrainingState.IDLE
+        iteration.end_backward(unfinished, running=running)
 
     # 8. State dicts: sharded parameters are shown, and replaced ones adopted
 

@@ -20,6 +20,8 @@ may write, as ever with autograd.
 """
 
 import enum
+import itertools
+import operator
 import types
 import weakref
 from collections.abc import Iterable, Sequence
@@ -37,15 +39,31 @@ from fullshard.engine.checks.stayed import StayedUnits, is_whole
 from fullshard.engine.checks.writes import WriteWatch
 from fullshard.engine.finalization import Finalization
 from fullshard.engine.gradients.queue import ReductionQueue
+from fullshard.engine.guard.param_watch import ModelWatch
 from fullshard.engine.observer import Observer, follow_profiler, watchers
 from fullshard.engine.params.managed import Backward
+from fullshard.engine.params.shown import own_gradient
 from fullshard.engine.runtime import outside_transforms
-from fullshard.engine.unit import Unit, UnitPhase, comms_of
+from fullshard.engine.unit import Unit, UnitPhase, are_sharded, comms_of
 from fullshard.peers.paths import StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
 from fullshard.torch_private import queue_callback
+
+_number = operator.attrgetter("number")
+_is_in_place = operator.attrgetter("params.is_in_place")
+_are_plain, _whole = (
+    operator.attrgetter("params.are_plain"),
+    operator.attrgetter("params.unsharded_locals"),
+)
+_has_large = operator.attrgetter("gradients.buckets.large")
+_has_no_sums = operator.attrgetter("gradients.unreduced.is_empty")
+_is_joined, _reduces_unused = (
+    operator.attrgetter("is_joined"),
+    operator.attrgetter("reduces_unused"),
+)
+_may_be_skipped = operator.attrgetter("config.may_be_skipped")
 
 
 class Stage(enum.IntEnum):
@@ -90,7 +108,6 @@ class Iteration:
         self.units = list(units)
         self.is_last_backward = True
         self.has_run = False
-        self._number = {id(unit): number for number, unit in enumerate(self.units)}
         self._recorder = Recorder()
         self.reductions = ReductionQueue()
         self.finalization = Finalization(self.units)
@@ -101,16 +118,18 @@ class Iteration:
         self._expects_backward = False  # the forward runs with gradients enabled
         self._gathers = True  # the forward uses something that is sharded
         self.backward = Backward()
-        for unit in self.units:
-            unit.backward = self.backward
+        for number, unit in enumerate(self.units):
+            unit.join_model(number, self.backward)
         self._is_fenced = True
         # With streams: what compute had been given when the pass began.
         self._begun: torch.Event | None = None
         self._prefetch_after: dict[int, Unit] = {}  # gather it after backward of a unit, by id
-        self._stayed = StayedUnits(self.units)
+        self._stayed = StayedUnits()
         self.post_optim_event: torch.Event | None = None
         self.observer: Observer | None = None
         self._watch = WriteWatch(self.units)
+        self._places = ModelWatch([unit.watch for unit in self.units])
+        self._has_streams = bool(self.units) and self.units[0].runtime.has_streams
         self._path = Path(kind, self.units, kinds)
         self._unused = UnusedWatch()
         self.connect()
@@ -197,15 +216,34 @@ class Iteration:
         """True if a backward may come that no output announces."""
         return not self.is_in_backward and any(unit.awaits_backward for unit in self.units)
 
+    # All units at once, by maps: asked in every pass, where nearly always nothing is to be done for any
+
+    @property
+    def _are_sharded(self) -> bool:
+        """True if every unit is at rest."""
+        return are_sharded(self.units)
+
+    @property
+    def _unsharded(self) -> list[Unit]:
+        if self._are_sharded:
+            return []
+        return [unit for unit in self.units if unit.phase >= UnitPhase.UNSHARDED]
+
+    @property
+    def _late(self) -> list[Unit]:
+        """The units on whose whole parameters autograd has left gradients, last unit first."""
+        if all(map(_are_plain, self.units)):
+            whole = itertools.chain.from_iterable(map(_whole, self.units))
+            if all(map(operator.is_, map(own_gradient, whole), itertools.repeat(None))):
+                return []
+        return [unit for unit in reversed(self.units) if unit.params.shown.has_gradients]
+
     # Forward
 
     @property
     def has_skipped(self) -> bool:
         """True if ranks may leave out units, or could before this forward."""
-        for unit in self.units:  # noqa: SIM110  (asked once per forward)
-            if unit.config.may_be_skipped or unit.is_joined:
-                return True
-        return False
+        return any(map(_may_be_skipped, self.units)) or any(map(_is_joined, self.units))
 
     def begin_forward(
         self, root: Any, *, is_training: bool, caller: types.FrameType | None = None
@@ -229,18 +267,23 @@ class Iteration:
             self.units[0].runtime.wait(self.post_optim_event)
         self.post_optim_event = None
         # Shards come home first: contents are compared with them, and peers read them in the pass.
-        for unit in self.units:
-            if unit.phase is UnitPhase.POST_FORWARD:
-                unit.reshard()  # kept for a backward that did not come, or comes with new weights
-            follow_moves(unit)
+        if not self._are_sharded or self._places.may_have_moved:
+            for unit in self.units:
+                if unit.phase is UnitPhase.POST_FORWARD:
+                    unit.reshard()  # kept for a backward that did not come, or comes with new weights
+                follow_moves(unit)
+        if any(map(_has_large, self.units)) or not all(map(_has_no_sums, self.units)):
+            for unit in self.units:
+                unit.gradients.begin_forward()
         # Decides what is gathered. Where something is in any case, all ranks run this forward.
         is_for_all = self._expects_backward or not all(is_whole(unit) for unit in self.units)
-        self._stayed.drop_outdated(is_for_all=is_for_all)
-        for unit in self.units:
-            if unit.params.is_in_place or unit.runtime.has_streams:
-                unit.begin_pass()  # after `follow_moves`, which writes to shards itself
-            if unit.phase >= UnitPhase.UNSHARDED:
-                unit.params.follow_trained()
+        self._stayed.drop_outdated(self._unsharded, is_for_all=is_for_all)
+        if self._has_streams or any(map(_is_in_place, self.units)):
+            for unit in self.units:
+                if unit.params.is_in_place or unit.runtime.has_streams:
+                    unit.begin_pass()  # after `follow_moves`, which writes to shards itself
+        for unit in self._unsharded:
+            unit.params.follow_trained()
         # Where all stayed whole, this rank may be evaluating alone: nobody would come to a fence.
         self._gathers = not all(is_whole(unit) for unit in self.units)
         if self._gathers:
@@ -263,9 +306,8 @@ class Iteration:
         joined: units inside it that are gathered with its own. prefetches: whether the order of the
         last pass decides what is gathered early.
         """
-        is_recomputation = (
-            self.backward.end() is not None
-        )  # backward has its own order, and its own checks
+        # Backward has its own order, and its own checks.
+        is_recomputation = self.backward.end() is not None
         if not is_recomputation:
             self._path.enter(units, is_training=is_training)
         for unit in units:  # all are started before the first is waited for
@@ -280,7 +322,7 @@ class Iteration:
             if is_recomputation:
                 continue
             # Also where nothing is prefetched: this is what records the order.
-            following = self._recorder.next_unit(self._number[id(unit)])
+            following = self._recorder.next_unit(unit.number)
             prefetches &= unit.config.forward_prefetch
             if prefetches and following is not None:
                 self._prefetch_forward(self.units[following])
@@ -344,7 +386,7 @@ class Iteration:
             if not self._expects_backward and unit.params.is_in_place:
                 self._watch.check_unwritten(unit)
             if self._expects_backward and is_differentiable:
-                self._recorder.expect_backward(self._number[id(unit)])
+                self._recorder.expect_backward(unit.number)
             if is_differentiable is None:
                 unit.keep_for_backward()
             if not unit.is_joined:
@@ -374,7 +416,7 @@ class Iteration:
         if not self._expects_backward:
             for unit in self.units:
                 unit.keep_privately()  # reads peers' shards, so before the fence
-            self._stayed.note()  # counts what is in private memory, so after that
+            self._stayed.note(self._unsharded)  # counts what is in private memory, so after that
         for unit in self._flat:  # optimizers and `zero_grad` must find what is trained
             if self._expects_backward:
                 unit.hide_between()
@@ -419,7 +461,7 @@ class Iteration:
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering the unit whose forward came before that of ``unit``."""
-        number = self._recorder.start_backward(self._number[id(unit)])
+        number = self._recorder.start_backward(unit.number)
         if number is None:
             return
         previous = self.units[number]
@@ -454,7 +496,7 @@ class Iteration:
             self._watch.refuse_writes((unit,))
         # A unit that only some ranks may have used is reduced at the end of backward, in one order
         # on all ranks. Until then its gradients stay in ``.grad`` of the unsharded parameters.
-        is_put_off = unit.config.reduces_unused
+        is_put_off = unit.reduces_unused
         grads = [] if is_put_off else unit.take_gradients()
         # After `take_gradients`, and before reducing, which takes memory of its own.
         if not (unit.is_joined or is_used):
@@ -489,22 +531,23 @@ class Iteration:
             self._path.lack_gradients(unit)
 
     @outside_transforms
-    def end_backward(self, finished: Sequence[Unit], *, running: Sequence[Unit] = ()) -> None:
+    def end_backward(self, unfinished: Sequence[Unit], *, running: Sequence[Unit] = ()) -> None:
         """End a backward pass: complete the reductions, then meet in a fence.
 
-        finished: the units that had an `after_backward` in this pass; the others get theirs now.
+        unfinished: the units that had no `after_backward` in this pass, and get theirs now.
         running: those whose forward has called this backward, and goes on to use them. Raises StateError if somebody wrote to parameters that peers read in place.
         """
-        done = {id(unit) for unit in finished}
         waits = self.finalization.waits
-        for unit in reversed(self.units):  # one order on all ranks: reductions are collective
-            if id(unit) not in done:
-                self.after_backward(unit, keeps=waits, is_used=unit in running)
-        self.free_joined(unit for unit in self.units if unit.is_joined)
-        for unit in reversed(self.units):
-            if unit.config.reduces_unused:
-                self._reduce(unit, unit.take_gradients(), keeps=waits)
-                unit.hide_unsharded()
+        # One order on all ranks: reductions are collective.
+        for unit in sorted(unfinished, key=_number, reverse=True):
+            self.after_backward(unit, keeps=waits, is_used=unit in running)
+        if any(map(_is_joined, self.units)):
+            self.free_joined(unit for unit in self.units if unit.is_joined)
+        if any(map(_reduces_unused, self.units)):
+            for unit in reversed(self.units):
+                if unit.reduces_unused:
+                    self._reduce(unit, unit.take_gradients(), keeps=waits)
+                    unit.hide_unsharded()
         if waits:
             self.finalization.end_backward()
             self._leave_backward()
@@ -527,21 +570,23 @@ class Iteration:
         # While in BACKWARD, so that the next pass resets what this leaves if it raises.
         # Hooks after reduction, which may step an optimizer, had their check in `after_backward`.
         checks_all = self._watch.is_watching
-        compared = (u for u in self.units if checks_all or u.params.is_in_place)
-        self._watch.refuse_writes(unit for unit in compared if not unit.params.has_post_hooks)
+        if checks_all or any(map(_is_in_place, self.units)):
+            compared = (u for u in self.units if checks_all or u.params.is_in_place)
+            self._watch.refuse_writes(unit for unit in compared if not unit.params.has_post_hooks)
         self.reductions.finish()
         self.reductions.release()
         self._end_rotation()
         # Only now: if a user's hook raised in `finish`, the pass counts as stale and is forgotten.
         self._leave_backward()
         self._is_fenced = False  # also where the program ends a backward, after another forward
-        for unit in self.units:
+        unsharded = self._unsharded
+        for unit in unsharded:
             unit.note_kept()  # looks for sharded gradients, so after `finish`
-        self._stayed.note()
+        self._stayed.note(unsharded)
         if is_last:
             self._recorder.end_iteration()
             self._path.end_iteration()
-            for unit in self.units:
+            for unit in () if self._are_sharded else self.units:
                 if unit.phase is UnitPhase.GATHERING:  # prefetched, but never used
                     unit.settle()
                     unit.finish_reading()
@@ -587,7 +632,7 @@ class Iteration:
         The gradient of a view that is older than the forward (``self.kept = self.weight.t()``, once
         for all steps) comes after everything that the forward recorded.
         """
-        late = [unit for unit in reversed(self.units) if unit.params.shown.has_gradients]
+        late = self._late
         if late:
             self.reductions.finish()
         for unit in late:

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fullshard.comm.packing import Scratch
 from fullshard.process_hooks import raise_heap_threshold, skip_frames
@@ -266,7 +267,7 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         # A callback is set while dynamo looks at frames of this thread.
-        if torch.compiler.is_dynamo_compiling() or compile_callback() is not None:
+        if is_dynamo_compiling() or compile_callback() is not None:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -5,6 +5,8 @@ A unit moves between its phases and hands on its gradients; `hooks` and `iterati
 
 import dataclasses
 import enum
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -44,6 +46,14 @@ class UnitPhase(enum.IntEnum):  # the hash of a plain Enum is a Python call, ten
     HIDDEN = enum.auto()  # whole parameters are in memory, modules show others: `params.shown`
 
 
+_LAST_SHARDED = UnitPhase.POST_FORWARD
+_AT_REST = frozenset({UnitPhase.SHARDED})
+_phase = operator.attrgetter("phase")
+_is_holding = operator.attrgetter("gradients.unreduced.is_holding")
+_owed, _known_buckets = (
+    operator.attrgetter(f"gradients.buckets.{each}") for each in ("owed", "known")
+)
+_partial = operator.attrgetter("partial")
 # From each phase, those that may follow. `Unit._to` is the one place where the phase changes.
 TRANSITIONS = {
     UnitPhase.SHARDED: {UnitPhase.GATHERING},
@@ -89,6 +99,7 @@ class Unit:
     """Parameters sharded over one mesh, and the phase they are in.
 
     keeps_after_forward: parameters stay unsharded from forward to backward.
+    reduces_unused: as in ``config``.
     is_held: True from a user's ``unshard()`` to the next reshard; the user may have written to the
         unsharded parameters.
     is_whole: True while copies of the whole parameters are shown, in any phase (see `whole`).
@@ -142,7 +153,7 @@ class Unit:
         self.watch = self.params.watch
         self._awaits_step = False  # unsharded while gradients wait for an optimizer
         self.model: Callable[[], Any] = _unknown
-        self.backward = Backward()  # of its model, once that is known
+        self.number, self.backward = 0, Backward()  # in its model, and of it, once that is known
         self._is_exposed = False  # users may write to unsharded parameters: never read in place
         self._works: list[Work] = []  # parts of the gather under way that are to be waited for
         self._gathered: torch.Event | None = None  # with streams: the gather under way is over
@@ -152,13 +163,23 @@ class Unit:
     def claim(self) -> None:
         """Let the parameters know whose they are."""
         for param in self.params:
-            param.unit = weakref.ref(self)
+            param.unit, param.backward = weakref.ref(self), self.backward
+
+    def join_model(self, number: int, backward: Backward) -> None:
+        """Become a unit of a model: the one of this number, whose backwards these are."""
+        self.number, self.backward = number, backward
+        self.claim()
+
+    def slots_change(self) -> None:
+        """Take note that a parameter is registered in another place, too."""
+        self.params.shown.drop_switch()
+        self.watch.forget()
 
     def _to(self, phase: UnitPhase) -> None:
         """Change the phase; nothing else assigns it. Asserts that `TRANSITIONS` allows it."""
         assert phase in TRANSITIONS[self.phase], f"{self.label}: {self.phase} to {phase}"
         self.phase = phase
-        if phase is UnitPhase.SHARDED or phase is UnitPhase.POST_FORWARD:
+        if phase <= _LAST_SHARDED:
             self.is_held = self.awaits_backward = False
 
     # Options and names
@@ -172,6 +193,7 @@ class Unit:
     def set_config(self, config: UnitConfig) -> None:
         """Set all options at once."""
         self.config = config
+        self.reduces_unused = config.reduces_unused
         option = config.reshard_after_forward
         self.keeps_after_forward = self.is_root if option is None else option is False
 
@@ -251,31 +273,29 @@ class Unit:
         in between.
         after: with streams, what compute had been given when the pass began; None outside of passes.
         """
-        if self.phase > UnitPhase.POST_FORWARD:
-            return False
         # Whole parameters that are shown take the place of unsharded ones; see `whole`.
-        if self.is_whole or not self.params.all:
+        if self.phase > _LAST_SHARDED or self.is_whole or not self.params.all:
             return False
         if are_transforms_active():
-            outside_transforms(self._start_gather)(self.gather_label, early=early, after=after)
+            outside_transforms(self._start_gather)(self.gather_label, early, after)
         else:  # nearly always: without a function in between
-            self._start_gather(self.gather_label, early=early, after=after)
+            self._start_gather(self.gather_label, early, after)
         return True
 
-    def _start_gather(self, label: str, *, early: bool, after: torch.Event | None = None) -> None:
-        buffers, extended = self.params.buffers, self.params.extended
+    def _start_gather(self, label: str, early: bool, after: torch.Event | None) -> None:
+        observer, buffers, extended = self.observer, self.params.buffers, self.params.extended
         assert buffers is not None
-        if self.observer is not None:
-            self.observer.begin(Kind.ALL_GATHER, self)
+        if observer is not None:
+            observer.begin(Kind.ALL_GATHER, self)
         if after is not None and not self._may_be_behind:
             after = None
-        works = buffers.start_unshard(label, ordered=self.is_ordered, after=after)
+        works = buffers.start_unshard(label, self.is_ordered, after)
         if extended is not None:
             # The lane first waits for compute: the optimizer has written the shards there, and it
             # may still copy from the region of the last gather, whose memory the lane uses again.
             with self.runtime.following(Lane.ALL_GATHER):
                 works.append(extended.start(self.config.mp_policy, label))
-        if self.runtime.has_streams and works:
+        if works and self.runtime.has_streams:
             # The lane waits here; compute waits for the event, and only when it needs the result.
             with self.runtime.on(Lane.ALL_GATHER):
                 for work in works:
@@ -284,12 +304,12 @@ class Unit:
             works = []
         self._works = works
         self._awaits_step = False
-        may_stay = self.keeps_after_forward or not self.config.reshard_after_backward
         # `is_held` is set before `unshard` where a user asks for the gather.
-        self.watch.note_gather(early=early, may_stay=may_stay or self.is_held)
+        keeps = self.keeps_after_forward or not self.config.reshard_after_backward
+        self.watch.note_gather(early, keeps or self.is_held)
         self._to(UnitPhase.GATHERING)
-        if self.observer is not None:
-            self.observer.end()
+        if observer is not None:
+            observer.end()
 
     def begin_pass(self) -> None:
         """Take note that a forward of the model begins, after which nobody may write to the shards.
@@ -327,18 +347,19 @@ class Unit:
             self._to(UnitPhase.UNSHARDED)
 
     def _use_gathered(self) -> None:
-        if self.observer is not None:
-            self.observer.begin(Kind.WAIT_ALL_GATHER, self)
+        observer, params = self.observer, self.params
+        if observer is not None:
+            observer.begin(Kind.WAIT_ALL_GATHER, self)
         self._finish_gather()
-        if self.params.extended is not None:
+        if params.extended is not None:
             # Makes unsharded parameters of what was gathered, so before they are registered.
-            self.params.extended.finish(self.config.mp_policy)
+            params.extended.finish(self.config.mp_policy)
             if self.runtime.rotation is not None:
                 self.runtime.rotation.note_reading()  # what arrived there, and is freed
-        self.params.shown.show_unsharded()
+        params.shown.show_unsharded()
         self._to(UnitPhase.UNSHARDED)
-        if self.observer is not None:
-            self.observer.end()
+        if observer is not None:
+            observer.end()
 
     def _finish_gather(self) -> None:
         # Taken out first: if a wait raises, `reset` does not wait for the same work again.
@@ -360,7 +381,8 @@ class Unit:
     def refetch(self) -> None:
         """Gather again, since the shards have changed after the gather. Every rank has to do it."""
         self.settle()  # ends the first gather: it may still be writing to the same buffer
-        self._start_gather(f"{self.gather_label} again, as it was written to", early=False)
+        label = f"{self.gather_label} again, as it was written to"
+        self._start_gather(label, early=False, after=None)
 
     @property
     def gathering(self) -> list[torch.Tensor]:
@@ -426,9 +448,9 @@ class Unit:
             self.show_earlier_gradients()
         elif self.phase >= UnitPhase.UNSHARDED:
             if are_transforms_active():
-                outside_transforms(self._free)(after_forward=after_forward)
+                outside_transforms(self._free)(after_forward)
             else:
-                self._free(after_forward=after_forward)
+                self._free(after_forward)
         elif self.phase is UnitPhase.POST_FORWARD and not after_forward:
             self._drop_kept()
 
@@ -442,9 +464,9 @@ class Unit:
             self.awaits_backward = True
             self.watch.note_stay()
 
-    def _free(self, *, after_forward: bool) -> None:
-        params = self.params
-        assert params.buffers is not None
+    def _free(self, after_forward: bool) -> None:
+        params, buffers = self.params, self.params.buffers
+        assert buffers is not None
         # Before `_to`, which clears `is_held`, and so says no more who has unsharded them.
         if self.is_held:
             self.watch.excuse()  # `unshard` documents that writes are lost
@@ -452,29 +474,31 @@ class Unit:
             pass  # counters stay until backward, and one look per step is enough
         elif not params.is_in_place and self.watch.will_lose:
             self.watch.warn_of_writes(self.label)
-        keeps = params.buffers.keeps_storage = self.config.keep_unsharded_storage
-        smaller = after_forward and self.mesh.post_forward is not None
-        if smaller and (comm := self._post_forward_comm()) is not None:
-            kept = params.buffers.keep_post_forward(comm)  # copies, then frees
-            assert self.mesh.post_forward is not None
+        keeps = buffers.keeps_storage = self.config.keep_unsharded_storage
+        if (
+            after_forward
+            and self.mesh.post_forward is not None
+            and (comm := self._post_forward_comm()) is not None
+        ):
+            kept = buffers.keep_post_forward(comm)  # copies, then frees
             for index, param in enumerate(params.all):
                 assert isinstance(param, DTensorParameter)
                 param.show_post_forward(kept[index], self.mesh.post_forward)
             self._to(UnitPhase.POST_FORWARD)
             if params.shown.uses is not None:
-                params.shown.uses.retire(params.shown.num_switched, after_forward=True)
+                params.shown.uses.retire(params.shown.num_switched, True)
             return
         # Nobody waits for the device, which may still read it: [Note: Lanes] in `runtime`, rule 1.
-        params.buffers.free_unsharded()
+        buffers.free_unsharded()
         if params.extended is not None and not keeps:
             params.extended.free()
-        params.shown.show_sharded()
+        shown = params.shown
+        shown.show_sharded()
         self._to(UnitPhase.SHARDED)
         # After `show_sharded`: it counts references to unsharded parameters, and those of the
         # modules would look as if somebody kept them.
-        uses = params.shown.uses
-        if uses is not None:
-            uses.retire(params.shown.num_switched, after_forward=after_forward)
+        if shown.uses is not None:
+            shown.uses.retire(shown.num_switched, after_forward)
         if self.observer is not None:
             self.observer.changed(self)
 
@@ -696,6 +720,17 @@ class Unit:
     def mapped_nbytes(self) -> int:
         """The bytes that all ranks of this host share for the unit; 0 if nothing is shared."""
         return 0 if self.params.buffers is None else self.params.buffers.mapped_nbytes
+
+
+def are_sharded(units: Sequence[Unit]) -> bool:
+    """Return whether all units are at rest."""
+    return set(map(_phase, units)) <= _AT_REST
+
+
+def have_unreduced(units: Sequence[Unit]) -> bool:
+    """Return whether `UnitGradients.drop_unreduced` may have something to drop in one of the units."""
+    buckets = itertools.chain.from_iterable(map(_known_buckets, units))
+    return any(map(_is_holding, units)) or any(map(_owed, units)) or any(map(_partial, buckets))
 
 
 def comms_of(units: Sequence[Unit]) -> list[Comm]:

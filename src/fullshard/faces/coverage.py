@@ -91,7 +91,7 @@ class CoveredParameters:
             if all(
                 slot.registry is not own.registry or slot.name != own.name for own in owner.slots
             ):
-                owner.slots.append(slot)
+                owner.add_slot(slot)
                 slot.register(owner.sharded)
 
 

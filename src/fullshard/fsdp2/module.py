@@ -25,7 +25,7 @@ from fullshard.engine.hooks import Hooks, hooks_of
 from fullshard.engine.iteration import Iteration
 from fullshard.engine.module_state import ModuleState, state_of
 from fullshard.engine.params.managed import ManagedParameter, said_grad_dtype
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, are_sharded, have_unreduced
 from fullshard.errors import ShardingError, StateError
 from fullshard.faces.interop import FSDPState
 from fullshard.fsdp2.communication import (
@@ -222,15 +222,15 @@ class FSDPModule:
         cast(Any, super()).zero_grad(set_to_none)
         state = _state(self)
         # Of a root, without a walk through the modules: programs call this in every step.
-        units = (
-            [unit for each in state.everyone for unit in each.units]
-            if state.is_root
-            else self._units(recurse=True)
-        )
-        for unit in units:
-            unit.gradients.drop_unreduced()
-            if not unit.is_sharded:
-                unit.zero_gradients(set_to_none=set_to_none)
+        iteration = state.known_iteration if state.is_root else None
+        units = self._units(recurse=True) if iteration is None else iteration.units
+        if have_unreduced(units):
+            for unit in units:
+                unit.gradients.drop_unreduced()
+        if not are_sharded(units):
+            for unit in units:
+                if not unit.is_sharded:
+                    unit.zero_gradients(set_to_none=set_to_none)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

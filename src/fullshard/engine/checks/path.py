@@ -26,7 +26,6 @@ class Path:
     """
 
     def __init__(self, kind: str, units: Sequence[Unit], kinds: Sequence[type]) -> None:
-        self._number = {id(unit): number for number, unit in enumerate(units)}
         self._step = 0  # forwards with gradients so far
         self._phase = StepPhase.BETWEEN
         named = [(unit.path, [param.name for param in unit.params]) for unit in units]
@@ -66,7 +65,7 @@ class Path:
         if not (self._notes or self._checks_order or StepChecks.are_on):
             return
         for unit in units:
-            number = self._number[id(unit)]
+            number = unit.number
             if self._checks_order and is_training:
                 self._order.check(number)
             if StepChecks.are_on:
@@ -79,13 +78,13 @@ class Path:
         if StepChecks.are_on:
             _check_step(unit, Moment(self._step, self._phase))
         for note in self._notes:
-            note(self._number[id(unit)])
+            note(unit.number)
 
     def lack_gradients(self, unit: Unit) -> None:
         """Tell of a unit of which no parameter got a gradient, so that this rank reduces nothing."""
         if self._notes and any(param.sharded.requires_grad for param in unit.params):
             for note in self._notes:
-                note(self._number[id(unit)], is_empty=True)
+                note(unit.number, is_empty=True)
 
     def end_iteration(self) -> None:
         """Note that the last backward of an iteration is over."""

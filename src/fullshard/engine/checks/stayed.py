@@ -6,36 +6,29 @@ agree which units to gather anew, or one would wait for the others in vain.
 """
 
 import collections
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
-from fullshard.engine.unit import Unit, UnitPhase
+from fullshard.engine.unit import Unit
 
 
 class StayedUnits:
     """The units of one model that stayed unsharded after its last pass."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
+    def __init__(self) -> None:
         self._stayed: list[Unit] = []
 
-    def note(self) -> None:
-        """Note which units are unsharded in private memory, at the end of a pass of all ranks."""
-        self._stayed = [
-            unit
-            for unit in self._units
-            if unit.phase >= UnitPhase.UNSHARDED and not unit.params.is_in_place
-        ]
+    def note(self, unsharded: Iterable[Unit]) -> None:
+        """Note which of these are unsharded in private memory, at the end of a pass of all ranks."""
+        self._stayed = [unit for unit in unsharded if not unit.params.is_in_place]
 
-    def drop_outdated(self, *, is_for_all: bool) -> None:
-        """Reshard units whose shards were written to since they were gathered.
+    def drop_outdated(self, unsharded: Iterable[Unit], *, is_for_all: bool) -> None:
+        """Reshard units, of these, whose shards were written to since they were gathered.
 
         A rank notices writes to its own rows, and may have no rows of a unit. So ranks agree if all
         run this forward (``is_for_all``). Otherwise, where this rank may evaluate alone, one
         outdated unit stands for all, so that ranks are likely to do the same.
         """
-        outdated = {
-            unit for unit in self._units if unit.phase >= UnitPhase.UNSHARDED and unit.is_outdated
-        }
+        outdated = {unit for unit in unsharded if unit.is_outdated}
         if is_for_all and self._stayed:
             # Resharded on this rank alone: by a load, say, or an exception in its own evaluation.
             gone = {unit for unit in self._stayed if not unit.is_unsharded}

@@ -42,8 +42,11 @@ from fullshard.engine.runtime import Runtime
 from fullshard.plan.layout import BucketLayout
 from fullshard.plan.mesh import MeshPlan
 from fullshard.policies import UnitConfig
-from fullshard.torch_private import storage_uses, tensor_uses
+from fullshard.torch_private import WithoutSubclasses, storage_uses, tensor_uses
 
+_gradient = operator.attrgetter("sharded.grad")
+_all_hooks = operator.attrgetter("sharded._backward_hooks", "sharded._post_accumulate_grad_hooks")
+_NONES = itertools.repeat(None)
 # PyTorch's engine asks for means in these, as sums in them do not overflow.
 _AVERAGED = (torch.float32, torch.bfloat16)
 # Pieces of gradient memory that one bucket keeps for reuse. Two, since a reduction may begin while
@@ -314,10 +317,8 @@ class BucketGradients:
     @property
     def has_gradient(self) -> bool:
         """True if any sharded parameter of the bucket has a gradient."""
-        for holder in self.holders:  # noqa: SIM110  (a third of the cost of `any`)
-            if holder.sharded.grad is not None:
-                return True
-        return False
+        with WithoutSubclasses():
+            return any(map(operator.is_not, map(_gradient, self.holders), _NONES))
 
     @property
     def in_use(self) -> torch.Tensor | None:
@@ -423,13 +424,9 @@ class BucketGradients:
         or None. Gradient memory is chosen if the sum may be formed there (`Recipe.is_final`) and
         there is no gradient to add it to. `deposit` gives scratch back.
         """
-        if recipe.is_final:
-            for holder in self.holders:  # `has_gradient`, without the call
-                if holder.sharded.grad is not None:
-                    break
-            else:
-                shards = self._take(self._runtime.device)
-                return shards.flat, shards
+        if recipe.is_final and not self.has_gradient:
+            shards = self._take(self._runtime.device)
+            return shards.flat, shards
         return self._runtime.scratch.take(self.bucket.shard_numel, recipe.total_dtype), None
 
     def deposit(
@@ -458,6 +455,33 @@ class BucketGradients:
                 # Not here: the host itself reads the copy, in `add_` below.
                 if not is_first:
                     self._runtime.finish(self._runtime.record())
+        if shards is not None and self._sets_all(present):
+            for holder, grad in zip(self.holders, shards.wrapped, strict=True):
+                holder.sharded.grad = grad
+        else:
+            self._set_each(total, shards, present)
+        # After the last view was read; on a device the lane keeps its order.
+        if scratch is not None:
+            self._runtime.scratch.give(scratch)
+        # Pooled while in use: `_take` asks who refers to it. Dropping the oldest frees nothing that
+        # a gradient still uses.
+        if shards is not None:
+            self.pool.append(shards)
+            del self.pool[:-_POOLED]
+
+    def _sets_all(self, present: Sequence[bool]) -> bool:
+        """Return whether every holder gets a gradient, has none so far, and no hook looks at it."""
+        if self.bucket.is_flat or not all(present):
+            return False  # pieces may have optimizers to step as well, which are no hooks of theirs
+        with WithoutSubclasses():  # by which torch reads a DTensor's attributes in half of the time
+            return not any(map(operator.is_not, map(_gradient, self.holders), _NONES)) and not any(
+                itertools.chain.from_iterable(map(_all_hooks, self.holders))
+            )
+
+    def _set_each(
+        self, total: torch.Tensor, shards: GradientShards | None, present: Sequence[bool]
+    ) -> None:
+        """Set or add gradients holder by holder, with the hooks of each: see `deposit`."""
         views = shards.views if shards is not None else self._views(total)
         for position, holder in enumerate(self.holders):
             if not present[position]:
@@ -484,14 +508,6 @@ class BucketGradients:
                 for hook in holder.post_accumulate_hooks:
                     self._runtime.finish(self._runtime.record() if holder.local.is_cpu else None)
                     hook(sharded)
-        # After the last view was read; on a device the lane keeps its order.
-        if scratch is not None:
-            self._runtime.scratch.give(scratch)
-        # Pooled while in use: `_take` asks who refers to it. Dropping the oldest frees nothing that
-        # a gradient still uses.
-        if shards is not None:
-            self.pool.append(shards)
-            del self.pool[:-_POOLED]
 
     def deposit_low(self, total: torch.Tensor, dtype: torch.dtype, present: Sequence[bool]) -> None:
         """Set gradients of the reduce dtype (``keep_low_precision_grads``), or add to them.

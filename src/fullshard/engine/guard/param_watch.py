@@ -17,14 +17,17 @@ compares contents in some passes, and samples of them in the others. Not noticed
 that exchange their memory.
 """
 
+import itertools
 import operator
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+
+from fullshard.torch_private import WithoutSubclasses
 
 _num_steps = 0  # of all optimizers of the process
 
@@ -65,6 +68,61 @@ class Watched(Protocol):
     def find_moved(self) -> bool: ...
 
 
+class Places(NamedTuple):
+    """Where DTensors were registered, and their memory; of other parameters, nothing.
+
+    registries, names, registered: one per slot. sharded, local, shapes: one per parameter.
+    """
+
+    registries: list[dict[str, Any]] = []  # noqa: RUF012  (never changed)
+    names: list[str] = []  # noqa: RUF012
+    registered: list[nn.Parameter] = []  # noqa: RUF012
+    sharded: list[nn.Parameter] = []  # noqa: RUF012
+    local: list[torch.Tensor] = []  # noqa: RUF012
+    shapes: list[torch.Size] = []  # noqa: RUF012
+
+    @property
+    def are_as_they_were(self) -> bool:
+        """True if it is still so. False without places: nothing is known then.
+
+        By maps, which ask all at once: nearly always it is, in every pass.
+        """
+        is_same = operator.is_
+        return (
+            bool(self.names)
+            and all(map(is_same, map(dict.get, self.registries, self.names), self.registered))
+            and all(map(is_same, map(_local, self.sharded), self.local))
+            and list(map(_shape, self.local)) == self.shapes
+        )
+
+
+class ModelWatch:
+    """Asks for all units of a model at once whether something has moved."""
+
+    def __init__(self, watches: Sequence["ParamWatch"]) -> None:
+        self._watches = watches
+        self._places: Places | None = None
+        _models.add(self)
+
+    def forget(self) -> None:
+        """Forget where parameters were, and their memory: some unit's have become others."""
+        self._places = None
+
+    @property
+    def may_have_moved(self) -> bool:
+        """True if some parameter has moved, or must be asked itself: see `ParamWatch.have_moved`."""
+        if self._places is None:
+            known = [watch.places for watch in self._watches]
+            self._places = Places()
+            if all(each.names for each in known):
+                columns = zip(*known, strict=True)
+                self._places = Places(*(list(itertools.chain(*each)) for each in columns))
+        return not self._places.are_as_they_were
+
+
+_models: "weakref.WeakSet[ModelWatch]" = weakref.WeakSet()
+
+
 class ParamWatch:
     """Watches one unit's parameters.
 
@@ -94,17 +152,12 @@ class ParamWatch:
 
     def forget(self) -> None:
         """Forget which tensors there are: some become others, and those of before are freed."""
+        for model in list(_models):
+            model.forget()
         self._has_collected = False
         # Every tensor by which users write to shards, once each.
         self._shards: list[torch.Tensor] = []
-        self._slots: list[list[Any]] = []  # the lists themselves, which may grow
-        self._registries: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._registered: list[nn.Parameter] = []
-        self._sharded: list[nn.Parameter] = []
-        self._locals: list[torch.Tensor] = []
-        self._shapes: list[torch.Size] = []
-        self._are_dtensors = False
+        self._places = Places()
 
     @property
     def _params(self) -> Watched:
@@ -120,15 +173,17 @@ class ParamWatch:
         # same tensor, which must not count twice.
         tensors = [tensor for own in params.holders for tensor in (own.sharded, own.local)]
         self._shards = list({id(tensor): tensor for tensor in tensors}.values())
-        self._slots = [param.slots for param in params.plain]
-        slots = [(slot, param) for param in params.plain for slot in param.slots]
-        self._registries = [slot.registry for slot, _ in slots]
-        self._names = [slot.name for slot, _ in slots]
-        self._registered = [param.sharded for _, param in slots]
-        self._sharded = [param.sharded for param in params.plain]
-        self._locals = [] if params.buffers is None else list(params.buffers.shards)
-        self._shapes = list(map(_shape, self._locals))
-        self._are_dtensors = params.are_dtensors
+        if params.are_dtensors:
+            slots = [(slot, param) for param in params.plain for slot in param.slots]
+            shards = list(params.buffers.shards)
+            self._places = Places(
+                [slot.registry for slot, _ in slots],
+                [slot.name for slot, _ in slots],
+                [param.sharded for _, param in slots],
+                [param.sharded for param in params.plain],
+                shards,
+                list(map(_shape, shards)),
+            )
 
     # Moved or replaced
 
@@ -138,19 +193,14 @@ class ParamWatch:
 
         Raises StateError for a local tensor whose shape was changed in place.
         """
+        return not self.places.are_as_they_were and self._params.find_moved()
+
+    @property
+    def places(self) -> "Places":
+        """Where the parameters were registered, and in which memory, when they were last collected."""
         if not self._has_collected:
             self._collect()
-        if self._are_dtensors and sum(map(len, self._slots)) == len(self._names):
-            # All at once, by maps: nearly always the answer is no, for every unit in every pass.
-            is_same = operator.is_
-            registered = map(dict.get, self._registries, self._names)
-            if (
-                all(map(is_same, registered, self._registered))
-                and all(map(is_same, map(_local, self._sharded), self._locals))
-                and list(map(_shape, self._locals)) == self._shapes
-            ):
-                return False
-        return self._params.find_moved()
+        return self._places
 
     @property
     def has_new_pieces(self) -> bool:
@@ -179,7 +229,8 @@ class ParamWatch:
         """
         if not self._has_collected:
             self._collect()
-        return sum(map(_version, self._shards))
+        with WithoutSubclasses():  # by which torch reads a DTensor's in half of the time
+            return sum(map(_version, self._shards))
 
     def num_unsharded_writes(self) -> int:
         """Return the sum of the version counters of unsharded parameters."""
@@ -189,7 +240,7 @@ class ParamWatch:
         """Watch these unsharded parameters, which are new or have other memory."""
         self._whole, self._is_known = whole, False
 
-    def note_gather(self, *, early: bool, may_stay: bool) -> None:
+    def note_gather(self, early: bool, may_stay: bool) -> None:
         """Take note of a gather that was started.
 
         early: it was started before the module is called.
@@ -213,9 +264,7 @@ class ParamWatch:
     @property
     def changed_since_gather(self) -> bool:
         """True if version counters show a write to shards since they were gathered."""
-        if not self._has_collected:
-            self._collect()
-        return self._at_gather is not None and sum(map(_version, self._shards)) != self._at_gather
+        return self._at_gather is not None and self.num_writes() != self._at_gather
 
     def is_gathered_outdated(self, *, keeps_written: bool = False) -> bool:
         """Return whether parameters that stayed unsharded have other values than this rank's shards.

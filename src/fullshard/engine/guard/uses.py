@@ -134,6 +134,11 @@ class _References:
         return len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
 
 
+def num_switched(param: Whole) -> int:
+    """Return how often a `params.shown.Switch` refers to an unsharded parameter: in a list, and per slot."""
+    return 1 + len(param.slots)
+
+
 class _Mark:
     """An object that shows which others are younger.
 
@@ -181,11 +186,11 @@ class Uses:
         self._mark = _Mark()  # as old as the last unshard
         _owners.update(dict.fromkeys(self._addresses, self))
 
-    def retire(self, num_switched: int, *, after_forward: bool = False) -> None:
+    def retire(self, num_switched: int, after_forward: bool = False) -> None:
         """Forbid the use of what somebody keeps. Called after each reshard.
 
-        num_switched: how many references the unit's `Switch` has to the parameters, one per slot or
-            0: it is made after the baseline was taken. after_forward: a backward may follow, for
+        num_switched: how many references the unit's `Switch` has to the parameters, 0 without one: it is
+            made after the baseline was taken. after_forward: a backward may follow, for
             which autograd saves tensors.
         """
         self._is_resharded = True
@@ -223,7 +228,7 @@ class Uses:
         for param, count, own in zip(references.params, counts, references.own, strict=True):
             tensor = param.unsharded
             assert tensor is not None
-            if count > own + is_switched * len(param.slots):
+            if count > own + is_switched * num_switched(param):
                 forbid_use(tensor, param.name)
                 self._forbidden.append(tensor)
 

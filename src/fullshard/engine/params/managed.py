@@ -160,6 +160,7 @@ class ManagedParameter(ShardHolder, abc.ABC):
         autograd (see `gradients.accumulation`).
     shard_group: the process group over which it is sharded; None for one rank.
     unit: returns the `Unit` that it belongs to, or None if that is gone.
+    backward: of its unit's model.
     original: returns the parameter that it was made of, or None if nobody refers to that any more.
     is_hidden: another parameter, ``holder.sharded``, says whether it is trained.
     gradient_hooks: the dictionary of `register_hook` hooks from before sharding. They are meant for
@@ -176,6 +177,7 @@ class ManagedParameter(ShardHolder, abc.ABC):
         self.accumulated_grad: torch.Tensor | None = None
         self.shard_group: dist.ProcessGroup | None = None
         self.unit: Callable[[], GradientTaker | None] = _nobody  # a weak reference
+        self.backward = Backward()
         self._whole: nn.Parameter | None = None  # what `show_whole` has registered
         # `requires_grad` of both forms when they last agreed: the form that differs from it now is
         # the one that the user has changed since.
@@ -204,6 +206,12 @@ class ManagedParameter(ShardHolder, abc.ABC):
         other.steps = []
         mark_owner(sharded, other)
         return other
+
+    def add_slot(self, slot: Slot) -> None:
+        """Register it in another place, too, from the next time on that a form is shown."""
+        self.slots.append(slot)
+        if (unit := self.unit()) is not None:
+            unit.slots_change()
 
     # What it is
 
@@ -545,9 +553,9 @@ class Backward:
 class GradientTaker(Protocol):
     """The unit of a parameter, as autograd's hooks call it."""
 
-    backward: Backward
-
     def gradient_arrives(self, param: ManagedParameter) -> None: ...
+
+    def slots_change(self) -> None: ...
 
 
 class Reference(weakref.ref["ManagedParameter"]):
@@ -618,19 +626,15 @@ def _gradient_arrives(reference: Reference, _: Any) -> None:
     model's backward has begun, and both forms agree on being trained.
     """
     manager = reference()
-    unit = None if manager is None else manager.unit()
-    if manager is None or unit is None:
+    if manager is None:
         return
-    if unit.backward.end() is None:
+    if manager.backward.end() is None:
+        if (unit := manager.unit()) is None:
+            return
         unit.gradient_arrives(manager)
+    # Frozen now, in the sharded form alone: its reduction leaves out what arrives.
     unsharded = manager.unsharded
-    are_trained = (
-        manager._required_grad
-        and manager.sharded.requires_grad
-        and unsharded is not None
-        and unsharded.requires_grad
-    )
-    if not are_trained or manager.is_hidden:
+    if manager.is_hidden or not (manager._required_grad and unsharded.requires_grad):  # type: ignore[union-attr]
         manager.current_unsharded()
 
 

@@ -16,18 +16,19 @@ Autograd, in C++, does not look at the class and goes on to accumulate into the 
 Why whole parameters stay registered at all: see docs/design.md, "Flat units".
 """
 
+import collections
 import copy
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.guard.uses import Uses
+from fullshard.engine.guard.uses import Uses, num_switched
 from fullshard.engine.nodes import is_captured
 from fullshard.engine.params.buffers import UnitBuffers
 from fullshard.engine.params.managed import ManagedParameter, manager_of
@@ -37,6 +38,7 @@ _own: Any = torch.Tensor.grad  # the property of every tensor
 
 # Return what autograd has accumulated into a parameter, also while its class shows another gradient.
 own_gradient: Callable[[torch.Tensor], torch.Tensor | None] = _own.__get__
+_set_own_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _own.__set__
 
 
 class ShownForm:
@@ -100,7 +102,7 @@ class ShownForm:
         if self._has_shadows:
             self._drop_shadows()
         switch = self._switch
-        if switch is not None and switch.show(switch.sharded):
+        if switch is not None and switch.show_sharded():
             return
         # Users had the unsharded parameters in sight and may have frozen some of them. Later it could
         # not be told from what they do to the sharded ones.
@@ -120,7 +122,7 @@ class ShownForm:
         if self._has_shadows:
             self._drop_shadows()
         switch = self._switch
-        if switch is not None and switch.show(switch.unsharded):
+        if switch is not None and switch.show_unsharded():
             return
         # Users had the sharded parameters in sight, and may have frozen some of them or unfrozen them since.
         self.drop_switch()
@@ -132,7 +134,7 @@ class ShownForm:
             self._switch = Switch(self._params)
             # It is younger than the baseline of `uses`, so its references have to be told apart.
             if self.uses is not None:
-                self.num_switched = sum(len(param.slots) for param in self.uses.counted)
+                self.num_switched = sum(map(num_switched, self.uses.counted))
 
     def show_between(self) -> None:
         """Register the sharded parameters, and set modules' attributes to the unsharded ones.
@@ -229,67 +231,82 @@ class ShownForm:
 
 
 _is_trained = operator.attrgetter("requires_grad")
-_parameter: Any = operator.itemgetter(2)  # of a place, its name, and what is registered there
+_layout = operator.attrgetter("layout")
+_NONES, _STRIDED = itertools.repeat(None), itertools.repeat(torch.strided)
+_run: Callable[[Iterable[Any]], None] = collections.deque(maxlen=0).extend  # a map, for its effects
+
+# What puts parameters into one module's registry, and these parameters by name.
+Registration = tuple[Callable[[dict[str, nn.Parameter]], None], dict[str, nn.Parameter]]
 
 
 class Switch:
-    """Shows all parameters of a unit in one form or the other, by setting dictionary entries.
-
-    sharded, unsharded: both forms, each place with its registry and name.
+    """Shows all parameters of a unit in one form or the other, by one call per module.
 
     Does what `ManagedParameter.show_sharded` and `show_unsharded` do at a fraction of the cost: this
-    happens four times a step. Refers to each unsharded parameter once per slot; `guard.uses` subtracts
-    that.
+    happens four times a step. Users freeze and train the form that they have in sight, so that one is
+    asked, all its parameters in one go. The switch is dropped when a parameter gets a slot. How often it
+    refers to an unsharded parameter: `num_switched`.
     """
 
     def __init__(self, params: Sequence[ManagedParameter]) -> None:
         self._params = params
-        self._slots = [param.slots for param in params]  # the lists themselves, which may grow
-        places = [(slot, param) for param in params for slot in param.slots]
-        self.sharded = [(slot.registry, slot.name, param.sharded) for slot, param in places]
-        self.unsharded = [
-            (slot.registry, slot.name, param.current_unsharded()) for slot, param in places
-        ]
-        self._trained = [param.requires_grad for _, param in places]
+        self._unsharded = [param.current_unsharded() for param in params]
+        self._sharded = [param.sharded for param in params]
+        self._trained = list(map(_is_trained, self._sharded))
+        self._registers_sharded = _by_registry(params, self._sharded)
+        self._registers_unsharded = _by_registry(params, self._unsharded)
         self.is_plain = all(param.form.leaves_plain_gradients for param in params)
 
-    def show(self, form: Sequence[tuple[dict[str, Any], str, nn.Parameter]]) -> bool:
-        """Register parameters, ``sharded`` or ``unsharded``. Return False, with nothing done, if outdated.
-
-        It is if a parameter was frozen, made trainable or registered in another place since.
+    def show_sharded(self) -> bool:
+        """Register the sharded parameters. Return False, with nothing done, if an unsharded one was frozen or
+        made trainable since.
         """
-        trained = self._trained
-        # By maps, which ask all of them in one go.
-        if (
-            list(map(_is_trained, map(_parameter, self.sharded))) != trained
-            or list(map(_is_trained, map(_parameter, self.unsharded))) != trained
-            or sum(map(len, self._slots)) != len(trained)
-        ):
+        if list(map(_is_trained, self._unsharded)) != self._trained:
             return False
-        for registry, name, parameter in form:
-            registry[name] = parameter
+        for register, parameters in self._registers_sharded:
+            register(parameters)
+        return True
+
+    def show_unsharded(self) -> bool:
+        """Register the unsharded parameters. Return False, with nothing done, if a sharded one was frozen or
+        made trainable since.
+        """
+        if list(map(_is_trained, self._sharded)) != self._trained:
+            return False
+        for register, parameters in self._registers_unsharded:
+            register(parameters)
         return True
 
     @property
     def has_gradients(self) -> bool:
         """True if autograd has accumulated a gradient that was not taken yet."""
-        # Maps, not a comprehension: this is asked of every unit at the end of each backward.
-        gradients = map(own_gradient, map(_parameter, self.unsharded))
-        return not all(map(operator.is_, gradients, itertools.repeat(None)))
+        return not all(map(operator.is_, map(own_gradient, self._unsharded), _NONES))
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Do what `ManagedParameter.take_gradient` does, if ``is_plain``: no gradient is a DTensor."""
-        grads: list[torch.Tensor | None] = []
-        for param in self._params:
-            unsharded = param.unsharded
-            assert unsharded is not None
-            grad = unsharded.grad
-            if grad is not None:
-                if grad.layout is not torch.strided:
-                    grad = param.take_gradient()  # raises StateError, with the reason
-                unsharded.grad = None
-            grads.append(grad)
+        grads = list(map(own_gradient, self._unsharded))
+        try:
+            are_dense = all(map(operator.is_, map(_layout, grads), _STRIDED))
+        except AttributeError:  # None has no layout
+            are_dense = all(grad is None or grad.layout is torch.strided for grad in grads)
+        if not are_dense:
+            return [param.take_gradient() for param in self._params]  # raises, with the reason
+        _run(map(_set_own_gradient, self._unsharded, _NONES))
         return grads
+
+
+def _by_registry(
+    params: Sequence[ManagedParameter], form: Sequence[nn.Parameter]
+) -> list[Registration]:
+    """Return what registers the parameters of a form, one per manager, in all their slots."""
+    registrations: dict[int, Registration] = {}
+    for param, parameter in zip(params, form, strict=False):
+        for slot in param.slots:
+            registry = slot.registry
+            if id(registry) not in registrations:
+                registrations[id(registry)] = registry.update, {}
+            registrations[id(registry)][1][slot.name] = parameter
+    return list(registrations.values())
 
 
 def _get(self: Any) -> Any:

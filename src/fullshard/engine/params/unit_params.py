@@ -34,6 +34,7 @@ class UnitParams:
     flat_layout: the layout of a flat unit, which never changes; None for a layout by rows.
     unsharded_locals: the unsharded plain parameters as plain tensors: this rank's local tensor where
         one is a DTensor.
+    are_plain: these are all unsharded parameters, themselves.
     is_in_place: some unsharded parameters are the memory of all ranks' shards.
     watch: notices what a program does to them; forgets what it knows wherever a parameter becomes another
         object or gets another local tensor.
@@ -57,6 +58,7 @@ class UnitParams:
         self._device = device
         self.shown = ShownForm()
         self.unsharded_locals: list[torch.Tensor] = []
+        self.are_plain = False
         self.is_in_place = False
         self.watch = ParamWatch(self)
         self.take(params)
@@ -255,6 +257,9 @@ class UnitParams:
         # This list has a reference to each of them from now on, so it is filled before `look_after`
         # counts references, and changed nowhere else.
         self.unsharded_locals = [*map(_local_of, self.plain)]
+        self.are_plain = self.extended is None and all(
+            param.form.unsharded is None for param in self.plain
+        )
         self.watch.take_whole(self.unsharded_locals)
         # Both take what is referred to now for the unit's own: nobody else has seen the tensors.
         self.shown.look_after(self.plain, buffers)
