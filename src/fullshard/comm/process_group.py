@@ -353,7 +353,11 @@ class ProcessGroupComm(Comm):
             targets = targets or [out]
         # AVG divides by the number of ranks, so it serves no other divisor.
         averages = self._averages and how.may_average and scaling.after == self.size
-        works = self._reduce_scatter(targets, sources, averages=averages)
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        if self.is_nccl:
+            works = self._reduce_scatter(targets, sources, op)
+        else:
+            works = list(map(self._calls.reduce_scatter, targets, sources, itertools.repeat(op)))
         divisor = 1.0 if averages else scaling.after
         # This rank's own flags: asking the others would stall the host (see `tells_presence`).
         present = tuple(map(operator.is_not, grads, itertools.repeat(None)))
@@ -399,12 +403,9 @@ class ProcessGroupComm(Comm):
         return []
 
     def _reduce_scatter(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, averages: bool
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], op: Any
     ) -> list[Any]:
-        """Start summing every source into its target; return what to wait for."""
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        if not self.is_nccl:
-            return list(map(self._calls.reduce_scatter, targets, sources, itertools.repeat(op)))
+        """Start summing every source into its target by NCCL, in one launch; return what to wait for."""
         with self._coalesced(len(targets)):
             for target, source in zip(targets, sources, strict=True):
                 reduce_scatter(target, source, op=op, group=self.moving_group, async_op=False)

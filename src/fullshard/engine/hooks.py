@@ -458,7 +458,8 @@ class Hooks:
         for unit in units:
             unit.wait_unshard()
             # After `wait_unshard`, which gives ``.grad`` back to autograd: sums are put there.
-            unit.gradients.lend_unreduced()
+            if unit.gradients.unreduced.is_holding:
+                unit.gradients.lend_unreduced()
         iteration.begin_backward_units(units)
         # After the module's own gathers, which would queue behind. Reversed, as backward runs
         # against the order of forward.

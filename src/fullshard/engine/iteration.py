@@ -49,7 +49,7 @@ from fullshard.peers.paths import StepPhase
 from fullshard.plan.schedule import Recorder
 from fullshard.plan.trace import Kind
 from fullshard.policies import BackwardPrefetch
-from fullshard.torch_private import queue_callback
+from fullshard.torch_private import are_transforms_active, queue_callback
 
 _number = operator.attrgetter("number")
 _is_in_place = operator.attrgetter("params.is_in_place")
@@ -478,13 +478,15 @@ class Iteration:
         if unit.config.unshard_in_backward:
             unit.unshard(after=self._begun)
 
-    @outside_transforms
     def after_backward(self, unit: Unit, *, keeps: bool = False, is_used: bool = False) -> None:
         """Take a unit's complete gradients, free its parameters, and start reducing.
 
         keeps: keep the gradients for `finalize` to reduce. is_used: a forward goes on to use the
         parameters, so they are not freed.
         """
+        if are_transforms_active():  # seldom, so no decorator, which is a function in between
+            outside_transforms(self.after_backward)(unit, keeps=keeps, is_used=is_used)
+            return
         self._path.leave(unit)
         if self.observer is not None:
             self.observer.leave(Kind.BACKWARD, (unit,))
@@ -521,7 +523,7 @@ class Iteration:
             unit.accumulate(grads)
             return
         self.reductions.make_way(unit)
-        in_flight = unit.reduce(grads)
+        in_flight = unit.gradients.reduce(grads, unit)
         grads.clear()  # what still reads them holds them; the memory of the others serves the next sum
         if in_flight is not None:
             # Finishing is queued on a lane if there are streams. Else the host would wait, so the

@@ -73,6 +73,7 @@ class ModuleState:
             _owners[unit] = weakref.ref(self)
         self._modules = [weakref.ref(module) for module in modules]
         self._own_iteration: Iteration | None = None  # of a root, which owns it
+        self.is_root = False
         self._root: weakref.ref[ModuleState] | None = None
         self._states: list[ModuleState] = [self]  # of a root: those of the whole model
         self.joined: list[Unit] = []
@@ -118,10 +119,6 @@ class ModuleState:
         """The model's root module, once its first use has decided it."""
         root = self._root() if self._root is not None else None
         return None if root is None else root.modules[0]
-
-    @property
-    def is_root(self) -> bool:
-        return self._own_iteration is not None
 
     @property
     @passing_through
@@ -245,6 +242,7 @@ class ModuleState:
         kinds = list({type(module) for module in root.modules()})
         inner: Any = root.module if self.is_wrapper else root
         self._own_iteration = Iteration(units, kinds, type(inner).__name__)
+        self.is_root = True
         for state in self._states:
             state.iteration = weakref.ref(self._own_iteration)
             state._root = weakref.ref(self)

@@ -18,7 +18,6 @@ from torch import nn
 from fullshard.comm.interface import Comm, Work
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.select import select_comm
-from fullshard.engine.gradients.queue import InFlight
 from fullshard.engine.gradients.unit_gradients import UnitGradients
 from fullshard.engine.observer import Observer
 from fullshard.engine.params.dtensor import DTensorParameter
@@ -652,10 +651,6 @@ class Unit:
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep full gradients, one per parameter, for a later reduction."""
         self.gradients.accumulate(grads)
-
-    def reduce(self, grads: list[torch.Tensor | None]) -> InFlight | None:
-        """Start reducing these gradients and what was accumulated; None if there is nothing."""
-        return self.gradients.reduce(grads, self)
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Drop or zero the gradients of the sharded parameters, which modules may not show now."""

@@ -179,14 +179,14 @@ class _Sample:
 
     def take(self) -> None:
         """Take note of all shards."""
-        self.take_sums()
+        if self.large:
+            self.take_sums()
         if self.views:
             torch._foreach_copy_(self.before, self.views)
 
     def take_sums(self) -> None:
         """Take note of the large shards."""
-        if self.large:
-            self._sums = _fingerprints(self.large)
+        self._sums = _fingerprints(self.large)
 
     @property
     def has_changed(self) -> bool:
@@ -337,12 +337,9 @@ class WriteWatch:
 
     def note_shards(self, unit: Unit) -> None:
         """Take note of shards that are gathered before their module is called, or at the end of a pass."""
-        if are_transforms_active():
-            outside_transforms(self._note_shards)(unit)
-        else:  # nearly always: without a function in between
-            self._note_shards(unit)
-
-    def _note_shards(self, unit: Unit) -> None:
+        if are_transforms_active():  # seldom, so no decorator, which is a function in between
+            outside_transforms(self.note_shards)(unit)
+            return
         watched = self._watched.get(unit) if self._watched else None
         if watched is not None:
             with no_grad():
@@ -356,10 +353,7 @@ class WriteWatch:
         Such a write may show on one rank alone, where version counters advance on all.
         """
         if are_transforms_active():
-            return outside_transforms(self._has_changed)(unit)
-        return self._has_changed(unit)
-
-    def _has_changed(self, unit: Unit) -> bool:
+            return outside_transforms(self.has_changed)(unit)
         if self._watched and (watched := self._watched.get(unit)) is not None:
             with no_grad():
                 return watched.compare_shards()

@@ -417,17 +417,9 @@ class BucketGradients:
             for holder, had in zip(self.holders, self.partial.present, strict=True)
         )
 
-    def take_destination(self, recipe: Recipe) -> tuple[torch.Tensor, GradientShards | None]:
-        """Take memory for a sum over the shard axis: of the gradients, or scratch.
-
-        Returns a 1-D tensor of ``bucket.shard_numel`` elements, and the gradient memory that it is,
-        or None. Gradient memory is chosen if the sum may be formed there (`Recipe.is_final`) and
-        there is no gradient to add it to. `deposit` gives scratch back.
-        """
-        if recipe.is_final and not self.has_gradient:
-            shards = self._take(self._runtime.device)
-            return shards.flat, shards
-        return self._runtime.scratch.take(self.bucket.shard_numel, recipe.total_dtype), None
+    def take_scratch(self, recipe: Recipe) -> torch.Tensor:
+        """Return scratch memory for a sum over the shard axis."""
+        return self._runtime.scratch.take(self.bucket.shard_numel, recipe.total_dtype)
 
     def deposit(
         self, total: torch.Tensor, shards: GradientShards | None, present: Sequence[bool]
@@ -448,7 +440,7 @@ class BucketGradients:
             is_first = not self.has_gradient
             # To gradients that are there, on the device of the sum, scratch is added below as it is.
             if is_first or device != total.device:
-                shards = self._take(device)
+                shards = self.take_shards(device)
                 # One copy that casts, moves to the host, or both; pinned memory lets it go on behind
                 # the host. `ReductionQueue.release` waits for it before anybody reads.
                 shards.flat.copy_(total, non_blocking=True)
@@ -463,7 +455,7 @@ class BucketGradients:
         # After the last view was read; on a device the lane keeps its order.
         if scratch is not None:
             self._runtime.scratch.give(scratch)
-        # Pooled while in use: `_take` asks who refers to it. Dropping the oldest frees nothing that
+        # Pooled while in use: `take_shards` asks who refers to it. Dropping the oldest frees nothing that
         # a gradient still uses.
         if shards is not None:
             self.pool.append(shards)
@@ -537,8 +529,12 @@ class BucketGradients:
             return [total]
         return shard_views(self.bucket, total, self._shard_rank)
 
-    def _take(self, device: torch.device) -> GradientShards:
-        """Return gradient memory on a device that nobody uses: pooled if there is, else new."""
+    def take_shards(self, device: torch.device | None = None) -> GradientShards:
+        """Return gradient memory that nobody uses: pooled if there is, else new.
+
+        device: where; that of full gradients by default.
+        """
+        device = device or self._runtime.device
         for position, shards in enumerate(self.pool):
             if shards.device == device and shards.is_unused(self.holders):
                 return self.pool.pop(position)

@@ -53,7 +53,13 @@ class Destination:
 
     def take(self) -> torch.Tensor:
         """Return memory for the sum. To be called once."""
-        self.total, self.shards = self._gradients.take_destination(self._recipe)
+        gradients, recipe = self._gradients, self._recipe
+        # There where the gradients are to be, if the sum may be formed there and there is none to add it to.
+        if recipe.is_final and not gradients.has_gradient:
+            self.shards = gradients.take_shards()
+            self.total = self.shards.flat
+        else:  # scratch, which `deposit` gives back
+            self.total = gradients.take_scratch(recipe)
         return self.total
 
 

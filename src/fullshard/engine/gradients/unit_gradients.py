@@ -303,8 +303,7 @@ class UnitGradients:
     def lend_unreduced(self) -> None:
         """Let autograd add to what `accumulate` keeps, in place, in the backward that begins."""
         # Sums are plain tensors: inside `torch.func` transforms they belong to no level.
-        if self.unreduced.is_holding:
-            outside_transforms(self.unreduced.lend)()
+        outside_transforms(self.unreduced.lend)()
 
     def drop_unreduced(self) -> None:
         """Forget all that earlier backwards left to be reduced later: sums over shards, and full ones."""
