@@ -442,6 +442,24 @@ def test_shards_that_move_keep_their_state(api: Api) -> None:
 
 @once
 @on_ranks(2)
+def test_model_with_gradients_is_converted(api: Api) -> None:
+    runs = _two_runs(api, lambda p: optim.SGD(p, lr=0.1))
+    for model, optimizer in runs:
+        for step in range(3):
+            model.zero_grad()
+            _backward(model, step)
+            optimizer.step()
+        model.double()  # swaps parameters and gradients, to which nobody may have weak references
+        optimizer.step()
+        x = my_part(make_batch(7)).double()
+        mean_square(model(x)).backward()
+        optimizer.step()
+        assert next(model.parameters()).dtype == torch.float64
+    _assert_same_runs(*runs)
+
+
+@once
+@on_ranks(2)
 def test_groups_and_parameters_may_come_and_go(api: Api) -> None:
     runs = []
     for wrap in (fullshard.step_on_shards, lambda optimizer: optimizer):

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain, repeat
-from operator import is_, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.optim.local_form import State, local_gradient, localize, show
 from fullshard.torch_private import DTensorSpec
+
+_spec = attrgetter("_spec")
 
 
 class LocalStep:
@@ -38,7 +40,8 @@ class LocalStep:
         self._parameters: list[DTensor] = []
         self._shards: list[torch.Tensor] = []
         self._grad_specs: list[DTensorSpec | None] = []
-        # The last step's gradients if all of them fitted. See [Note: Lasting gradients].
+        # The local tensors of the last step's gradients if all fitted. See [Note: Lasting gradients]. Not the
+        # DTensors, which torch swaps in ``model.double()``, but not while there are weak references to them.
         self._grads: list[weakref.ref[torch.Tensor]] = []
         self._gradients_last = False  # whether the shards' ``grad`` stay set between steps
         # During a step, the groups' lists of parameters, to put back after it.
@@ -133,20 +136,25 @@ class LocalStep:
         """Set the shards' ``grad`` to their parts of the parameters' gradients.
 
         [Note: Lasting gradients] The engine reuses the memory of gradients from step to step, and
-        the DTensors over it. If a step finds the same DTensors as the step before, it leaves the
+        the tensors over it. If a step finds the same ones as the step before, it leaves the
         shards' ``grad`` set, so that the next step has nothing to do. Keeping these references is
         safe: gradient memory that the engine frees never comes back as the same tensor.
         """
         grads = [parameter.grad for parameter in self._parameters]
-        is_known = self._grads and all(map(is_, grads, [known() for known in self._grads]))
-        if is_known and all(map(is_not, grads, repeat(None))):
+        parts = [getattr(grad, "_local_tensor", None) for grad in grads]
+        if (
+            self._grads
+            and all(map(is_not, parts, repeat(None)))
+            and all(map(is_, parts, [known() for known in self._grads]))
+            and all(map(is_, map(_spec, grads), self._grad_specs))
+        ):
             if not self._gradients_last:
                 self._set_gradients(grads)
                 self._gradients_last = True
             return
         self._gradients_last = False
         all_fit = self._set_gradients(grads)
-        self._grads = [weakref.ref(grad) for grad in grads if grad is not None] if all_fit else []
+        self._grads = [weakref.ref(part) for part in parts if part is not None] if all_fit else []
 
     def _set_gradients(self, grads: list[Any]) -> bool:
         """Give each shard its part of a gradient; return whether all have one that fits as it is."""
