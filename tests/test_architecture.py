@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BASE | {"host", "comm", "engine", "peers", "plan", "state", "versions"},
     "huggingface": BASE | {"checkpoint", "plan", "state"},
     "deferred": NEAR_TORCH | {"engine", "plan", "state"},
-    "debugging": BASE | {"checkpoint", "engine", "plan", "state", "versions"},
+    "debugging": BASE | {"checkpoint", "engine", "peers", "plan", "state", "versions"},
     "batches": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state"},
     "launching": BASE | {"engine", "local_ranks"},
     "live": NEAR_TORCH | {"comm", "engine", "peers", "plan", "state"},

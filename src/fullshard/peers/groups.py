@@ -25,7 +25,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,26 @@ _LET_GO_S = 0.02
 _NAMELESS = ("custom", "undefined")  # names that C++ gives to classes that it does not know
 _SPARE_FILES = 16
 _ANSWER_S = 60.0  # of the store
+
+
+# Places
+
+
+class GroupPlace(NamedTuple):
+    """This rank's number in a group, and how many ranks the group has."""
+
+    rank: int
+    size: int
+
+
+def place_in(group: dist.ProcessGroup | None) -> GroupPlace:
+    """Return this rank's place in a group. None is this rank alone."""
+    return GroupPlace(0, 1) if group is None else GroupPlace(group.rank(), group.size())
+
+
+def place_in_job(group: dist.ProcessGroup | None = None) -> GroupPlace:
+    """Return this rank's place in a group. None is all ranks of the job, or this one without a process group."""
+    return place_in(None if not dist.is_initialized() else group or default_group())
 
 
 # Backends
