@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
-from fullshard.peers.groups import exchange_through_store
+from fullshard.peers.groups import exchange
 
 
 class CudaIpc:
@@ -98,7 +98,7 @@ def ranks_share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
     # NCCL reports.
     if group.size() <= torch.cuda.device_count():
         return False
-    places = exchange_through_store((host.identity(), _uuid(device.index)), group)
+    places = exchange((host.identity(), _uuid(device.index)), group)
     return len(set(places)) < len(places)
 
 

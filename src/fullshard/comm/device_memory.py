@@ -38,7 +38,6 @@ from fullshard.comm.interface import Done, ShardBuffer, Work, named_in, shard_vi
 from fullshard.comm.ring import Ring, StagingComm, Stretch
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.errors import CommError
-from fullshard.peers.groups import exchange_through_store
 from fullshard.plan.layout import BucketLayout
 
 _TURNS = 4  # reductions that may be under way at once: see [Note: Turns]
@@ -96,8 +95,7 @@ class DeviceMemoryComm(StagingComm):
     def __init__(self, group: dist.ProcessGroup, device: CudaIpc, kind: str) -> None:
         """kind: name of the memory in messages, such as "CUDA IPC"."""
         self.name = f"peer memory (one host, {kind})"
-        # Through the store: the group's collectives may not work here (NCCL, ranks on one GPU).
-        super().__init__(group, exchange_through_store)
+        super().__init__(group)
         self._device = device
         self._mail = self.memory.allocate(self.size * _MAIL_NBYTES, "connecting")
         self._peers = [rank for rank in range(self.size) if rank != self.rank]

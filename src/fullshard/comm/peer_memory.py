@@ -33,7 +33,7 @@ from fullshard.comm.interface import (
 from fullshard.comm.packing import Region
 from fullshard.comm.ring import LINE, StagingComm, Stretch
 from fullshard.comm.shared_memory import UnavailableError
-from fullshard.peers.groups import backend_name, exchange_through_group, let_go_at_exit
+from fullshard.peers.groups import backend_name
 from fullshard.plan.layout import BucketLayout, Route
 from fullshard.plan.sizes import round_up
 
@@ -53,8 +53,7 @@ class PeerMemoryComm(StagingComm):
         backend = backend_name(group, device)
         if backend != "gloo":
             raise UnavailableError(f"the process group's backend is {backend}, not gloo")
-        let_go_at_exit()  # connecting calls collectives of Gloo: see [Note: Leaving Gloo]
-        super().__init__(group, exchange_through_group)
+        super().__init__(group)
         self._staging = memoryview(b"")  # the ring: one part per rank, one after the other
 
     def allocate_shards(

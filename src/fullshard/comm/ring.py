@@ -25,7 +25,7 @@ import collections
 import dataclasses
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -199,16 +199,14 @@ class PendingSum:
 class StagingComm(Comm):
     """Communication of ranks of one host that stage what they sum in a ring, whose parts a subclass keeps.
 
-    memory: what their hosts share. exchange: as for `SharedMemory`.
+    memory: what their hosts share.
     """
 
     gathers_alone = True
     rule = DirectRule(even=False, min_nbytes=0)
 
-    def __init__(
-        self, group: dist.ProcessGroup, exchange: Callable[[Any, dist.ProcessGroup], list[Any]]
-    ) -> None:
-        self.memory = SharedMemory(group, exchange)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.memory = SharedMemory(group)
         self.memory.record = keep_record(group, self.memory.record)
         self.rank, self.size = self.memory.rank, self.memory.size
         self._ring = Ring(self)

@@ -20,7 +20,7 @@ from fullshard.comm.peer_memory import PeerMemoryComm
 from fullshard.comm.process_group import ProcessGroupComm
 from fullshard.comm.shared_memory import UnavailableError
 from fullshard.errors import AllocationError, CommError, ShardingError
-from fullshard.peers.groups import backend_names, exchange_through_group
+from fullshard.peers.groups import backend_names, exchange
 from fullshard.policies import CommChoice
 
 logger = logging.getLogger("fullshard")
@@ -168,7 +168,7 @@ def _peer_memory(
     # With other backends CPU ranks do not share memory, and a fake one has nobody to ask.
     if replicas is not None and is_agreed_on and "gloo" in backend_names(group):
         found = known.get(device)
-        told = exchange_through_group((found if isinstance(found, str) else None, lack), replicas)
+        told = exchange((found if isinstance(found, str) else None, lack), replicas)
         lack = next((theirs for _, theirs in told if theirs is not None), None)
         if found is not None:
             known[device] = next((why_not for why_not, _ in told if why_not is not None), found)

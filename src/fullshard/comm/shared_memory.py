@@ -23,8 +23,6 @@ import select
 import sys
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
@@ -33,7 +31,7 @@ from fullshard.errors import AllocationError
 from fullshard.peers import flight_record, status_board
 from fullshard.peers.agreed_order import AgreedOrder
 from fullshard.peers.flight_record import Fence, FlightRecord, keep_record, known_record
-from fullshard.peers.groups import exchange_through_group, exchange_through_store, timeout_s
+from fullshard.peers.groups import exchange, timeout_s
 from fullshard.peers.status_board import StatusSlots
 from fullshard.peers.store import files_for_store
 from fullshard.peers.waits import WaitReporter, loss
@@ -94,12 +92,8 @@ class SharedMemory:
 
     BARRIER, OFFER_FD, POSTED, CONSUMED, REFUSAL, BITS = range(6)
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        exchange: Callable[[Any, dist.ProcessGroup], list[Any]] = exchange_through_group,
-    ) -> None:
-        """Connect the group's ranks. Every rank must call it. exchange: returns every rank's value, in rank order.
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Connect the group's ranks. Every rank must call it.
 
         Raises UnavailableError on every rank if one of them cannot share memory, AllocationError if one may
         open too few files to be connected at all.
@@ -327,7 +321,7 @@ def _make_record(group: dist.ProcessGroup, backend: str) -> FlightRecord:
             return SharedMemory(group).record
         if backend == "nccl":
             # Its collectives want a device, which may be another one later.
-            shared = SharedMemory(group, exchange_through_store)
+            shared = SharedMemory(group)
     except AllocationError:
         raise
     # RuntimeError of a store that cannot exchange anything, as that of fake process groups.

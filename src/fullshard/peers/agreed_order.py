@@ -24,12 +24,7 @@ import torch.distributed as dist
 
 from fullshard.peers.divergence import show
 from fullshard.peers.flight_record import FlightRecord
-from fullshard.peers.groups import (
-    exchange_through_group,
-    exchange_through_store,
-    is_gloo,
-    timeout_s,
-)
+from fullshard.peers.groups import exchange, timeout_s
 from fullshard.peers.store import StoreInTime, connected_store
 from fullshard.peers.waits import WaitReporter, loss, lost_ranks, naming_lost_ranks
 from fullshard.peers.watchdog import watchdog
@@ -85,14 +80,7 @@ class AgreedOrder:
         except Exception as error:  # of any kind of store; or this rank may open no more files
             problem = f"rank {dist.get_rank()}: {error}"
         # Otherwise some would ask, and wait for others that do not.
-        try:
-            exchange = exchange_through_group if is_gloo(group) else exchange_through_store
-            problems = [each for each in exchange(problem, group) if each]
-        except RuntimeError:
-            if is_gloo(group):
-                raise
-            problems = [problem]  # of fake process groups, whose store exchanges nothing
-        if problems:
+        if problems := [each for each in exchange(problem, group) if each]:
             logger.warning("Ranks that share no memory are not compared: %s", problems[0])
             return None
         return order

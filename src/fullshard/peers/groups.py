@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from fullshard.errors import CommError
 from fullshard.host import files_left
+from fullshard.peers.flight_record import group_key
 from fullshard.peers.store import store_in_time
 from fullshard.process_hooks import at_exit, naming_groups
 from fullshard.torch_private import default_group
@@ -152,12 +153,20 @@ def _name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(backend_of(group, device).name())
 
 
-# Values exchanged while ranks connect: the store serves every backend, also where collectives fail (NCCL refuses ranks that
-# share a GPU)
+# Values exchanged while ranks connect
 
 
-def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's value, in rank order. Every rank of the group must call it."""
+def exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's value, in rank order. Every rank of the group must call it.
+
+    Through Gloo if the group has it, whose collectives fail where a rank is gone; else through the store, which serves every
+    backend, also where collectives fail (NCCL refuses ranks that share a GPU).
+    """
+    if "gloo" in backend_names(group):
+        let_go_at_exit()
+        values: list[Any] = [None] * group.size()
+        dist.all_gather_object(values, value, group=group)
+        return values
     store = store_in_time(timeout_s(group))
     name = group.group_name
     _rounds[name] += 1
@@ -171,13 +180,6 @@ def exchange_through_store(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return [pickle.loads(data) for data in store.multi_get(keys)]
 
 
-def exchange_through_group(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's value, in rank order. Every rank of the group must call it."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 # Groups of our own
 
 
@@ -188,7 +190,7 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 def mark_own(group: dist.ProcessGroup) -> None:
     """Note that a group is fullshard's already. Every rank must call it."""
-    _marked.add(group)
+    _own[group] = None
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -197,39 +199,43 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     The group itself if it is not Gloo's alone (NCCL's communicators cost memory on the device, and
     others are not known), or if a rank may open too few files for the connections of another one.
     """
-    if not is_gloo(group) or group in _marked:
+    if not is_gloo(group):
         return group
-    if group in _own:
-        return _own[group]
-    # Asked first: if one rank failed to connect, the others would wait for it. With a number of its own
-    # a name is never used again, also after groups were destroyed: the store keeps what it was told.
-    told = exchange_through_group((_can_connect(group.size()), _numbers[-1]), group)
-    number = max(number for _, number in told) + 1
-    _numbers[:] = [number]
-    made = None
-    if all(able for able, _ in told):
-        name, ranks = f"{number} of {group.group_name}", dist.get_process_group_ranks(group)
-        made = _named_group(name, ranks, group, backend="gloo", **keeping_order(group))
-    mark_own(made or group)
-    if made is not None:
+    if group not in _own:
+        made = None
+        # Asked first: if one rank failed to connect, the others would wait for it.
+        if all(exchange(_can_connect(group.size()), group)):
+            ranks = dist.get_process_group_ranks(group)
+            options = keeping_order(group)
+            made = _make_group(group.group_name, ranks, group, backend="gloo", **options)
         _own[group] = made
-    return made or group
+    return _own[group] or group
 
 
-def _named_group(
-    name: str, ranks: Sequence[int], like: dist.ProcessGroup, **options: Any
+def _make_group(
+    what: str, ranks: Sequence[int], like: dist.ProcessGroup, **options: Any
 ) -> dist.ProcessGroup | None:
-    """Return a new group that waits as long as another; None if it cannot be made without ranks outside of it."""
-    with naming_groups(f"fullshard {name}") as can_name:
+    """Return a new group that waits as long as another; None if it cannot be made without ranks outside of it.
+
+    what: tells it from others over the same ranks.
+    """
+    key = group_key(what, ranks)
+    # With a number of its own a name is never used again, also after groups were destroyed: the store keeps what it
+    # was told.
+    _times_made[key] += 1
+    with naming_groups(f"fullshard {_times_made[key]} over {key}") as can_name:
         if not can_name:
             return None
-        return dist.new_group(
+        made = dist.new_group(
             [*ranks],
             timeout=datetime.timedelta(seconds=timeout_s(like)),
             use_local_synchronization=True,  # ranks outside the group do not come here
             group_desc="fullshard",
             **options,
         )
+    assert isinstance(made, dist.ProcessGroup)
+    mark_own(made)
+    return made
 
 
 def keeping_order(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -251,12 +257,9 @@ def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     groups = _over.setdefault(world, {})
     key = tuple(ranks)
     if key not in groups:
-        _times_made[key] += 1
-        made = _named_group(f"{_times_made[key]} over {key}", ranks, world)
+        made = _make_group("the job", key, world)
         if made is None:
             return None
-        if is_gloo(made):
-            mark_own(made)
         groups[key] = made
     return groups[key]
 
@@ -272,17 +275,14 @@ def _can_connect(size: int) -> bool:
     return left is not None and left >= 2 * size + _SPARE_FILES
 
 
-_numbers = [0]  # of the last group that was made
-# Never by itself: a value keeps its key, and a group that is destroyed would keep its connections and threads.
-_own: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]"
+# By the program's, fullshard's beside it. None for one that has none: not itself, since a value keeps its key, and a group
+# that is destroyed would keep its connections and threads.
+_own: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None]"
 _own = weakref.WeakKeyDictionary()
-_marked: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # with no other one beside them
-
-# Those of some ranks, by the job's group and the ranks; and how often one of these ranks was made.
+# Those of some ranks, by the job's group and the ranks.
 _over: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]"
 _over = weakref.WeakKeyDictionary()
-_times_made: "collections.Counter[tuple[int, ...]]" = collections.Counter()
-
-# Exchanges so far, by name of the group: each has keys of its own. Ranks count alike, since every
-# exchange is a call of all of them.
+# Groups made and values exchanged so far, by name: each has keys of its own in the store. Ranks count alike, since both are
+# calls of all of them.
+_times_made: "collections.Counter[str]" = collections.Counter()
 _rounds: "collections.Counter[str]" = collections.Counter()
