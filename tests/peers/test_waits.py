@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -68,6 +69,17 @@ def dead() -> int:
     return process.pid
 
 
+def test_a_process_is_not_taken_for_gone_where_no_file_can_be_opened(
+    dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert host.is_running(os.getpid())
+    assert not host.is_running(dead)
+
+
 @pytest.mark.parametrize(
     ("container", "lost"), [("boot pid:[1] 0", [1]), ("boot pid:[2] 0", [])], ids=["same", "other"]
 )
@@ -76,7 +88,7 @@ def test_a_process_is_looked_for_where_its_number_means_something(
 ) -> None:
     """Containers of one node may share its name; process numbers are each one's own."""
     store = dist.HashStore()
-    monkeypatch.setattr(waits, "store_in_time", lambda limit_s: StoreInTime(store, limit_s))
+    monkeypatch.setattr(waits, "store_in_time", lambda: StoreInTime(store, 5.0))
     world = type("World", (), {})()  # in which nobody was announced yet
     monkeypatch.setattr(waits, "default_group", lambda: world)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
@@ -85,6 +97,7 @@ def test_a_process_is_looked_for_where_its_number_means_something(
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(waits.os, "getpid", lambda: dead)
     waits.announce()
+    waits._processes.clear()  # as in another process
     monkeypatch.setattr(host, "identity", lambda: "boot pid:[1] 0")
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     assert waits.lost_ranks(None) == lost  # type: ignore[arg-type]

@@ -62,6 +62,7 @@ class UnavailableError(Exception):
 class _Introduction:
     """A rank's message to the others, before they share memory.
 
+    rank: its global number.
     control_fd: descriptor of the control memory, from rank 0 alone; else -1.
     problem: why this rank cannot share memory; None if it can.
     files: how many it may open, and how many it needs for the store that ranks met in; None if it needs none,
@@ -69,7 +70,6 @@ class _Introduction:
     """
 
     rank: int
-    global_rank: int
     pid: int
     host: str
     control_fd: int
@@ -113,20 +113,19 @@ class SharedMemory:
                 fd = _create_file(nbytes) if self.rank == 0 else -1
         except OSError as error:
             problem = f"cannot share memory: {error}"
-        mine = _Introduction(self.rank, dist.get_rank(), os.getpid(), host_id, fd, problem, files)
+        mine = _Introduction(dist.get_rank(), os.getpid(), host_id, fd, problem, files)
         try:
-            self._peers: list[_Introduction] = exchange(mine, group)
-            _check_files(self._peers)
-            problem = _common_problem(self._peers)
+            ranks: list[_Introduction] = exchange(mine, group)
+            _check_files(ranks)
+            problem = _common_problem(ranks)
             try:
                 if problem is None:
-                    first = self._peers[0]
-                    control = _open_peer_file(first.pid, first.control_fd, nbytes)
-                    for peer in self._peers:
-                        if peer.rank != self.rank:
+                    control = _open_peer_file(ranks[0].pid, ranks[0].control_fd, nbytes)
+                    for peer in ranks:
+                        if peer.rank != mine.rank:
                             # A peer that lives waits in the exchange below, so its pid has not gone to
                             # another process.
-                            self._pidfds[peer.global_rank] = os.pidfd_open(peer.pid)
+                            self._pidfds[peer.rank] = os.pidfd_open(peer.pid)
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot open a peer's memory: {error}"
             problems = [each for each in exchange(problem, group) if each is not None]
@@ -139,9 +138,8 @@ class SharedMemory:
         record_end = counters_nbytes + self.size * flight_record.NBYTES
         self._words = control[:counters_nbytes].cast("q")
         self._entries = control[counters_nbytes:record_end]
-        ranks = [peer.global_rank for peer in self._peers]
-        self.slots = StatusSlots(self.rank, ranks, control[record_end:])
-        self.pids = {peer.global_rank: peer.pid for peer in self._peers}
+        self.pids = {peer.rank: peer.pid for peer in ranks}  # by global rank
+        self.slots = StatusSlots(self.rank, [*self.pids], control[record_end:])
         self._fence = Fence()
         self._arrivals = 0
         # With more ranks than cores, spinning would keep the rank that is waited for from running.
@@ -186,7 +184,7 @@ class SharedMemory:
         offered = self.get(0, self.OFFER_FD)
         if offered >= 0:
             try:
-                memory = _open_peer_file(self._peers[0].pid, offered, nbytes)
+                memory = _open_peer_file(next(iter(self.pids.values())), offered, nbytes)
             except OSError as error:
                 refusal = error.errno or errno.EIO
         self.set(self.REFUSAL, -offered if self.rank == 0 and offered < 0 else refusal)
@@ -196,11 +194,10 @@ class SharedMemory:
         self.barrier(label)
         if fd >= 0:
             os.close(fd)
-        for peer in self._peers:
-            if refusal := self.get(peer.rank, self.REFUSAL):
+        for number, rank in enumerate(self.pids):
+            if refusal := self.get(number, self.REFUSAL):
                 raise UnavailableError(
-                    f"{label}: rank {peer.global_rank} cannot share {nbytes} bytes: "
-                    f"{os.strerror(refusal)}"
+                    f"{label}: rank {rank} cannot share {nbytes} bytes: {os.strerror(refusal)}"
                 )
         assert memory is not None
         return memory
@@ -275,12 +272,12 @@ class SharedMemory:
                     checked = now
                     # Before looking who is gone: a rank that has seen that paths differ raises and
                     # may leave, and the difference is the better error.
-                    reporter.check({peer: self.pids.get(peer) for peer in late})
+                    reporter.check(late)
                     self._check_alive(counter, value, label)
 
     def _late(self, counter: int, value: int) -> list[int]:
         """Return the global ranks whose counter is below ``value``."""
-        return [peer.global_rank for peer in self._peers if self.get(peer.rank, counter) < value]
+        return [rank for number, rank in enumerate(self.pids) if self.get(number, counter) < value]
 
     def _check_alive(self, counter: int, value: int, label: str) -> None:
         """Raise PeerLostError if a rank that has not arrived has exited, or given up as it lost another."""
@@ -375,7 +372,7 @@ def _check_files(introductions: list[_Introduction]) -> None:
             needed = for_store + (len(introductions) - 1 + _FILES if is_one_host else 0)
             if left < needed:
                 raise AllocationError(
-                    f"Rank {peer.global_rank} may open {left} more files, and needs {needed} to be connected with "
+                    f"Rank {peer.rank} may open {left} more files, and needs {needed} to be connected with "
                     f"the others, {for_store} of them for the store that the ranks met in. Raise its limit on open "
                     "files (ulimit -n), and start again."
                 )
@@ -385,7 +382,7 @@ def _common_problem(introductions: list[_Introduction]) -> str | None:
     """Return why these ranks cannot share memory, in the same words on all ranks."""
     for peer in introductions:
         if peer.problem is not None:
-            return f"rank {peer.global_rank}: {peer.problem}"
+            return f"rank {peer.rank}: {peer.problem}"
     if len({peer.host for peer in introductions}) > 1:
         return "the ranks are on different hosts, in different containers, or of different users"
     if len({peer.pid for peer in introductions}) < len(introductions):

@@ -118,7 +118,7 @@ class AgreedOrder:
             if not has_shown and time.monotonic() - started > _STILL_S:
                 has_shown = True
                 show(watchdog().board, record, place)
-            reporter.check(dict.fromkeys(others))
+            reporter.check(others)
 
         store = self._store.during(look)  # it may be out of reach itself
         pause = _FIRST_PAUSE_S

@@ -28,7 +28,6 @@ from fullshard.peers.store import StoreInTime, connected_store, store_in_time
 NBYTES = 8192  # of a rank's slot
 _HEAD_NBYTES = 8  # length and checksum of what follows
 _FEW_RANKS = 16
-_ANSWER_S = 5.0  # of the store
 _FIND_S = 1.0  # for a rank to have said where it can be reached
 _ROLL_EVERY_S = 1.0  # at which a rank that has others on other hosts looks whether it is asked for
 _ROLL_CALL_S = 2.5  # for ranks to say that they are there, after a connection broke
@@ -81,12 +80,12 @@ class StatusBoard:
         self._store: StoreInTime | None = None
         self._is_store_gone = False
         with contextlib.suppress(Exception):
-            self._store = connected_store(_ANSWER_S)
+            self._store = connected_store()
         # Of a store that an earlier default group has used, ranks must not read what they said then.
         # All ranks count alike.
         self._epoch = 0
         with contextlib.suppress(Exception):
-            self._epoch = int(store_in_time(_ANSWER_S).add(f"fullshard/epochs/{rank}", 1))
+            self._epoch = int(store_in_time().add(f"fullshard/epochs/{rank}", 1))
         self.has_other_hosts = False  # whether some rank met here shares no memory with this one
         self.connections = Connections(
             rank, lambda other: self.shown("door", [other], _FIND_S)[other]

@@ -17,6 +17,7 @@ from fullshard.host import files_left, is_listening
 from fullshard.process_hooks import start_thread
 from fullshard.torch_private import default_store
 
+ANSWER_S = 5.0  # for an answer that only serves messages
 _CONNECT_S = 10.0  # for a store that is there to let this process in
 _LOOK_EVERY_S = 0.5  # at what the caller does meanwhile
 
@@ -90,12 +91,12 @@ def files_for_store() -> int:
     return 1 + (dist.get_world_size() if is_listening(store.port) else 0)
 
 
-def store_in_time(limit_s: float) -> StoreInTime:
+def store_in_time(limit_s: float = ANSWER_S) -> StoreInTime:
     """Return the program's own connection to the store that ranks met in."""
     return StoreInTime(default_store(), limit_s)
 
 
-def connected_store(limit_s: float) -> StoreInTime:
+def connected_store(limit_s: float = ANSWER_S) -> StoreInTime:
     """Return a new connection to the store that ranks met in: the program's may be waiting in a call.
 
     Raises CommError where none can be had: torch would try again for as long as ranks may take to meet.

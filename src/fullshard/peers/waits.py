@@ -18,7 +18,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -56,7 +56,6 @@ _FRAMES_SHOWN = 12
 _COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
 _GRACE_S = 1.0
-_ANSWER_S = 5.0  # of the store
 _PROCESS = "fullshard/process/{}"
 _CAME = "fullshard/came/{}/{}"  # by the group and the rank: to how many calls
 # In errors that may mean that a rank is gone. Gloo raises plain RuntimeErrors, so their words are all there is to go by.
@@ -79,13 +78,13 @@ class WaitReporter:
         self._record = record
         self._started = time.perf_counter()
         self._next_report_s = _SLOW_S
-        self._unreached: set[int] = set()  # that have been reported
+        self._unreached: frozenset[int] = frozenset()  # that have been reported
 
-    def check(self, late: Mapping[int, int | None]) -> None:
-        """Report ranks that are late, now and then; to be called often.
+    def check(self, late: Collection[int]) -> None:
+        """Report ranks that are late, by their global numbers, now and then; to be called often.
 
-        late: by global rank, its process on this host; None if that is unknown. Raises DivergenceError if a rank has
-        taken another path, what the watchdog has found, and the error of `end` if it took too long.
+        Raises DivergenceError if a rank has taken another path, what the watchdog has found, and the error of `end` if it
+        took too long.
         """
         if self._record is not None:
             self._record.compare()
@@ -93,16 +92,16 @@ class WaitReporter:
         waited = time.perf_counter() - self._started
         if waited > self._timeout_s:
             raise self.end(late)
-        unreached = late.keys() & watchdog().board.unreached
+        unreached = watchdog().board.unreached.intersection(late)
         if waited > self._next_report_s or unreached - self._unreached:
             self._next_report_s *= _LONGER
             self._unreached = unreached
             logger.warning("%s", self._describe(late))
 
-    def end(self, late: Mapping[int, int | None]) -> CommError:
+    def end(self, late: Collection[int]) -> CommError:
         """Return the error for ranks that did not come in time: lost if one does not answer at all."""
         text = f"{self._describe(late)}\nGiving up, as the process group's timeout is over. "
-        if late.keys() & watchdog().board.unreached:
+        if watchdog().board.unreached.intersection(late):
             return PeerLostError(
                 f"{text}Look at that rank's host and the network; restart from the last checkpoint."
             )
@@ -110,7 +109,7 @@ class WaitReporter:
             f"{text}If that rank is only slow, allow more: init_process_group(timeout=...)."
         )
 
-    def _describe(self, late: Mapping[int, int | None]) -> str:
+    def _describe(self, late: Collection[int]) -> str:
         waited = time.perf_counter() - self._started
         head = f"rank {dist.get_rank()} has waited {waited:.0f} s in {self._label}"
         if not late:
@@ -119,9 +118,10 @@ class WaitReporter:
         # Of ranks that this one is not connected to, others may know.
         statuses = board.read(range(dist.get_world_size()))
         said = {rank: by for by, each in statuses.items() for rank in each.unreached}
-        are_alive = all(late.values()) and not late.keys() & (said.keys() | board.unreached)
+        pids = {} if self._record is None else self._record.pids
+        are_alive = pids.keys() >= {*late} and not (said.keys() | board.unreached) & {*late}
         parts = [f"{head} for {name_ranks(late)}, {'alive but ' * are_alive}not here yet."]
-        for rank, pid in sorted(late.items()):
+        for rank in sorted(late):
             if rank in board.unreached:
                 parts.append(
                     f"rank {rank} is out of reach: its host does not answer. If the link comes back, all goes on."
@@ -131,7 +131,7 @@ class WaitReporter:
                     f"rank {rank} is out of reach for rank {said[rank]}: its host does not answer."
                 )
             else:
-                parts.append(what_it_does(rank, pid, statuses.get(rank)))
+                parts.append(what_it_does(rank, pids.get(rank), statuses.get(rank)))
         return "\n".join(parts)
 
 
@@ -197,26 +197,20 @@ def _ends_soon(work: Any) -> bool:
     return True
 
 
-def _late(record: FlightRecord | None, moving: dist.ProcessGroup | None) -> dict[int, int | None]:
-    """Return the ranks that have entered less than this one, or all others if that is unknown.
-
-    Each with its process on this host, if that is known.
-    """
+def _late(record: FlightRecord | None, moving: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks that have entered less than this one, or all others if that is unknown."""
     if record is None or not record.is_shared:
         ranks = dist.get_process_group_ranks(moving) if record is None else record.ranks
-        return dict.fromkeys(rank for rank in ranks if rank != dist.get_rank())
-    last = {part: record.last_of(part) for part in range(len(record.ranks)) if part != record.rank}
-    late = [p for p, entry in last.items() if entry is None or entry.place < record.place]
-    return {record.ranks[part]: record.pids.get(record.ranks[part]) for part in late}
+        return [rank for rank in ranks if rank != dist.get_rank()]
+    last = {rank: record.last_of(part) for part, rank in enumerate(record.ranks)}
+    return [rank for rank, entry in last.items() if entry is None or entry.place < record.place]
 
 
 # Ranks that are gone
 
 
-# Default groups that this process was announced in. Once per group serves all units; once per unit
-# would be hundreds of writes per rank to one store.
-_announced: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-# What ranks have announced in a default group, by their number; None of those of other hosts.
+# The processes of a default group's ranks, as they have announced them, by their number; None of this rank's own, and of
+# those of other hosts.
 _processes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int | None]]"
 _processes = weakref.WeakKeyDictionary()
 
@@ -225,23 +219,23 @@ def announce() -> None:
     """Write to the store which process this rank is, unless that was done already."""
     # It only serves messages. With an unusual store, or without /proc, these lack the rank's name.
     with contextlib.suppress(Exception):
-        world = default_group()
-        if world not in _announced:
-            process = f"{host.identity()} {os.getpid()}"
-            store_in_time(_ANSWER_S).set(_PROCESS.format(dist.get_rank()), process)
-            _announced.add(world)
+        known, rank = _processes.setdefault(default_group(), {}), dist.get_rank()
+        # Once per group serves all units; once per unit would be hundreds of writes per rank to one store.
+        if rank not in known:
+            store_in_time().set(_PROCESS.format(rank), f"{host.identity()} {os.getpid()}")
+            known[rank] = None
 
 
 def leave_word(group: dist.ProcessGroup, number: int) -> None:
     """Leave word in the store that this rank has come to call ``number`` of those that a group counts."""
     with contextlib.suppress(Exception):  # as above
-        store_in_time(_ANSWER_S).set(_CAME.format(group.group_name, group.rank()), str(number))
+        store_in_time().set(_CAME.format(group.group_name, group.rank()), str(number))
 
 
 def absent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
     """Return the ranks of a group that have not come to a call; none if the store does not tell."""
     with contextlib.suppress(Exception):
-        store = store_in_time(_ANSWER_S)
+        store = store_in_time()
         keys = {rank: _CAME.format(group.group_name, rank) for rank in range(group.size())}
         came = {rank: int(store.get(key)) for rank, key in keys.items() if key in store}
         return [rank for rank in keys if came.get(rank, -1) < number]
@@ -304,7 +298,7 @@ def lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[int
     known = _processes.setdefault(default_group(), {})
     ranks = dist.get_process_group_ranks(group)
     with contextlib.suppress(Exception):  # the store may have died with its rank
-        store = store_in_time(_ANSWER_S)
+        store = store_in_time()
         for rank in ranks:
             # Asked once: many ranks may look often, while they wait in the store for one.
             if rank not in known and (key := _PROCESS.format(rank)) in store:
