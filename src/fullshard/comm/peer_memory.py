@@ -47,10 +47,8 @@ class PeerMemoryComm(StagingComm):
     name = "peer memory (one host)"
     overlaps = False
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        if device.type != "cpu":
-            raise UnavailableError(f"it serves CPU ranks, this is {device.type}")
-        backend = backend_name(group, device)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        backend = backend_name(group, torch.device("cpu"))
         if backend != "gloo":
             raise UnavailableError(f"the process group's backend is {backend}, not gloo")
         super().__init__(group)

@@ -35,7 +35,7 @@ from fullshard.comm.packing import copy_in_gradients
 from fullshard.comm.shared_memory import SharedMemory, UnavailableError
 from fullshard.errors import CommError
 from fullshard.peers.flight_record import FlightRecord, keep_record
-from fullshard.plan.layout import BucketLayout, DirectRule
+from fullshard.plan.layout import BucketLayout
 from fullshard.plan.sizes import round_up
 
 # Bytes of a cache line. Stretches and the fields in them begin on one, so that ranks which write
@@ -56,14 +56,11 @@ class Ring:
 
     nbytes: size of each rank's part.
     comm: keeps the parts, and knows what has to be ordered besides counters.
-    max_under_way: number of reductions that may be staged and not yet read by all ranks; None for
-        any number that fits.
     """
 
-    def __init__(self, comm: "StagingComm", max_under_way: int | None = None) -> None:
+    def __init__(self, comm: "StagingComm") -> None:
         self.nbytes = 0
         self._comm = comm
-        self._max_under_way = max_under_way
         self._next = 0  # byte at which the next stretch begins if it fits before the end
         self._sequence = 0  # number of the last reduction that was claimed; the first one is 1
         # Oldest first. Stretches that all ranks have consumed stay until somebody waits for them.
@@ -108,9 +105,9 @@ class Ring:
             if each.start < stop and start < each.stop:
                 latest = each.sequence
                 break
-        if self._max_under_way is not None:
+        if self._comm.max_under_way is not None:
             # The reduction that used this one's turn of events and flags (see `device_memory`).
-            latest = max(latest, self._sequence + 1 - self._max_under_way)
+            latest = max(latest, self._sequence + 1 - self._comm.max_under_way)
         if latest > 0:
             self._wait_consumed(latest, label)
         self._sequence += 1
@@ -199,11 +196,11 @@ class PendingSum:
 class StagingComm(Comm):
     """Communication of ranks of one host that stage what they sum in a ring, whose parts a subclass keeps.
 
-    memory: what their hosts share.
+    memory: what their hosts share. max_under_way: number of reductions that may be staged and not yet read by all ranks; None
+        for any number that fits.
     """
 
-    gathers_alone = True
-    rule = DirectRule(even=False, min_nbytes=0)
+    max_under_way: int | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.memory = SharedMemory(group)

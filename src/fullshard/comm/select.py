@@ -11,8 +11,9 @@ import weakref
 import torch
 import torch.distributed as dist
 
+import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.comm.collectives import CollectivesComm
-from fullshard.comm.cuda_ipc import CudaIpc, ranks_share_a_gpu
+from fullshard.comm.cuda_ipc import CudaIpc, gpu_uuid
 from fullshard.comm.device_memory import DeviceMemoryComm
 from fullshard.comm.interface import Comm
 from fullshard.comm.local import LocalComm
@@ -183,16 +184,20 @@ def _peer_memory(
 def _connect(group: dist.ProcessGroup, device: torch.device) -> Comm:
     """Return new communication through peer memory. Raises UnavailableError on all ranks alike."""
     if device.type == "cpu":
-        return PeerMemoryComm(group, device)
+        return PeerMemoryComm(group)
     if device.type == "cuda":
-        return DeviceMemoryComm(group, CudaIpc(device), "CUDA IPC")
+        return DeviceMemoryComm(group, CudaIpc(device))
     raise UnavailableError(f"it serves CPU and CUDA ranks, this is {device.type}")
 
 
 def _share_a_gpu(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether ranks of the group compute on one GPU. All ranks are asked, once per group."""
+    """Return whether two ranks of the group compute on one GPU. All ranks are asked, once per group."""
     if group not in _sharing:
-        # Other backends, such as the fake one, may have no process behind their ranks.
-        of_processes = backend_names(group) & {"nccl", "gloo"}
-        _sharing[group] = bool(of_processes) and ranks_share_a_gpu(group, device)
+        # With a visible GPU for every rank nobody is asked: sharing one would then be a mistake, which NCCL reports.
+        # Backends such as the fake one may have no process behind their ranks.
+        has_processes = not {"nccl", "gloo"}.isdisjoint(backend_names(group))
+        places: list[tuple[str, str]] = []
+        if has_processes and group.size() > torch.accelerator.device_count():
+            places = exchange((host.identity(), gpu_uuid(device.index)), group)
+        _sharing[group] = len({*places}) < len(places)
     return _sharing[group]

@@ -33,7 +33,7 @@ from fullshard.peers.agreed_order import AgreedOrder
 from fullshard.peers.flight_record import Fence, FlightRecord, keep_record, known_record
 from fullshard.peers.groups import exchange, timeout_s
 from fullshard.peers.status_board import StatusSlots
-from fullshard.peers.store import files_for_store
+from fullshard.peers.store import tcp_store
 from fullshard.peers.waits import WaitReporter, loss
 from fullshard.peers.watchdog import has_watchdog, watchdog
 
@@ -65,8 +65,7 @@ class _Introduction:
     rank: its global number.
     control_fd: descriptor of the control memory, from rank 0 alone; else -1.
     problem: why this rank cannot share memory; None if it can.
-    files: how many it may open, and how many it needs for the store that ranks met in; None if it needs none,
-        as it has connected before, or that is not known.
+    files: see `_files`; None if it needs none, as it has connected before.
     """
 
     rank: int
@@ -351,13 +350,17 @@ def _platform_problem() -> str | None:
 
 
 def _files() -> tuple[int, int] | None:
-    """Return `_Introduction.files`."""
-    left = host.files_left()
+    """Return how many files this process may open, and how many it needs for connections to the store; None if unknown.
+
+    One of its own, and the other ends of all ranks' where the store is in this process.
+    """
+    left, store = host.files_left(), tcp_store()
+    if left is None or store is None:
+        return None
     try:
-        needed = files_for_store()
+        return left, 1 + (dist.get_world_size() if host.is_listening(store.port) else 0)
     except OSError:  # there is no room to look
-        left, needed = 0, 1
-    return (left, needed) if left is not None and needed else None
+        return 0, 1
 
 
 def _check_files(introductions: list[_Introduction]) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fullshard.peers.divergence import show
 from fullshard.peers.flight_record import FlightRecord
 from fullshard.peers.groups import exchange, timeout_s
-from fullshard.peers.store import StoreInTime, connected_store
+from fullshard.peers.store import connected_store
 from fullshard.peers.waits import WaitReporter, loss, lost_ranks, naming_lost_ranks
 from fullshard.peers.watchdog import watchdog
 
@@ -46,17 +46,19 @@ _STILL_S = 1.0  # of waiting, after which others may come to ask what this rank 
 class AgreedOrder:
     """Makes the ranks of a group agree on each entry of their flight records. Called by `FlightRecord.enter`.
 
-    store: that the ranks met in. prefix: of its keys, the same on all ranks of the group.
+    Raises an exception of any kind where the store that the ranks met in cannot serve this one.
     """
 
-    def __init__(
-        self, record: FlightRecord, group: dist.ProcessGroup, store: StoreInTime, prefix: str
-    ) -> None:
+    def __init__(self, record: FlightRecord, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # its flight record has this, and goes with it
-        self._ranks = record.ranks
-        self._store = store
-        self._prefix = prefix
         self._timeout_s = timeout_s(group)
+        # Others may be as late as in any collective of the group.
+        self._store = connected_store(self._timeout_s)
+        # A group of the same ranks and name may have been here before. Every rank counts for itself,
+        # and all count alike.
+        prefix = _KEY.format(record.key)
+        number = self._store.add(f"{prefix}/of rank {record.rank}", 1)
+        self._prefix = f"{prefix}/{number}"
         self._foreseen: dict[int, int] = {}  # a checksum, by what came last
         self._recent = 0
         self._last_keys: tuple[str, ...] = ()
@@ -70,13 +72,7 @@ class AgreedOrder:
         """
         order, problem = None, ""
         try:
-            # Others may be as late as in any collective of the group.
-            store = connected_store(timeout_s(group))
-            prefix = _KEY.format(record.key)
-            # A group of the same ranks and name may have been here before. Every rank counts for itself,
-            # and all count alike.
-            number = store.add(f"{prefix}/of rank {record.rank}", 1)
-            order = cls(record, group, store, f"{prefix}/{number}")
+            order = cls(record, group)
         except Exception as error:  # of any kind of store; or this rank may open no more files
             problem = f"rank {dist.get_rank()}: {error}"
         # Otherwise some would ask, and wait for others that do not.
@@ -109,7 +105,7 @@ class AgreedOrder:
         answer = f"{self._prefix}/{place}"
         count = f"{answer}/{checksum:08x}"
         reporter = WaitReporter(what, self._timeout_s, record)
-        others = [rank for rank in self._ranks if rank != dist.get_rank()]
+        others = [rank for rank in record.ranks if rank != dist.get_rank()]
         started = looked = time.monotonic()
         has_shown = False
 
@@ -123,9 +119,9 @@ class AgreedOrder:
         store = self._store.during(look)  # it may be out of reach itself
         pause = _FIRST_PAUSE_S
         # Asked again and again: where the store's own wait is not over in time, it prints warnings.
-        longest = max(_LONGEST_PAUSE_S, len(self._ranks) * _PAUSE_PER_RANK_S)
+        longest = max(_LONGEST_PAUSE_S, len(record.ranks) * _PAUSE_PER_RANK_S)
         with watchdog().waiting(what, (record.key,)):
-            is_last = store.add(count, 1) == len(self._ranks)
+            is_last = store.add(count, 1) == len(record.ranks)
             if is_last:
                 store.set(answer, "")
                 # All ranks are here, so none still waits for the answer before this one.
@@ -149,8 +145,8 @@ class AgreedOrder:
 
 
 def _ended(others: Sequence[int]) -> set[int]:
-    words = {rank: watchdog().board.last_words(rank) for rank in others}
+    board = watchdog().board
     # Not one that is about to raise an error: this rank's watchdog will raise the same here, once all who
     # have to are ready to. A rank that ends breaks the calls of others.
-    gone = {rank for rank, each in words.items() if each is not None and each.has_ended}
-    return gone | watchdog().board.lost(others)
+    gone = {rank for rank, each in board.last_words(others).items() if each.has_ended}
+    return gone | board.lost(others)

@@ -36,20 +36,6 @@ from fullshard.peers.paths import (
 from fullshard.peers.status import STEADY_BEATS, RankStatus, State, Tails
 
 _NAMES_SHOWN = 6  # parameters in a message
-_REMEDIES = {
-    "sizes": (
-        "It is one operation of one unit, with other sizes. Give its parameters the same shapes and "
-        "dtypes on every rank, and its gradients too: on some ranks they may be wider than the "
-        "parameters, from an autograd.Function that returns float32 for bfloat16."
-    ),
-    "frozen": "Freeze the same parameters on every rank, before the same step.",
-    "built": "Build and shard the same model on every rank, in the same order.",
-    "calls": "Let every rank make the same calls, in the same order.",
-    "paths": (
-        "Let every rank run the same units in the same order, and make the same calls. For modules "
-        "that only some ranks run: set_unused(module, 'zero', may_be_skipped=True)."
-    ),
-}
 _RESTART = "The cause is in that rank's own output; restart from the last checkpoint."
 _LEAVE_TOGETHER = "Let every rank run as many steps, and leave together; one that has run out of data has to tell the others."
 
@@ -80,7 +66,7 @@ def describe_difference(
         first_difference(trails),
         *lacking,
         _in_models(names, trails),
-        _REMEDIES[_kind_of({text.partition(": ")[2] for text in entries.values()})],
+        _remedy({text.partition(": ")[2] for text in entries.values()}),
     ]
     return " ".join(filter(None, sentences))
 
@@ -118,18 +104,26 @@ def _in_models(names: Names, trails: Mapping[int, Sequence[Event]]) -> str:
     return f"Of {len(names.models)} models: {', '.join(seen)}." if seen else ""
 
 
-def _kind_of(texts: Collection[str]) -> str:
-    """Return which remedy fits entries that differ."""
+def _remedy(texts: Collection[str]) -> str:
+    """Say what to do about entries that differ."""
     if any(text.partition(" (digest ")[0].endswith((" now", " more")) for text in texts):
-        return "frozen"
+        return "Freeze the same parameters on every rank, before the same step."
     if any(text.startswith("allocating shards") for text in texts):
-        return "built"
+        return "Build and shard the same model on every rank, in the same order."
     has_sizes = all(text.endswith(" bytes)") for text in texts)  # they are not cut off
-    is_same = len({text.rpartition(" (")[0] for text in texts}) == 1
-    if is_same and has_sizes:
-        return "sizes"
+    if has_sizes and len({text.rpartition(" (")[0] for text in texts}) == 1:
+        return (
+            "It is one operation of one unit, with other sizes. Give its parameters the same shapes and "
+            "dtypes on every rank, and its gradients too: on some ranks they may be wider than the "
+            "parameters, from an autograd.Function that returns float32 for bfloat16."
+        )
     # Of units that only some ranks run, reductions meet other reductions, or the end of the pass.
-    return "paths" if any(": reduce-scatter" in text for text in texts) else "calls"
+    if any(": reduce-scatter" in text for text in texts):
+        return (
+            "Let every rank run the same units in the same order, and make the same calls. For modules "
+            "that only some ranks run: set_unused(module, 'zero', may_be_skipped=True)."
+        )
+    return "Let every rank make the same calls, in the same order."
 
 
 def first_mismatch(tails: Mapping[int, Tails]) -> tuple[str, int, Mapping[int, str]] | None:

@@ -74,7 +74,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     try:
         backend: Any = group._get_backend(torch.device(device.type))
     except RuntimeError as error:
-        known = ", ".join(f"{each.type}: {_name(group, each)}" for each in group._device_types)
+        known = ", ".join(
+            f"{each.type}: {backend_name(group, each)}" for each in group._device_types
+        )
         raise CommError(
             f"rank {dist.get_rank()}: the process group of ranks "
             f"{dist.get_process_group_ranks(group)} has no backend for {device.type} (it has "
@@ -93,7 +95,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """
     kind: type = type(group)
     if kind is dist.ProcessGroup:
-        return _name(group, device)
+        return str(backend_of(group, device).name())
     name = group.name() if issubclass(kind, dist.ProcessGroup) else _NAMELESS[0]
     return kind.__name__ if name in _NAMELESS else name
 
@@ -147,10 +149,6 @@ def abort(group: dist.ProcessGroup) -> None:
 def let_go_at_exit() -> None:
     """Sleep a moment at the program's end, for Gloo's threads: see [Note: Leaving Gloo]."""
     at_exit(time.sleep, _LET_GO_S, why="Gloo's threads let go of what they have sent")
-
-
-def _name(group: dist.ProcessGroup, device: torch.device) -> str:
-    return str(backend_of(group, device).name())
 
 
 # Values exchanged while ranks connect

@@ -112,7 +112,7 @@ class StatusBoard:
         self._untold |= self.connections.ended()
         for rank in list(self._untold):
             with contextlib.suppress(Exception):  # of the store, which is told later
-                if self.last_words(rank) is None:
+                if not self.last_words([rank]):
                     self._asked().set(self._key("lost", rank), "")
                     self._asked().set(self._key("lost"), "")
                 self._untold.discard(rank)
@@ -152,10 +152,9 @@ class StatusBoard:
                 found |= self._read_store(missing)
         return dict(sorted(found.items()))
 
-    def last_words(self, rank: int) -> RankStatus | None:
-        """Return what a rank that has left or ended has said last; None if it has said nothing."""
-        status = self.read([rank]).get(rank)
-        return status if status is not None and status.has_gone else None
+    def last_words(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+        """Return what those of these ranks have said last that will take part in nothing any more."""
+        return {rank: status for rank, status in self.read(ranks).items() if status.has_gone}
 
     # What the system says of ranks, and they of each other
 
@@ -242,10 +241,8 @@ class StatusBoard:
 
     def _answer_roll(self) -> None:
         """Say that this rank is there, to all who have asked since the last time."""
-        if self._store is None or self._is_store_gone:
-            return
         try:
-            asked = int(self._store.add(self._key("roll"), 0))
+            asked = int(self._asked().add(self._key("roll"), 0))
         except CommError:  # no answer now, as while a link is down
             return
         except Exception:

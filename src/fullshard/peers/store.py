@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.errors import CommError
-from fullshard.host import files_left, is_listening
+from fullshard.host import files_left
 from fullshard.process_hooks import start_thread
 from fullshard.torch_private import default_store
 
@@ -79,16 +79,6 @@ def tcp_store() -> dist.TCPStore | None:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return store if isinstance(store, dist.TCPStore) else None
-
-
-def files_for_store() -> int:
-    """Return how many files this process needs to open for a connection of each rank to the store that they met in.
-
-    One of its own, and the other ends of all where the store is in this process. Raises OSError where none can be opened.
-    """
-    if (store := tcp_store()) is None:
-        return 0
-    return 1 + (dist.get_world_size() if is_listening(store.port) else 0)
 
 
 def store_in_time(limit_s: float = ANSWER_S) -> StoreInTime:

@@ -268,7 +268,7 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
         record.compare()
     board = watchdog().board
     others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    gone = lost_ranks(group) or [rank for rank in others if board.last_words(rank) is not None]
+    gone = lost_ranks(group) or board.last_words(others)
     # On other hosts: those whose connection broke too are there to say so, the lost one is not.
     missing = set() if gone else board.missing(others)
     if gone or missing:
@@ -283,8 +283,10 @@ def loss(ranks: Iterable[int], label: str) -> FullshardError:
 
     Ranks that wait for this one learn whom it has lost, instead of losing it.
     """
-    words = {rank: watchdog().board.last_words(rank) for rank in sorted(ranks)}
-    error = diagnosis.loss(words, {rank: last_entry_of(rank) for rank in words}, _now(label))
+    lost = sorted(ranks)
+    words = watchdog().board.last_words(lost)
+    entered = {rank: last_entry_of(rank) for rank in lost}
+    error = diagnosis.loss({rank: words.get(rank) for rank in lost}, entered, _now(label))
     watchdog().tell(error)
     return error
 

@@ -119,20 +119,12 @@ class Watchdog:
         program has collectives too, if that is so.
         """
         thread = threading.get_ident()
-        before = self._waits.get(thread)
-        self._waits[thread] = {
-            "state": State.WAITS,
-            "where": label,
-            "waited": groups,
-            "in_group": in_group,
-        }
+        facts = {"state": State.WAITS, "where": label, "waited": groups, "in_group": in_group}
+        self._waits[thread] = facts
         try:
             yield
         finally:
-            if before is None:
-                del self._waits[thread]
-            else:
-                self._waits[thread] = before
+            del self._waits[thread]
 
     def check(self) -> None:
         """Raise what the watchdog has found, once. To be called in every wait."""
