@@ -288,7 +288,7 @@ class SharedMemory:
         missed = {rank for rank in late if self._pidfds.get(rank) in ready}
         for rank in late:
             status = self.slots.read(rank)
-            if status is not None and status.is_loss:
+            if status is not None and status.verdict is not None and status.verdict.is_loss:
                 missed.add(rank)
         if missed:
             raise loss(missed, label)

@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from fullshard.errors import CommError, DivergenceError, FullshardError, PeerLostError
+from fullshard.errors import CommError, PeerLostError
 from fullshard.peers.paths import (
     Event,
     by_text,
@@ -33,7 +33,7 @@ from fullshard.peers.paths import (
     said,
     without_gradients,
 )
-from fullshard.peers.status import STEADY_BEATS, RankStatus, State, Tails
+from fullshard.peers.status import STEADY_BEATS, RankStatus, State, Tails, Verdict
 
 _NAMES_SHOWN = 6  # parameters in a message
 _RESTART = "The cause is in that rank's own output; restart from the last checkpoint."
@@ -145,18 +145,6 @@ def first_mismatch(tails: Mapping[int, Tails]) -> tuple[str, int, Mapping[int, s
 # Ranks that stand still
 
 
-class Verdict(NamedTuple):
-    """An error that this rank has to raise.
-
-    about: the flight record and place at which ranks differ; empty if that is not what it says. ranks: that will
-    find a verdict too.
-    """
-
-    error: FullshardError
-    about: str = ""
-    ranks: Collection[int] = ()
-
-
 def judge(own: RankStatus, statuses: Mapping[int, RankStatus], world_size: int) -> Verdict | None:
     """Return the verdict for this rank if it can never go on. statuses: of all ranks that have posted one, and ``own``."""
     # The collectives on its device will never end, though it may not wait for them yet.
@@ -165,16 +153,12 @@ def judge(own: RankStatus, statuses: Mapping[int, RankStatus], world_size: int) 
     if own.rank not in stuck:
         return None
     others = [each for rank, each in sorted(statuses.items()) if rank != own.rank]
-    if final := [final_error(each) for each in others if each.is_final]:
-        return Verdict(final[0], ranks=stuck)
+    for each in others:
+        if each.verdict is not None:
+            return Verdict(each.verdict.text, each.verdict.is_loss, ranks=stuck)
     text = describe_stuck(statuses, stuck, world_size, ended)
     has_failed = any(each.state is State.ENDED and each.error for each in others)
-    return Verdict(PeerLostError(text) if has_failed else DivergenceError(text), ranks=stuck)
-
-
-def final_error(status: RankStatus) -> FullshardError:
-    """Return the error that ranks which wait for this one are to raise."""
-    return PeerLostError(status.error) if status.is_loss else DivergenceError(status.error)
+    return Verdict(text, is_loss=has_failed, ranks=stuck)
 
 
 def waits_for(
@@ -279,7 +263,7 @@ def describe_stuck(
         involved |= waits_for(statuses[rank], statuses, world_size) or set()
     gone = {rank for rank in involved if statuses[rank].has_gone}
     seen = said({rank: str(statuses[rank]) for rank in involved})
-    if any(statuses[rank].error for rank in gone):
+    if any(statuses[rank].error or statuses[rank].verdict for rank in gone):
         return f"Ranks wait for {name_ranks(gone)}, which will not come: {seen}. {_RESTART}"
     if gone:
         return f"Ranks do not end together: {seen}. {_LEAVE_TOGETHER}"
@@ -292,17 +276,15 @@ def describe_stuck(
 # Ranks that are lost
 
 
-def loss(
-    words: Mapping[int, RankStatus | None], entered: Mapping[int, str], label: str
-) -> FullshardError:
-    """Return the error for ranks that are gone while this one waits for them.
+def loss(words: Mapping[int, RankStatus | None], entered: Mapping[int, str], label: str) -> Verdict:
+    """Return the verdict on ranks that are gone while this one waits for them.
 
     words: the last of each, None if it has said nothing. entered: the last that each entered; empty if that is unknown.
-    label: what this rank waits in, and when. A DivergenceError if they ended in order, or because of one; else a PeerLostError.
+    label: what this rank waits in, and when. No loss if they ended in order, or because of something else than one.
     """
     for status in words.values():
-        if status is not None and status.is_final:
-            return final_error(status)
+        if status is not None and status.verdict is not None:
+            return Verdict(status.verdict.text, status.verdict.is_loss)
     texts = []
     for rank, status in sorted(words.items()):
         ended = "died or left without a word" if status is None else str(status)
@@ -310,8 +292,8 @@ def loss(
         texts.append(f"rank {rank} {ended}{last}")
     what = f"{'. '.join(texts)}. Others wait for {name_ranks(words)} in {label}"
     if all(status is not None and not status.error for status in words.values()):
-        return DivergenceError(f"Ranks do not end together: {what}. {_LEAVE_TOGETHER}")
-    return PeerLostError(f"{what}. {_RESTART}")
+        return Verdict(f"Ranks do not end together: {what}. {_LEAVE_TOGETHER}")
+    return Verdict(f"{what}. {_RESTART}", is_loss=True)
 
 
 def out_of_reach(label: str, own_rank: int, words: str, *, has_store: bool) -> CommError:

@@ -286,9 +286,9 @@ def loss(ranks: Iterable[int], label: str) -> FullshardError:
     lost = sorted(ranks)
     words = watchdog().board.last_words(lost)
     entered = {rank: last_entry_of(rank) for rank in lost}
-    error = diagnosis.loss({rank: words.get(rank) for rank in lost}, entered, _now(label))
-    watchdog().tell(error)
-    return error
+    verdict = diagnosis.loss({rank: words.get(rank) for rank in lost}, entered, _now(label))
+    watchdog().tell(verdict)
+    return verdict.error
 
 
 def _now(label: str) -> str:
