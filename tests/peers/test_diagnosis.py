@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.errors import DivergenceError, FullshardError, PeerLostError
-from fullshard.peers.diagnosis import describe_difference, describe_stuck, find_stuck, loss
+from fullshard.peers.diagnosis import Names, describe_difference, describe_stuck, find_stuck, loss
 from fullshard.peers.status import STEADY_BEATS, GroupCounts, RankStatus, State, Verdict
 
 
@@ -179,7 +179,9 @@ def test_ranks_that_ended_in_order_did_not_end_together_and_others_are_lost() ->
 
 def test_the_remedy_follows_from_what_differs() -> None:
     def said(*texts: str) -> str:
-        return describe_difference(7, {r: f"step 1: {t}" for r, t in enumerate(texts)}, {})
+        return describe_difference(
+            7, {r: f"step 1: {t}" for r, t in enumerate(texts)}, {}, Names((), {})
+        )
 
     assert "with other sizes" in said("a: all-gather (64 bytes)", "a: all-gather (128 bytes)")
     assert "Freeze the same parameters" in said("w is frozen now (digest 1)", "a: all-gather")

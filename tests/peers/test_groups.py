@@ -13,9 +13,23 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
-from fullshard.peers.groups import is_gloo, own_group
+from fullshard.peers.groups import is_gloo, own_group, place_in, place_in_job
 from tests.harness import Fate, on_ranks, rank, run_fresh, world_size
 from tests.peers.test_agreed_order import on_hosts_of_their_own
+
+
+def test_without_a_process_group_a_rank_is_alone() -> None:
+    assert place_in_job() == place_in(None) == (0, 1)
+
+
+@on_ranks(3)
+def test_no_group_is_the_job_or_this_rank_alone() -> None:
+    last = dist.new_group([1, 2])
+    assert place_in_job() == (rank(), 3)
+    assert place_in(None) == (0, 1)
+    if isinstance(last, dist.ProcessGroup):
+        assert place_in(last) == place_in_job(last) == (rank() - 1, 2)
+        dist.destroy_process_group(last)
 
 
 @on_ranks(4)

@@ -203,13 +203,8 @@ class Comm(abc.ABC):
         return bucket.shard_numel * wire_dtype.itemsize
 
     @property
-    def held_nbytes(self) -> int:
-        """Bytes that this rank keeps for staging what it sends."""
-        return 0
-
-    @property
     def staging(self) -> Sequence[torch.Tensor]:
-        """Memory of earlier collectives, kept for the next ones; without the device's scratch."""
+        """Memory that this rank keeps from one collective to the next; without the device's scratch."""
         return ()
 
     @property

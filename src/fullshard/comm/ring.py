@@ -254,8 +254,10 @@ class StagingComm(Comm):
         return self._flags_nbytes(len(bucket.params)) + super().summed_nbytes(bucket, wire_dtype)
 
     @property
-    def held_nbytes(self) -> int:
-        return self._ring.nbytes
+    def staging(self) -> Sequence[torch.Tensor]:
+        nbytes = self._ring.nbytes
+        whole = Stretch(0, 0, nbytes)
+        return [self._part(whole, self.rank, 0, nbytes, torch.uint8)] if nbytes else []
 
     def prepare(self, staged_nbytes: Sequence[int]) -> None:
         self._ring.prepare(staged_nbytes)

@@ -313,16 +313,12 @@ def record_of(group: dist.ProcessGroup, backend: str) -> FlightRecord | None:
 def _make_record(group: dist.ProcessGroup, backend: str) -> FlightRecord:
     shared: SharedMemory | None = None
     try:
-        if backend == "gloo":
-            return SharedMemory(group).record
-        if backend == "nccl":
-            # Its collectives want a device, which may be another one later.
+        if backend in ("gloo", "nccl"):
             shared = SharedMemory(group)
-    except AllocationError:
-        raise
-    # RuntimeError of a store that cannot exchange anything, as that of fake process groups.
-    except (UnavailableError, RuntimeError) as reason:
+    except UnavailableError as reason:
         logger.info("ranks share no flight record: %s", reason)
+    if shared is not None and backend == "gloo":
+        return shared.record
     ranks = dist.get_process_group_ranks(group)
     record = FlightRecord(group.rank(), ranks, None, name=group.group_name)
     if shared is not None:

@@ -54,7 +54,7 @@ def describe_difference(
     place: int,
     entries: Mapping[int, str],
     trails: Mapping[int, Sequence[Event]],
-    names: Names = Names((), {}),  # noqa: B008  (frozen)
+    names: Names,
 ) -> str:
     """Say which ranks entered what at a place where they differ, and where their paths parted, as far as that is known.
 

@@ -17,7 +17,7 @@ from fullshard.host import files_left
 from fullshard.process_hooks import start_thread
 from fullshard.torch_private import default_store
 
-ANSWER_S = 5.0  # for an answer that only serves messages
+_ANSWER_S = 5.0  # for an answer that only serves messages
 _CONNECT_S = 10.0  # for a store that is there to let this process in
 _LOOK_EVERY_S = 0.5  # at what the caller does meanwhile
 
@@ -81,12 +81,12 @@ def tcp_store() -> dist.TCPStore | None:
     return store if isinstance(store, dist.TCPStore) else None
 
 
-def store_in_time(limit_s: float = ANSWER_S) -> StoreInTime:
+def store_in_time(limit_s: float = _ANSWER_S) -> StoreInTime:
     """Return the program's own connection to the store that ranks met in."""
     return StoreInTime(default_store(), limit_s)
 
 
-def connected_store(limit_s: float = ANSWER_S) -> StoreInTime:
+def connected_store(limit_s: float = _ANSWER_S) -> StoreInTime:
     """Return a new connection to the store that ranks met in: the program's may be waiting in a call.
 
     Raises CommError where none can be had: torch would try again for as long as ranks may take to meet.
