@@ -53,6 +53,20 @@ def test_ranks_in_different_numbers_of_groups_make_one() -> None:
         dist.destroy_process_group(pair)
 
 
+@on_ranks(4)
+def test_ranks_in_different_numbers_of_groups_reduce_in_a_separate_one() -> None:
+    """As of a pipeline whose stages share ranks."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([1, 2])]
+    before = fullshard.set_default_comm("process_group")
+    model = fullshard.fully_shard(nn.Linear(8, 8))
+    model.set_separate_reduce_scatter_group()
+    model(torch.ones(2, 8)).sum().backward()
+    fullshard.set_default_comm(before)
+    for pair in pairs:
+        if isinstance(pair, dist.ProcessGroup):
+            dist.destroy_process_group(pair)
+
+
 @on_ranks(2)
 def test_a_group_that_took_the_place_of_another_gets_one_of_its_own() -> None:
     """The store still has the addresses of the earlier one, under its name."""

@@ -203,47 +203,44 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         made = None
         # Asked first: if one rank failed to connect, the others would wait for it.
         if all(exchange(_can_connect(group.size()), group)):
-            ranks = dist.get_process_group_ranks(group)
-            options = keeping_order(group)
-            made = _make_group(group.group_name, ranks, group, backend="gloo", **options)
+            made = make_group(dist.get_process_group_ranks(group), group, backend="gloo")
         _own[group] = made
     return _own[group] or group
 
 
-def _make_group(
-    what: str, ranks: Sequence[int], like: dist.ProcessGroup, **options: Any
+def make_group(
+    ranks: Sequence[int],
+    like: dist.ProcessGroup,
+    *,
+    backend: str | None = None,
+    description: str = "fullshard",
 ) -> dist.ProcessGroup | None:
-    """Return a new group that waits as long as another; None if it cannot be made without ranks outside of it.
+    """Return a new group of fullshard's that waits as long as another. Collective among its ranks.
 
-    what: tells it from others over the same ranks.
+    ranks: of the job, in the order of their places. backend: that of the job if None. description: for torch's logs.
+    None if it cannot be made without ranks outside of it.
     """
-    key = group_key(what, ranks)
+    key = group_key(f"{description} {like.group_name}", ranks)
     # With a number of its own a name is never used again, also after groups were destroyed: the store keeps what it
     # was told.
     _times_made[key] += 1
-    with naming_groups(f"fullshard {_times_made[key]} over {key}") as can_name:
+    # Groups are of sorted ranks, but for those that are asked for as they are; torch before 2.13 knows no others, and
+    # no option.
+    options: dict[str, Any] = {} if [*ranks] == sorted(ranks) else {"sort_ranks": False}
+    with naming_groups(f"{key}, {_times_made[key]}") as can_name:
         if not can_name:
             return None
         made = dist.new_group(
             [*ranks],
             timeout=datetime.timedelta(seconds=timeout_s(like)),
+            backend=backend,
             use_local_synchronization=True,  # ranks outside the group do not come here
-            group_desc="fullshard",
+            group_desc=description,
             **options,
         )
     assert isinstance(made, dist.ProcessGroup)
     mark_own(made)
     return made
-
-
-def keeping_order(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the options with which ``new_group`` gives ranks the places that they have in a group.
-
-    Groups are of sorted ranks, but for those that were asked for as they are; older torches know no
-    others (``sort_ranks``, since 2.13), and no option.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    return {} if ranks == sorted(ranks) else {"sort_ranks": False}
 
 
 def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -255,7 +252,7 @@ def group_over(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     groups = _over.setdefault(world, {})
     key = tuple(ranks)
     if key not in groups:
-        made = _make_group("the job", key, world)
+        made = make_group(ranks, world)
         if made is None:
             return None
         groups[key] = made
