@@ -91,15 +91,13 @@ class AgreedOrder:
             group = self._group()
             assert group is not None  # the caller uses it
             with naming_lost_ranks(group, what):
-                self._ask(record, group, place, checksum, what)
+                self._ask(record, place, checksum, what)
             if len(self._foreseen) >= _MOST_FORESEEN:
                 self._foreseen.clear()
             self._foreseen[self._recent] = checksum
         self._recent = (self._recent << _SHIFT ^ checksum) & _RECENT
 
-    def _ask(
-        self, record: FlightRecord, group: dist.ProcessGroup, place: int, checksum: int, what: str
-    ) -> None:
+    def _ask(self, record: FlightRecord, place: int, checksum: int, what: str) -> None:
         """Return once all ranks have asked for the same at this place."""
         self.num_asked += 1
         answer = f"{self._prefix}/{place}"
@@ -134,7 +132,7 @@ class AgreedOrder:
                 if now - started < _LATE_S or now - looked < _LOOK_EVERY_S:
                     continue
                 looked = now
-                if lost := lost_ranks(group, within_s=0.0):
+                if lost := lost_ranks(others, within_s=0.0):
                     raise loss(lost, what)
                 # Those that have ended will not come to ask, unless they have before.
                 gone = _ended(others) if now - started > _STILL_S else ()

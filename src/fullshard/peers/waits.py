@@ -202,7 +202,8 @@ def _late(record: FlightRecord | None, moving: dist.ProcessGroup | None) -> list
     if record is None or not record.is_shared:
         ranks = dist.get_process_group_ranks(moving) if record is None else record.ranks
         return [rank for rank in ranks if rank != dist.get_rank()]
-    last = {rank: record.last_of(part) for part, rank in enumerate(record.ranks)}
+    parts = [part for part in range(len(record.ranks)) if part != record.rank]
+    last = {record.ranks[part]: record.last_of(part) for part in parts}
     return [rank for rank, entry in last.items() if entry is None or entry.place < record.place]
 
 
@@ -268,7 +269,7 @@ def name_lost_ranks(error: RuntimeError, group: dist.ProcessGroup, label: str) -
         record.compare()
     board = watchdog().board
     others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    gone = lost_ranks(group) or board.last_words(others)
+    gone = lost_ranks(others) or board.last_words(others)
     # On other hosts: those whose connection broke too are there to say so, the lost one is not.
     missing = set() if gone else board.missing(others)
     if gone or missing:
@@ -295,10 +296,9 @@ def _now(label: str) -> str:
     return f"{label} ({moment})" if (moment := latest_moment()) else label
 
 
-def lost_ranks(group: dist.ProcessGroup, within_s: float = _GRACE_S) -> list[int]:
-    """Return the group's ranks on this host whose processes are gone, waiting so long for one."""
+def lost_ranks(ranks: Collection[int], within_s: float = _GRACE_S) -> list[int]:
+    """Return those of other ranks on this host whose processes are gone, waiting so long for one."""
     known = _processes.setdefault(default_group(), {})
-    ranks = dist.get_process_group_ranks(group)
     with contextlib.suppress(Exception):  # the store may have died with its rank
         store = store_in_time()
         for rank in ranks:
