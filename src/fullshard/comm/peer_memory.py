@@ -114,10 +114,10 @@ class PeerMemoryComm(StagingComm):
 
     @property
     def mapped_nbytes(self) -> int:
-        return self.size * self._ring.nbytes
+        return self.size * self.ring_nbytes
 
     def _flags(self, stretch: Stretch, num_params: int) -> list[memoryview]:
-        nbytes = self._ring.nbytes
+        nbytes = self.ring_nbytes
         starts = range(stretch.start, self.size * nbytes, nbytes)
         return [self._staging[start : start + num_params] for start in starts]
 
@@ -130,7 +130,7 @@ class PeerMemoryComm(StagingComm):
     def _part(
         self, stretch: Stretch, rank: int, offset: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        start = rank * self._ring.nbytes + stretch.start + offset
+        start = rank * self.ring_nbytes + stretch.start + offset
         return _view(self._staging, start, (numel,), dtype)
 
 

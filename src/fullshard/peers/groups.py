@@ -1,4 +1,4 @@
-"""Process groups: which backends they have, one of fullshard's own beside the program's, values exchanged while they connect.
+"""Process groups: a rank's place in one, its backends, values exchanged while ranks connect, and groups of fullshard's own.
 
 ``get_backend`` returns what somebody typed, for all devices together. For Gloo on the CPU that may
 be "gloo", "cpu:gloo", a part of "cpu:gloo,cuda:nccl", or "undefined" after a bare

@@ -297,7 +297,7 @@ def _now(label: str) -> str:
 
 
 def lost_ranks(ranks: Collection[int], within_s: float = _GRACE_S) -> list[int]:
-    """Return those of other ranks on this host whose processes are gone, waiting so long for one."""
+    """Return those of other ranks on this host whose processes have ended, waiting so long for one."""
     known = _processes.setdefault(default_group(), {})
     with contextlib.suppress(Exception):  # the store may have died with its rank
         store = store_in_time()
