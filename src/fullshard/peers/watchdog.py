@@ -109,9 +109,7 @@ class Watchdog:
     # For the thread that trains
 
     @contextlib.contextmanager
-    def waiting(
-        self, label: str, groups: tuple[str, ...] = (), *, in_group: str = ""
-    ) -> Iterator[None]:
+    def waiting(self, label: str, groups: tuple[str, ...], *, in_group: str = "") -> Iterator[None]:
         """Say that this thread waits in a collective of fullshard's, within the body.
 
         groups: keys of the groups whose ranks it waits for. in_group: the one among them in which the
