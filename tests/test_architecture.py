@@ -356,7 +356,7 @@ _MOST_LINES = {
     "models": 1300,
     "offline": 1000,
     "optim": 800,
-    "peers": 3000,
+    "peers": 3025,
     "plan": 1590,
     "state": 3300,
     "tools": 14750,

@@ -146,13 +146,14 @@ class SharedMemory:
         self._exits = select.poll()
         for pidfd in self._pidfds.values():
             self._exits.register(pidfd, select.POLLIN)
-        watchdog()  # started now, while all ranks are here
+        # Started now, while all ranks are here.
+        watchdog().board.note_processes(self.pids)
 
     @functools.cached_property
     def record(self) -> FlightRecord:
         """The flight record of the group, in this memory."""
         made = FlightRecord(self.rank, self.slots.ranks, self._entries, self._name)
-        made.slots, made.pids = self.slots, self.pids
+        made.slots = self.slots
         return made
 
     def __del__(self) -> None:
@@ -322,7 +323,7 @@ def _make_record(group: dist.ProcessGroup, backend: str) -> FlightRecord:
     ranks = dist.get_process_group_ranks(group)
     record = FlightRecord(group.rank(), ranks, None, name=group.group_name)
     if shared is not None:
-        record.slots, record.pids = shared.slots, shared.pids
+        record.slots = shared.slots
     if backend in WITHOUT_PROCESSES:
         return record
     record.is_on_device = backend != "gloo"

@@ -17,14 +17,16 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import fullshard.host as host  # noqa: PLR0402  (`from fullshard` would ask for a public name)
 from fullshard.errors import CommError
 from fullshard.peers.connections import Connections
 from fullshard.peers.status import RankStatus
 from fullshard.peers.store import StoreInTime, connected_store, store_in_time
 
+PROCESS_KEY = "fullshard/process/{}"  # in the store, by rank: its host and process
 NBYTES = 8192  # of a rank's slot
 _HEAD_NBYTES = 8  # length and checksum of what follows
 _FEW_RANKS = 16
@@ -90,6 +92,7 @@ class StatusBoard:
         self.connections = Connections(
             rank, lambda other: self.shown("door", [other], _FIND_S)[other]
         )
+        self._processes: dict[int, int | None] = {}  # by rank; None of those of other hosts
         self._untold: set[int] = set()  # ranks of which all are to know that they have ended
         self._answered = 0  # the last roll call that this rank has answered
         self._answered_at = 0.0
@@ -162,6 +165,24 @@ class StatusBoard:
     def needs_store(self) -> bool:
         # Where some rank shares no memory with this one.
         return len({rank for slots in _slots for rank in slots.ranks}) < self._world_size
+
+    def note_processes(self, pids: Mapping[int, int]) -> None:
+        """Note which processes ranks of this host are, as they have told each other."""
+        self._processes |= pids
+
+    def processes(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return the processes of those of these ranks that are on this host, as noted or announced (see `waits`)."""
+        asked = list(ranks)
+        with contextlib.suppress(Exception):  # the store may have died with its rank
+            # The program's own connection if there is no other.
+            store = store_in_time() if self._store is None else self._store
+            for rank in asked:
+                # Asked once: many ranks may look often, while they wait in the store for one.
+                if rank not in self._processes and (key := PROCESS_KEY.format(rank)) in store:
+                    where, _, pid = store.get(key).decode().rpartition(" ")
+                    # Elsewhere the pid may be another process.
+                    self._processes[rank] = int(pid) if where == host.identity() else None
+        return {rank: pid for rank in asked if (pid := self._processes.get(rank)) is not None}
 
     @property
     def unreached(self) -> frozenset[int]:

@@ -3,9 +3,8 @@
 Who has said something of itself (see `watchdog`) is quoted. Of a rank that is silent though its process lives, the system tells
 a little: whether it is stopped, and its stack if py-spy is installed.
 
-The error of a collective says that a connection broke, but not whose. So each rank announces its
-process in the store that the ranks met in, and after an error a rank looks which of the processes
-on its host are gone.
+The error of a collective says that a connection broke, but not whose. So after an error a rank looks which of the processes on
+its host are gone, and asks those of other hosts.
 
 Gloo pairs collectives by their order alone, so ranks on different paths could wait for ever or exchange the wrong bytes. While a
 rank waits for it, it compares flight records, and asks its watchdog.
@@ -42,6 +41,7 @@ from fullshard.peers.flight_record import (
 from fullshard.peers.paths import name_ranks
 from fullshard.peers.stacks import look_at_process
 from fullshard.peers.status import RankStatus
+from fullshard.peers.status_board import PROCESS_KEY
 from fullshard.peers.store import store_in_time
 from fullshard.peers.watchdog import watchdog
 from fullshard.torch_private import default_group
@@ -56,7 +56,6 @@ _FRAMES_SHOWN = 12
 _COMPARE_EVERY = datetime.timedelta(seconds=0.5)
 # How long to look for a process that is gone: a dying one closes its connections before it ends.
 _GRACE_S = 1.0
-_PROCESS = "fullshard/process/{}"
 _CAME = "fullshard/came/{}/{}"  # by the group and the rank: to how many calls
 # In errors that may mean that a rank is gone. Gloo raises plain RuntimeErrors, so their words are all there is to go by.
 _OF_CONNECTIONS = "connection|closed by peer|timed out|timeout|socket|remote process"
@@ -118,8 +117,8 @@ class WaitReporter:
         # Of ranks that this one is not connected to, others may know.
         statuses = board.read(range(dist.get_world_size()))
         said = {rank: by for by, each in statuses.items() for rank in each.unreached}
-        pids = {} if self._record is None else self._record.pids
-        are_alive = pids.keys() >= {*late} and not (said.keys() | board.unreached) & {*late}
+        pids = board.processes(late)
+        are_alive = pids.keys() >= {*late} and pids.keys().isdisjoint(said.keys() | board.unreached)
         parts = [f"{head} for {name_ranks(late)}, {'alive but ' * are_alive}not here yet."]
         for rank in sorted(late):
             if rank in board.unreached:
@@ -210,21 +209,20 @@ def _late(record: FlightRecord | None, moving: dist.ProcessGroup | None) -> list
 # Ranks that are gone
 
 
-# The processes of a default group's ranks, as they have announced them, by their number; None of this rank's own, and of
-# those of other hosts.
-_processes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int | None]]"
-_processes = weakref.WeakKeyDictionary()
+# Default groups that this process was announced in. Once per group serves all units; once per unit
+# would be hundreds of writes per rank to one store.
+_announced: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 
 
 def announce() -> None:
     """Write to the store which process this rank is, unless that was done already."""
     # It only serves messages. With an unusual store, or without /proc, these lack the rank's name.
     with contextlib.suppress(Exception):
-        known, rank = _processes.setdefault(default_group(), {}), dist.get_rank()
-        # Once per group serves all units; once per unit would be hundreds of writes per rank to one store.
-        if rank not in known:
-            store_in_time().set(_PROCESS.format(rank), f"{host.identity()} {os.getpid()}")
-            known[rank] = None
+        world = default_group()
+        if world not in _announced:
+            key = PROCESS_KEY.format(dist.get_rank())
+            store_in_time().set(key, f"{host.identity()} {os.getpid()}")
+            _announced.add(world)
 
 
 def leave_word(group: dist.ProcessGroup, number: int) -> None:
@@ -298,16 +296,7 @@ def _now(label: str) -> str:
 
 def lost_ranks(ranks: Collection[int], within_s: float = _GRACE_S) -> list[int]:
     """Return those of other ranks on this host whose processes have ended, waiting so long for one."""
-    known = _processes.setdefault(default_group(), {})
-    with contextlib.suppress(Exception):  # the store may have died with its rank
-        store = store_in_time()
-        for rank in ranks:
-            # Asked once: many ranks may look often, while they wait in the store for one.
-            if rank not in known and (key := _PROCESS.format(rank)) in store:
-                where, _, pid = store.get(key).decode().rpartition(" ")
-                # Elsewhere the pid may be another process.
-                known[rank] = int(pid) if where == host.identity() else None
-    processes = {rank: pid for rank in ranks if (pid := known.get(rank)) is not None}
+    processes = watchdog().board.processes(ranks)
     deadline = time.monotonic() + within_s
     while True:
         lost = [rank for rank, pid in processes.items() if not host.is_running(pid)]

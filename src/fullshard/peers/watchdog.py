@@ -204,9 +204,9 @@ class Watchdog:
         for record in flight_records():
             if not record.is_on_device:
                 continue
-            pids = record.pids  # of ranks of this host
             silent = {r for r in record.ranks if r not in statuses or not statuses[r].has_gone}
-            killed = {rank for rank in silent & pids.keys() if not is_running(pids[rank])}
+            pids = self.board.processes(silent)
+            killed = {rank for rank, pid in pids.items() if not is_running(pid)}
             for rank in killed | self.board.lost(silent):
                 counts = {record.key: GroupCounts(len(record.ranks), 0, 0)}
                 said = "a signal, or by os._exit"
